@@ -1,0 +1,126 @@
+"""Agreement between ranks: an error on one becomes the same error on all, never a hang.
+
+Everything here runs on a gloo group of its own. While one rank writes to a slow disk the others wait
+on this group, with this group's time-out, so no NCCL collective ever spans a disk write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from xhf_hooks.errors import AgreedError, PlanError
+
+T = TypeVar('T')
+
+
+class Collective:
+    """The ranks of a run, able to agree. One process without torch.distributed is a run of one rank.
+
+    Runs on: all ranks must build it, use it and close it in the same order.
+
+    Args:
+        timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
+    """
+
+    def __init__(self, timeout_secs: float = 7200.0) -> None:
+        self.rank, self.world_size, self._group = 0, 1, None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.world_size > 1:
+            self._group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
+
+    def agree(self, stage: str, error: Exception | None = None) -> None:
+        """Raise on every rank if any rank brings an error. Runs on: all ranks.
+
+        One small all-reduce when all is well.
+
+        Raises:
+            AgreedError: Some rank failed; the same on every rank.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise AgreedError(stage, {0: _describe(error)}) from error
+            return
+        failed = torch.tensor([int(error is not None)], dtype=torch.int32)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        if not failed.item():
+            return
+        reports = self.all_gather(None if error is None else (stage, _describe(error)))
+        failures = {rank: report[1] for rank, report in enumerate(reports) if report is not None}
+        failed_stage = next(report[0] for report in reports if report is not None)
+        raise AgreedError(failed_stage, failures) from error
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Run a block on all ranks and agree at its end, whatever happened in it. Runs on: all ranks.
+
+        The block must reach its end, or raise, without waiting for a rank that may have failed; inside
+        it :meth:`agree` may be called at points that all ranks pass.
+        """
+        try:
+            yield
+        except AgreedError:
+            raise
+        except Exception as error:  # whatever it is, every rank must learn of it
+            self.agree(name, error)
+        else:
+            self.agree(name)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order. Runs on: all ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def from_rank0(self, value: T) -> T:
+        """Rank 0's value. Runs on: all ranks; what other ranks pass is ignored."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def require_same(self, what: str, digest: str, describe: Callable[[], list[str]]) -> None:
+        """Check that all ranks hold the same thing. Runs on: all ranks.
+
+        Args:
+            digest: Compared first, so that nothing large travels while all is well.
+            describe: The thing itself, line by line; called only to name the first difference.
+
+        Raises:
+            PlanError: It differs; both sides are named.
+        """
+        digests = self.all_gather(digest)
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if not odd:
+            return
+        everyone = self.all_gather(describe())
+        ours, theirs = everyone[0], everyone[odd[0]]
+        first = next(
+            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(ours), len(theirs)),
+        )
+        sides = [side[first] if first < len(side) else 'nothing more' for side in (ours, theirs)]
+        raise PlanError(
+            f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]!r} on rank 0 and '
+            f'{sides[1]!r} on rank {odd[0]}. All ranks must hold the same model.'
+        )
+
+    def close(self) -> None:
+        """Give the group back. Runs on: all ranks."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _describe(error: Exception) -> str:
+    return f'{type(error).__name__}: {error}'

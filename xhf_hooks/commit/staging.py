@@ -1,0 +1,208 @@
+"""The way from a staging folder to its final name, and the clearing of what a killed run left.
+
+Only rank 0 runs anything here. At every instant the final name holds the old or the new checkpoint,
+whole: on Linux the two folders are exchanged in one call; elsewhere the old one is first put aside
+under a name from which :meth:`CheckpointFolder.recover` brings it back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.commit import retention
+from xhf_hooks.commit.exchange import exchange
+from xhf_hooks.commit.lock import RunLock
+from xhf_hooks.commit.manifest import read_step, write_manifest
+from xhf_hooks.errors import IncompleteError, TargetError
+from xhf_hooks.records import SavePlan, Step, WriteReceipt
+from xhf_hooks.safetensors_format import check_file
+
+INDEX_NAME = 'model.safetensors.index.json'
+
+
+class CheckpointFolder:
+    """One final name, such as ``hf_model``, and all that stands beside it on its behalf.
+
+    Args:
+        final: The name under which the newest committed save is found.
+        max_keep: How many saves are kept, the newest included; -1 keeps all.
+    """
+
+    def __init__(self, final: Path, max_keep: int) -> None:
+        self.final = final
+        self.max_keep = max_keep
+        self.staging = final.with_name(f'.{final.name}.staging')
+        self._aside = final.with_name(f'.{final.name}.previous')
+        self._lock = RunLock(final)
+
+    def claim(self) -> None:
+        """Before training: make the parent, prove that it can be written, lock, recover, sweep.
+
+        Raises:
+            TargetError: Not writable, in use by another run, or holding something that is not ours.
+        """
+        parent = self.final.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire_or_explain(self.final)
+            probe = parent / f'.{self.final.name}.probe'
+            probe.write_bytes(b'x')
+            probe.unlink()
+        except OSError as error:
+            raise TargetError(f'{parent} cannot be written: {error}; set out_dir to a folder that can') from error
+        self._refuse_foreign()
+        self.recover()
+
+    def _refuse_foreign(self) -> None:
+        final = self.final
+        if final.is_symlink() or (final.exists() and not final.is_dir()):
+            raise TargetError(f'{final} is not a folder; a save would have to replace it. Remove it or set out_dir')
+        if final.is_dir() and any(final.iterdir()) and read_step(final) is None:
+            raise TargetError(
+                f'{final} holds files that this package did not write, and a save would replace them. '
+                f'Move them away or set out_dir'
+            )
+
+    def recover(self) -> None:
+        """Put right what a killed run left: bring a whole folder to its name, delete a partial one."""
+        for leftover in (self._aside, self.staging):
+            if not leftover.is_dir():
+                continue
+            step = read_step(leftover)
+            if step is not None and not self.final.exists():
+                os.rename(leftover, self.final)
+            elif step is not None and self.max_keep != 1 and step != read_step(self.final):
+                self._archive(leftover, step)
+            else:
+                shutil.rmtree(leftover)
+        _fsync_folder(self.final.parent)
+        self._delete_outdated()
+
+    def open_staging(self) -> Path:
+        """An empty staging folder."""
+        if self.staging.exists():
+            shutil.rmtree(self.staging)
+        self.staging.mkdir(parents=True)
+        return self.staging
+
+    def require_room(self, nbytes: int) -> int:
+        """Free bytes where the folder goes.
+
+        Raises:
+            TargetError: Fewer than ``nbytes``.
+        """
+        free = shutil.disk_usage(self.final.parent).free
+        if free < nbytes:
+            raise TargetError(
+                f'{self.final.parent} has {free / 1e9:.2f} GB free, and the save needs {nbytes / 1e9:.2f} GB; '
+                f'free some space, set out_dir to a larger disk, or keep fewer with max_keep_ckpts'
+            )
+        return free
+
+    def commit(self, plan: SavePlan, receipts: list[WriteReceipt], step: Step, facts: dict[str, Any]) -> None:
+        """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
+
+        Raises:
+            IncompleteError: Something planned is not there.
+            OSError: The file system refused; the previous checkpoint is still under the final name.
+        """
+        if plan.index is not None:
+            with (self.staging / INDEX_NAME).open('w', encoding='utf-8') as file:
+                file.write(json.dumps(plan.index, indent=2, sort_keys=True) + '\n')
+        self._check_complete(plan, receipts)
+        _fsync_tree(self.staging)
+        write_manifest(self.staging, plan, step, facts)
+        _fsync_folder(self.staging)
+        self._publish(step)
+        self._delete_outdated()
+
+    def abandon(self) -> None:
+        """Remove a staging folder that will not be committed."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def release(self) -> None:
+        """Let another run use the folder."""
+        self._lock.release()
+
+    def _check_complete(self, plan: SavePlan, receipts: list[WriteReceipt]) -> None:
+        written = {receipt.file: receipt.nbytes for receipt in receipts}
+        planned = {file.name: file.nbytes for file in plan.files}
+        if written != planned:
+            raise IncompleteError(f'{self.staging}: expected files {planned}, written were {written}')
+        for file in plan.files:
+            check_file(self.staging / file.name, file.header, file.nbytes)
+
+    def _publish(self, step: Step) -> None:
+        parent = self.final.parent
+        if not self.final.exists():
+            os.rename(self.staging, self.final)
+            _fsync_folder(parent)
+            return
+        old_step = read_step(self.final)
+        if exchange(self.staging, self.final):
+            displaced = self.staging
+        else:
+            if self._aside.exists():
+                shutil.rmtree(self._aside)
+            os.rename(self.final, self._aside)
+            os.rename(self.staging, self.final)
+            displaced = self._aside
+        _fsync_folder(parent)
+        if self.max_keep == 1 or old_step in (None, step):
+            shutil.rmtree(displaced, ignore_errors=True)
+        else:
+            self._archive(displaced, old_step)
+            _fsync_folder(parent)
+
+    def _archive(self, folder: Path, step: Step) -> None:
+        name = self.final.with_name(retention.archive_name(self.final.name, step.label))
+        if name.exists():
+            shutil.rmtree(name)
+        os.rename(folder, name)
+
+    def _delete_outdated(self) -> None:
+        parent = self.final.parent
+        for name in retention.outdated(self.final.name, os.listdir(parent), self.max_keep):
+            if read_step(parent / name) is not None:  # never delete what is not ours
+                shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
+    """Recover or clear what killed runs left in the other timestamps of a work_dir.
+
+    Returns:
+        The folders that were dealt with. A run that is alive holds its lock and is left alone.
+    """
+    swept = []
+    for pattern in (f'*/.{final_name}.staging', f'*/.{final_name}.previous'):
+        for leftover in sorted(root.glob(pattern)):
+            folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
+            if folder._lock.acquire():
+                folder.recover()
+                folder.release()
+                swept.append(leftover)
+    return swept
+
+
+def _fsync_tree(folder: Path) -> None:
+    for path in folder.rglob('*'):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        elif path.is_dir():
+            _fsync_folder(path)
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

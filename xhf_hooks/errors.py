@@ -1,0 +1,50 @@
+"""The exceptions of this package: one small tree, every message says where, expected, found, remedy."""
+
+from __future__ import annotations
+
+
+class XhfError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class OptionError(XhfError, ValueError):
+    """An option has a bad value, or two options do not go together. Raised when the hook is built."""
+
+    def __init__(self, option: str, expected: str, found: object) -> None:
+        super().__init__(f'option {option}: expected {expected}, found {found!r}')
+        self.option = option
+
+
+class ModelError(XhfError):
+    """The trained model cannot be exported: not found, ambiguous, or unlike what loads it."""
+
+
+class PlanError(XhfError):
+    """The plan of a save is impossible or differs between ranks."""
+
+
+class TensorError(XhfError):
+    """A gathered tensor is not what the plan promised (shape or element type)."""
+
+
+class TargetError(XhfError):
+    """The output folder cannot be used: not writable, in use, too small, or not ours to replace."""
+
+
+class IncompleteError(XhfError):
+    """A staged folder does not hold everything that the plan says; it must not be committed."""
+
+
+class AgreedError(XhfError):
+    """The same error on every rank: what failed, in which stage and on which ranks.
+
+    Attributes:
+        stage (str): Stage of the save that failed, for example ``'write'``.
+        failures (dict[int, str]): Rank to the text of its error; ranks that did not fail are absent.
+    """
+
+    def __init__(self, stage: str, failures: dict[int, str]) -> None:
+        lines = [f'rank {rank}: {text}' for rank, text in sorted(failures.items())]
+        super().__init__(f'stage {stage!r} failed on ' + '; '.join(lines))
+        self.stage = stage
+        self.failures = failures

@@ -1,0 +1,58 @@
+"""What an exporter offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.records import ExportEntry, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Exporter(ABC):
+    """One kind of model: what of it goes out, under which names, and with which files around it.
+
+    An exporter sees specs, never tensors, until one of its ``combine`` functions is called.
+
+    Attributes:
+        base_dir: Folder or hub name that the model was loaded from, '' when there is none.
+    """
+
+    base_dir: str = ''
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        """Whether this exporter knows such a model."""
+
+    @abstractmethod
+    def __init__(self, model: nn.Module, module: str | None) -> None: ...
+
+    @abstractmethod
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        """What goes out, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
+
+        Args:
+            specs: What the source holds.
+            dtype: Element-type code to cast floats to; None keeps them as trained.
+
+        Raises:
+            ModelError: The model is not what ``from_pretrained`` will build.
+        """
+
+    @property
+    @abstractmethod
+    def n_parameters(self) -> int | None:
+        """For the index file; None leaves it out. Known after :meth:`entries`."""
+
+    @abstractmethod
+    def write_sidecar(self, folder: Path, tokenizer: Any | None) -> list[str]:
+        """Write every file that is not weights. Runs on: rank 0, after :meth:`entries`.
+
+        Returns:
+            Warnings for the log.
+        """

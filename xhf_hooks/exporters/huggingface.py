@@ -1,0 +1,185 @@
+"""A transformers ``PreTrainedModel``, alone or inside the trained model (XTuner's ``llm``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.dtypes import is_float
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters import sidecar
+from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.conversion import convert_specs
+from xhf_hooks.module_tensors import module_tensors
+from xhf_hooks.records import ExportEntry, TensorSpec
+from xhf_hooks.registry import EXPORTERS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@EXPORTERS.register_module()
+class HuggingFaceExporter(Exporter):
+    """Writes what ``save_pretrained`` writes, names and bytes, without its whole-model state dict.
+
+    Before anything is gathered the class that ``from_pretrained`` will build is built on the meta device
+    from the config that will be written, and must have the names and shapes that are about to be saved.
+
+    Raises:
+        ModelError: There is not exactly one such model, or ``module`` names something else.
+    """
+
+    def __init__(self, model: nn.Module, module: str | None) -> None:
+        self._path, self._model = _find_pretrained(model, module)
+        self._reference: PreTrainedModel | None = None
+        self._config: PretrainedConfig | None = None
+        self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
+        if getattr(self._model, 'quantization_method', None) is not None:
+            raise ModelError(
+                f'{type(self._model).__name__} is quantized ({self._model.quantization_method}); its weights '
+                f'cannot be exported as they are'
+            )
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        return bool(_pretrained_in(model))
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        own = self._own_names(specs)
+        self._config = sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
+        self._reference = _build_on_meta(self._model, self._config)
+        self._compare_with_reference(own)
+        for alias in self._redundant_names(own):
+            del own[alias]
+        entries = convert_specs(self._reference, own)
+        if dtype is not None:
+            entries = [replace(e, dtype=dtype) if is_float(e.dtype) else e for e in entries]
+        return entries
+
+    @property
+    def n_parameters(self) -> int | None:
+        import transformers
+
+        return None if int(transformers.__version__.split('.')[0]) < 5 else self._reference.num_parameters()
+
+    def write_sidecar(self, folder: Path, tokenizer: Any | None) -> list[str]:
+        return sidecar.write(folder, self._model, self._config, tokenizer, self.base_dir)
+
+    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+        """Every name of every tensor below the exported module, relative to it, in state-dict order."""
+        prefix = f'{self._path}.' if self._path else ''
+        found = {}
+        for spec in specs:
+            for name in (spec.name, *spec.aliases):
+                if name.startswith(prefix):
+                    found[name[len(prefix) :]] = spec
+        order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
+        return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+    def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
+        try:
+            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
+        except (NotImplementedError, AttributeError):  # a model without token embeddings
+            return None
+        names = (name for name, tensor in self._model.named_parameters() if tensor is weight)
+        name = next(names, None)
+        return own[name].shape[0] if name in own else None
+
+    def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
+        expected = {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
+        ignored = [*(getattr(self._model, '_keys_to_ignore_on_load_missing', None) or ())]
+        missing = [n for n in expected if n not in own and not _matches(ignored, n)]
+        ignored = [*(getattr(self._model, '_keys_to_ignore_on_load_unexpected', None) or ())]
+        unexpected = [n for n in own if n not in expected and not _matches(ignored, n)]
+        other_shape = [
+            f'{n} expected {expected[n]}, found {own[n].shape}'
+            for n in own
+            if n in expected and own[n].shape != expected[n]
+        ]
+        if missing or unexpected or other_shape:
+            hint = ''
+            if any('lora_' in name for name in unexpected):
+                hint = ' These are LoRA weights: this exporter saves complete models only.'
+            raise ModelError(
+                f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
+                f'{self._path or "its root"!r} differ: missing {_some(missing)}, unexpected {_some(unexpected)}, '
+                f'of other shape {_some(other_shape)}.{hint}'
+            )
+
+    def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
+        """Names that are not written: those ignored by the class, and all but one of tied weights.
+
+        The rule is ``remove_tied_weights_from_state_dict`` of transformers ``modeling_utils.py``, applied to
+        identity. A tie that the class does not declare is written under each name: loading cannot restore it.
+        """
+        from transformers.modeling_utils import _get_tied_weight_keys
+
+        ignored = set(getattr(self._model, '_keys_to_ignore_on_save', None) or ())
+        declared = _get_tied_weight_keys(self._reference)
+        redundant = [name for name in own if name in ignored]
+        names_of: dict[str, list[str]] = {}
+        for name, spec in own.items():
+            if name not in ignored:
+                names_of.setdefault(spec.name, []).append(name)
+        for names in names_of.values():
+            tied = [name for name in sorted(names) if _matches(declared, name)]
+            redundant += tied if len(tied) < len(names) else tied[:-1]
+        return redundant
+
+
+def _find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
+    from transformers import PreTrainedModel
+
+    if module is not None:
+        found = dict(model.named_modules()).get(module)
+        if not isinstance(found, PreTrainedModel):
+            raise ModelError(
+                f'option module: expected the path of a PreTrainedModel in {type(model).__name__}, found '
+                f'{module!r} ({type(found).__name__}). There are: {sorted(_pretrained_in(model))}'
+            )
+        return module, found
+    candidates = _pretrained_in(model)
+    if 'llm' in candidates:
+        return 'llm', candidates['llm']
+    if len(candidates) != 1:
+        raise ModelError(
+            f'{type(model).__name__} holds {len(candidates)} Hugging Face models: {sorted(candidates)}. '
+            f'Choose one with the option module'
+        )
+    return next(iter(candidates.items()))
+
+
+def _pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The outermost PreTrainedModels, by path; the path of the model itself is ''."""
+    from transformers import PreTrainedModel
+
+    found: dict[str, PreTrainedModel] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f'{outer}.') or outer == '' for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[path] = module
+    return found
+
+
+def _build_on_meta(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """The class that ``from_pretrained`` will build, without memory."""
+    with torch.device('meta'):
+        reference = type(model)(config)
+    conversions = getattr(model, '_weight_conversions', None)
+    if conversions is not None:
+        reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
+    return reference
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _some(names: list[str]) -> str:
+    return f'{names[:5]} and {len(names) - 5} more' if len(names) > 5 else str(names)

@@ -1,0 +1,60 @@
+"""From partitions to bytes: walks the plan in order, one bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.dtypes import TORCH_DTYPES, cast, host_bytes
+from xhf_hooks.errors import TensorError
+from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.records import Chunk, Group, SavePlan
+from xhf_hooks.sources.base import Source
+
+
+def gather(
+    plan: SavePlan, source: Source, collective: Collective, *, masters: bool, meter: MemoryMeter
+) -> Iterator[Chunk]:
+    """Gather bucket after bucket and yield the chunks that this rank writes.
+
+    Runs on: all ranks, in step. Before each bucket they agree that nobody has failed; there, on gloo, the
+    others wait for a writer whose disk is slow, never inside the collective that gathers.
+
+    Raises:
+        AgreedError: Some rank failed.
+        TensorError: A tensor is not what the plan says.
+    """
+    owned = {file.name for file in plan.files if file.owner == collective.rank}
+    for bucket in plan.buckets:
+        collective.agree('gather')
+        with source.gathered(bucket.read_names, masters=masters) as tensors:
+            for group in bucket.groups:
+                _check(group, tensors)
+                if any(placement.file in owned for placement in group.placements):
+                    yield from _chunks(group, tensors, owned)
+            meter.sample()
+
+
+def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
+    for spec in group.reads:
+        tensor = tensors[spec.name]
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != TORCH_DTYPES[spec.dtype]:
+            raise TensorError(
+                f'{spec.name}: expected {spec.dtype} {spec.shape}, gathered {tensor.dtype} {tuple(tensor.shape)}'
+            )
+
+
+def _chunks(group: Group, tensors: Mapping[str, torch.Tensor], owned: set[str]) -> Iterator[Chunk]:
+    if group.combine is None:
+        outputs = {group.placements[0].hf_name: tensors[group.reads[0].name]}
+    else:
+        outputs = group.combine({spec.name: tensors[spec.name] for spec in group.reads})
+    for placement in group.placements:
+        if placement.file not in owned:
+            continue
+        tensor, overflows = cast(outputs[placement.hf_name], placement.dtype)
+        if tuple(tensor.shape) != placement.shape:
+            raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
+        yield Chunk(placement, host_bytes(tensor), overflows)

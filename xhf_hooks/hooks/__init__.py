@@ -1,0 +1,7 @@
+"""The doors through which MMEngine calls: the hook, its schedule and its options."""
+
+from __future__ import annotations
+
+from xhf_hooks.hooks.hf_checkpoint_hook import HFCheckpointHook
+
+__all__ = ['HFCheckpointHook']

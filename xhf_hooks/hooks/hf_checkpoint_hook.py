@@ -1,0 +1,249 @@
+"""The hook: ``custom_hooks = [dict(type='HFCheckpointHook')]``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from torch import nn
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.errors import OptionError, TargetError, XhfError
+from xhf_hooks.exporters.sidecar import load_tokenizer
+from xhf_hooks.hooks import options
+from xhf_hooks.hooks.best_metric import BestMetric
+from xhf_hooks.hooks.schedule import Schedule
+from xhf_hooks.records import CommittedCheckpoint, Step
+from xhf_hooks.registry import BUILDER
+from xhf_hooks.save import SaveOptions, Saver
+
+_GATHER_FACTOR = 4  # gathering a bucket takes about so many times its bytes; measured by tools/bench.py
+
+
+@HOOKS.register_module()
+class HFCheckpointHook(Hook):
+    """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
+
+    Before the first step it plans the whole save from metadata and raises what is wrong with it. A save
+    that fails later is logged, and training goes on.
+
+    Args:
+        out_dir (str, Path, optional): Folder of the newest save. Defaults to None, which means
+            ``work_dir/<timestamp>/hf_model``.
+        interval (int, optional): Save every so many epochs or iterations; -1 means only at the end.
+            Defaults to None, which means the schedule of the run's own CheckpointHook.
+        by_epoch (bool, optional): What ``interval`` counts. Defaults to None: as the CheckpointHook does,
+            else epochs.
+        save_begin (int): Epoch or iteration at which saving begins. Defaults to 0.
+        save_last (bool): Save when training ends, regardless of ``interval``. Defaults to True.
+        save_best (str, List[str], optional): As in CheckpointHook; writes ``hf_model_best``
+            (``hf_model_best_<metric>`` for several). Defaults to None.
+        rule (str, List[str], optional): As in CheckpointHook. Defaults to None.
+        max_keep_ckpts (int): How many saves to keep, the newest included; the older ones are named
+            ``hf_model_iter_500``. -1 keeps all. Defaults to 1.
+        module (str, optional): Dotted path of the PreTrainedModel in the trained model. Defaults to None:
+            the model itself, ``llm``, or the only one there is.
+        tokenizer (object, dict, str, optional): A tokenizer, its MMEngine config, or its folder. Defaults to
+            None: ``cfg.tokenizer``, else the base model's own files, else none, with a warning.
+        dtype (str, optional): 'float32' (the fp32 master weights where there are any), 'bfloat16' or
+            'float16'. Defaults to None: as trained.
+        max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
+        bucket_size (int, str): How much is gathered at once; memory follows it. Defaults to '128MB'.
+        on_error (str): 'continue' or 'raise', when a save fails. Defaults to 'continue'.
+
+    Examples:
+        >>> custom_imports = dict(imports=['xhf_hooks'])
+        >>> custom_hooks = [dict(type='HFCheckpointHook')]
+    """
+
+    priority = 95  # after CheckpointHook (90)
+
+    def __init__(
+        self,
+        out_dir: str | Path | None = None,
+        *,
+        interval: int | None = None,
+        by_epoch: bool | None = None,
+        save_begin: int = 0,
+        save_last: bool = True,
+        save_best: str | list[str] | None = None,
+        rule: str | list[str] | None = None,
+        max_keep_ckpts: int = 1,
+        module: str | None = None,
+        tokenizer: Any | None = None,
+        dtype: str | None = None,
+        max_shard_size: int | str = '5GB',
+        bucket_size: int | str = '128MB',
+        on_error: str = 'continue',
+    ) -> None:
+        options.check_schedule(interval, by_epoch, save_begin, save_last)
+        if rule is not None and save_best is None:
+            raise OptionError('rule', 'None when save_best is None', rule)
+        self.out_dir = options.parse_out_dir(out_dir)
+        self.save_last = save_last
+        self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
+        self._best = None if save_best is None else BestMetric(save_best, rule)
+        self._max_keep = options.check_max_keep(max_keep_ckpts)
+        self._tokenizer = options.check_tokenizer(tokenizer)
+        self._on_error = options.check_choice('on_error', on_error, ('continue', 'raise'))
+        self._save_options = dict(
+            module=options.check_module(module),
+            dtype=options.parse_dtype(dtype),
+            max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
+            bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
+        )
+        self._saved_at: int | None = None
+
+    def before_train(self, runner: Any) -> None:
+        """Prove that the save will work. Runs on: all ranks.
+
+        Raises:
+            XhfError: It will not; the same on every rank, before any training is paid for.
+        """
+        model, facts = _unwrap(runner.model)
+        self._schedule = self._resolve_schedule(runner)
+        self._collective = Collective()
+        self._saver = Saver(model, SaveOptions(facts=facts, **self._save_options), self._collective)
+        plan = self._saver.prepare()
+        final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
+        self._folders = {'newest': CheckpointFolder(final, self._max_keep)}
+        with self._collective.stage('preflight'):
+            if self._collective.rank == 0:
+                self._check_target(runner, plan.nbytes)
+                self._saver.tokenizer = self._find_tokenizer(runner)
+        extra_mb = _GATHER_FACTOR * plan.largest_bucket_nbytes / 1e6
+        runner.logger.info(
+            f'HFCheckpointHook: {len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
+            f'file(s), about {extra_mb:.0f} MB of extra memory while saving, {self._schedule}, to {final}'
+        )
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
+    ) -> None:
+        done = runner.iter + 1
+        if self._schedule.is_due_after_iter(done):
+            self._save(runner, Step('iter', done, done))
+
+    def after_train_epoch(self, runner: Any) -> None:
+        done = runner.epoch + 1
+        if self._schedule.is_due_after_epoch(done):
+            self._save(runner, Step('epoch', done, runner.iter))
+
+    def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
+        if self._best is None or not metrics or not hasattr(self, '_saver'):
+            return
+        for metric, score in self._best.improved(metrics, runner.message_hub).items():
+            if self._save(runner, Step('iter', runner.iter, runner.iter), self._best.folder_suffix(metric)):
+                self._best.remember(metric, score, runner.message_hub)
+                runner.logger.info(f'HFCheckpointHook: best {metric} so far, {score:.4f}')
+
+    def after_train(self, runner: Any) -> None:
+        if self.save_last and self._saved_at != runner.iter:
+            unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
+            self._save(runner, Step(unit, number, runner.iter))
+        if self._collective.rank == 0:
+            for folder in self._folders.values():
+                folder.release()
+        self._collective.close()
+
+    def _save(self, runner: Any, step: Step, suffix: str = '') -> bool:
+        """One save; whether it was committed. Runs on: all ranks."""
+        newest = self._folders['newest']
+        folder = newest
+        if suffix:
+            name = newest.final.with_name(f'{newest.final.name}_{suffix}')
+            folder = self._folders.setdefault(suffix, CheckpointFolder(name, max_keep=1))
+        try:
+            committed = self._saver.save(folder, step)
+        except XhfError as error:
+            if self._on_error == 'raise':
+                raise
+            runner.logger.error(
+                f'HFCheckpointHook: the save of {step.label} failed and training goes on: {error}. '
+                f'The previous save is untouched.'
+            )
+            return False
+        if not suffix:
+            self._saved_at = step.iteration
+        self._report(runner, committed)
+        return True
+
+    def _report(self, runner: Any, committed: CommittedCheckpoint) -> None:
+        cost = committed.cost
+        for warning in committed.warnings:
+            runner.logger.warning(f'HFCheckpointHook: {warning}')
+        runner.logger.info(
+            f'HFCheckpointHook: saved {committed.step.label} to {committed.path}: {cost.nbytes / 1e6:.1f} MB in '
+            f'{cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s, {cost.peak_extra_nbytes / 1e6:.0f} MB of extra '
+            f'memory on the busiest rank'
+        )
+        if self._collective.rank == 0:
+            runner.visualizer.add_scalars(
+                {
+                    'hf_checkpoint/seconds': cost.seconds,
+                    'hf_checkpoint/nbytes': cost.nbytes,
+                    'hf_checkpoint/gbytes_per_sec': cost.gbytes_per_sec,
+                    'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
+                },
+                step=committed.step.iteration,
+            )
+
+    def _resolve_schedule(self, runner: Any) -> Schedule:
+        own = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
+        if self._interval is None and own is not None:
+            return Schedule(own.interval, own.by_epoch, self._save_begin or own.save_begin)
+        by_epoch = self._by_epoch
+        if by_epoch is None:
+            by_epoch = True if own is None else own.by_epoch
+        return Schedule(-1 if self._interval is None else self._interval, by_epoch, self._save_begin)
+
+    def _check_target(self, runner: Any, nbytes: int) -> None:
+        """Runs on: rank 0."""
+        newest = self._folders['newest']
+        base_dir = self._saver.exporter.base_dir
+        if base_dir and Path(base_dir).absolute() == newest.final:
+            raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
+        newest.claim()
+        if self.out_dir is None:
+            for path in sweep_dead_runs(Path(runner.work_dir), newest.final.name):
+                runner.logger.info(f'HFCheckpointHook: cleared what a killed run left: {path}')
+        free = newest.require_room(nbytes)
+        copies = self._max_keep + 1  # the kept ones, and the next while it is written
+        if self._max_keep > 0 and free < copies * nbytes:
+            runner.logger.warning(
+                f'HFCheckpointHook: {newest.final.parent} has {free / 1e9:.2f} GB free; keeping {self._max_keep} '
+                f'and writing the next needs {copies * nbytes / 1e9:.2f} GB'
+            )
+
+    def _find_tokenizer(self, runner: Any) -> Any | None:
+        """Build it once. Runs on: rank 0."""
+        tokenizer = self._tokenizer if self._tokenizer is not None else runner.cfg.get('tokenizer')
+        if isinstance(tokenizer, dict):
+            return BUILDER.build(dict(tokenizer))
+        if isinstance(tokenizer, (str, Path)):
+            found = load_tokenizer(str(tokenizer), trust_remote_code=False)
+            if found is None:
+                raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
+            return found
+        if tokenizer is None:
+            tokenizer = load_tokenizer(self._saver.exporter.base_dir, trust_remote_code=True)
+        if tokenizer is None:
+            runner.logger.warning(
+                'HFCheckpointHook: no tokenizer: the config has none, and neither has the base model '
+                f'{self._saver.exporter.base_dir!r}. The folder will hold weights and configs only; set tokenizer'
+            )
+        return tokenizer
+
+
+def _unwrap(model: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The bare module inside MMEngine's wrapper, DeepSpeed's engine or DDP, and what the manifest says of it."""
+    facts = {'engine': 'torch'}
+    if is_model_wrapper(model):
+        if hasattr(model, 'zero_optimization_stage'):
+            facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
+        model = model.module
+    return model, facts

@@ -1,0 +1,78 @@
+"""The hook's options: parsed and checked when the hook is built, before any training is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import OptionError
+from xhf_hooks.plan import parse_size
+
+DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+
+
+def parse_dtype(value: Any) -> str | None:
+    """``'bfloat16'``, ``torch.bfloat16`` or None to an element-type code or None."""
+    if value is None:
+        return None
+    name = str(value).removeprefix('torch.')
+    if name not in DTYPE_CODES:
+        raise OptionError('dtype', f'None or one of {sorted(DTYPE_CODES)}', value)
+    return DTYPE_CODES[name]
+
+
+def parse_nbytes(option: str, value: int | str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise OptionError(option, "a size such as '128MB' or a number of bytes", value) from None
+
+
+def parse_out_dir(value: str | Path | None) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, Path)) or not str(value) or '://' in str(value):
+        raise OptionError('out_dir', 'the path of a folder', value)
+    return Path(value).expanduser()
+
+
+def check_schedule(interval: Any, by_epoch: Any, save_begin: Any, save_last: Any) -> None:
+    if interval is not None and (not _is_int(interval) or (interval < 1 and interval != -1)):
+        raise OptionError('interval', 'None, -1 (never) or a number of at least 1', interval)
+    if by_epoch is not None and not isinstance(by_epoch, bool):
+        raise OptionError('by_epoch', 'None, True or False', by_epoch)
+    if by_epoch is not None and interval is None:
+        raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', by_epoch)
+    if not _is_int(save_begin) or save_begin < 0:
+        raise OptionError('save_begin', 'a number of at least 0', save_begin)
+    if not isinstance(save_last, bool):
+        raise OptionError('save_last', 'True or False', save_last)
+
+
+def check_max_keep(value: Any) -> int:
+    if not _is_int(value) or (value < 1 and value != -1):
+        raise OptionError('max_keep_ckpts', '-1 (all) or a number of at least 1', value)
+    return value
+
+
+def check_choice(option: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise OptionError(option, f'one of {choices}', value)
+    return value
+
+
+def check_module(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise OptionError('module', 'None or a dotted path such as "llm"', value)
+    return value
+
+
+def check_tokenizer(value: Any) -> Any:
+    known = value is None or isinstance(value, (str, Path)) or hasattr(value, 'save_pretrained')
+    if not known and not (isinstance(value, dict) and 'type' in value):
+        raise OptionError('tokenizer', 'a tokenizer, a config with a type, or a folder', value)
+    return value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,34 @@
+"""When to save. Pure: numbers in, yes or no out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every ``interval`` epochs or iterations from ``save_begin`` on, as MMEngine's CheckpointHook counts them.
+
+    An ``interval`` of -1 is never.
+    """
+
+    interval: int
+    by_epoch: bool
+    save_begin: int
+
+    def is_due_after_iter(self, iterations_done: int) -> bool:
+        return not self.by_epoch and self._is_due(iterations_done)
+
+    def is_due_after_epoch(self, epochs_done: int) -> bool:
+        return self.by_epoch and self._is_due(epochs_done)
+
+    def _is_due(self, done: int) -> bool:
+        since_begin = done - self.save_begin
+        return self.interval > 0 and since_begin >= 0 and since_begin % self.interval == 0
+
+    def __str__(self) -> str:
+        if self.interval <= 0:
+            return 'at the end only'
+        unit = 'epochs' if self.by_epoch else 'iterations'
+        begin = f' from {self.save_begin} on' if self.save_begin else ''
+        return f'every {self.interval} {unit}{begin}'

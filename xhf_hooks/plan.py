@@ -1,0 +1,180 @@
+"""Planning: entries become files, byte offsets, buckets and an index. No torch, no tensor.
+
+Files, their names and the index are those of ``save_pretrained`` (huggingface_hub's
+``split_state_dict_into_shards_factory`` decides); offsets inside a file are those of safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from xhf_hooks.errors import PlanError
+from xhf_hooks.records import Bucket, Combine, ExportEntry, Group, OutputFile, Placement, SavePlan, TensorSpec
+from xhf_hooks.safetensors_format import build_header
+
+INDEX_NAME = 'model.safetensors.index.json'
+_SIZE_UNITS = {'': 1, 'B': 1}
+for _power, _letter in enumerate('KMGT', start=1):
+    _SIZE_UNITS[f'{_letter}B'] = 10 ** (3 * _power)
+    _SIZE_UNITS[f'{_letter}IB'] = 2 ** (10 * _power)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as ``128_000_000``, ``'5GB'`` (powers of ten) or ``'5GiB'`` (powers of two).
+
+    Raises:
+        ValueError: It is not a positive size.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*', size)
+        unit = match and _SIZE_UNITS.get(match[2].upper())
+        size = int(float(match[1]) * unit) if match and unit else 0
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise ValueError('not a size')
+    return size
+
+
+def make_plan(
+    entries: Sequence[ExportEntry],
+    specs: Sequence[TensorSpec],
+    *,
+    max_shard_nbytes: int,
+    bucket_nbytes: int,
+    n_parameters: int | None = None,
+) -> SavePlan:
+    """Decide every file, offset and bucket of a save.
+
+    Runs on: all ranks, with the same result.
+
+    Args:
+        entries: What goes out, in the order in which ``save_pretrained`` would write it.
+        specs: What the source holds.
+        n_parameters: For the index's ``total_parameters``; None leaves it out (transformers < 5).
+
+    Raises:
+        PlanError: Two entries have one name, or an entry reads a tensor that the source lacks.
+    """
+    spec_of = {spec.name: spec for spec in specs}
+    entry_of: dict[str, ExportEntry] = {}
+    for entry in entries:
+        if entry.hf_name in entry_of:
+            raise PlanError(f'two tensors would be written under one name: {entry.hf_name}')
+        unknown = [name for name in entry.reads if name not in spec_of]
+        if unknown:
+            raise PlanError(f'{entry.hf_name} needs {unknown}, which the model does not have')
+        entry_of[entry.hf_name] = entry
+    if not entry_of:
+        raise PlanError('there is nothing to save: the exporter named no tensor')
+
+    files, placements, index = _lay_out(entry_of, max_shard_nbytes, n_parameters)
+    buckets = _fill_buckets(_group(placements, entry_of, spec_of), bucket_nbytes)
+    return SavePlan(files, buckets, index, _digest(files, buckets, index))
+
+
+def _lay_out(
+    entry_of: dict[str, ExportEntry], max_shard_nbytes: int, n_parameters: int | None
+) -> tuple[tuple[OutputFile, ...], list[Placement], dict[str, Any] | None]:
+    split = split_state_dict_into_shards_factory(
+        entry_of,
+        get_storage_size=lambda entry: entry.nbytes,
+        filename_pattern='model{suffix}.safetensors',
+        max_shard_size=max_shard_nbytes,
+    )
+    files, placements = [], []
+    for file, names in split.filename_to_tensors.items():
+        header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
+        for e in laid_out:
+            placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start))
+        files.append(OutputFile(file, header, laid_out[-1].end, owner=0))
+    index = None
+    if split.is_sharded:
+        total = {} if n_parameters is None else {'total_parameters': n_parameters}
+        index = {'metadata': {**total, **split.metadata}, 'weight_map': split.tensor_to_filename}
+    return tuple(files), placements, index
+
+
+def _group(
+    placements: list[Placement], entry_of: dict[str, ExportEntry], spec_of: dict[str, TensorSpec]
+) -> list[Group]:
+    """Placements in file order, those of one ``combine`` together where the first of them stands."""
+    members: dict[object, list[Placement]] = {}
+    for placement in placements:
+        combine = entry_of[placement.hf_name].combine
+        key = placement.hf_name if combine is None else id(combine)
+        members.setdefault(key, []).append(placement)
+    groups = []
+    for together in members.values():
+        first = entry_of[together[0].hf_name]
+        reads = tuple(spec_of[name] for name in first.reads)
+        _check_group(reads, together, entry_of, first.combine)
+        groups.append(Group(reads, tuple(together), first.combine))
+    return groups
+
+
+def _check_group(
+    reads: tuple[TensorSpec, ...],
+    together: list[Placement],
+    entry_of: dict[str, ExportEntry],
+    combine: Combine | None,
+) -> None:
+    if combine is None and (len(reads) != 1 or math.prod(reads[0].shape) != math.prod(together[0].shape)):
+        raise PlanError(
+            f'{together[0].hf_name} {together[0].shape}: expected one read of as many elements, '
+            f'found {[(spec.name, spec.shape) for spec in reads]}'
+        )
+    for placement in together:
+        if entry_of[placement.hf_name].reads != entry_of[together[0].hf_name].reads:
+            raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, from other reads')
+
+
+def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]:
+    """Consecutive groups up to ``bucket_nbytes`` of reads; a larger group is a bucket of its own."""
+    buckets: list[Bucket] = []
+    filling: list[Group] = []
+    filled = 0
+    for group in groups:
+        if filling and filled + group.read_nbytes > bucket_nbytes:
+            buckets.append(Bucket(tuple(filling)))
+            filling, filled = [], 0
+        filling.append(group)
+        filled += group.read_nbytes
+    if filling:
+        buckets.append(Bucket(tuple(filling)))
+    return tuple(buckets)
+
+
+def _digest(files: tuple[OutputFile, ...], buckets: tuple[Bucket, ...], index: dict[str, Any] | None) -> str:
+    sha = hashlib.sha256(json.dumps(index, sort_keys=True).encode())
+    for file in files:
+        sha.update(repr((file.name, file.nbytes, file.owner)).encode())
+        sha.update(file.header)
+    for bucket in buckets:
+        for line in describe_bucket(bucket):
+            sha.update(line.encode())
+        sha.update(b'|')
+    return sha.hexdigest()
+
+
+def describe_bucket(bucket: Bucket) -> list[str]:
+    """One line a group: what is read and where it goes. Equal lines mean equal work."""
+    return [
+        f'{[(s.name, s.shape, s.dtype) for s in group.reads]} -> '
+        f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset) for p in group.placements]} '
+        f'combined={group.combine is not None}'
+        for group in bucket.groups
+    ]
+
+
+def describe_plan(plan: SavePlan) -> list[str]:
+    """The whole plan as lines, for naming the first difference between two ranks."""
+    lines = [f'{file.name}: {file.nbytes} bytes, written by rank {file.owner}' for file in plan.files]
+    for bucket in plan.buckets:
+        lines += ['bucket', *describe_bucket(bucket)]
+    return lines

@@ -1,0 +1,192 @@
+"""The frozen records that flow through a save, in the order in which they appear.
+
+Only names, numbers and text live here: no tensor, no torch. Element types are the codes of the
+safetensors format (``'BF16'``, ``'F32'``, ``'I64'`` ...), see :mod:`xhf_hooks.safetensors_format`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+
+#: Turns the gathered tensors of a :class:`Group` (source name -> tensor) into its outputs (HF name -> tensor).
+Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A full, unpartitioned tensor of a source.
+
+    Attributes:
+        aliases: The other names of the same parameter (tied weights), found by identity.
+        has_master: Whether an fp32 master copy exists, as it does for trained 16-bit parameters.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+    has_master: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ExportEntry:
+    """A tensor that goes out: its name and shape in the folder, and what must be read to make it.
+
+    Entries that come out of one ``combine`` share the object, and are made together. ``None`` means
+    that the single read is the entry, apart from the element type.
+    """
+
+    hf_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    reads: tuple[str, ...]
+    combine: Combine | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one output tensor lies: ``nbytes`` at ``offset`` (bytes from the start of ``file``)."""
+
+    hf_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that must be gathered together, because the outputs are made of all of them."""
+
+    reads: tuple[TensorSpec, ...]
+    placements: tuple[Placement, ...]
+    combine: Combine | None
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.reads)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Groups that are gathered at once."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(group.read_nbytes for group in self.groups)
+
+    @property
+    def read_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for group in self.groups for spec in group.reads)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One safetensors file: its header bytes, its whole size, and the rank that writes it."""
+
+    name: str
+    header: bytes
+    nbytes: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Everything about a save that can be known before a tensor is touched.
+
+    Attributes:
+        index: Content of ``model.safetensors.index.json``, or None when there is one file.
+        digest: Hash of all the above; equal on all ranks, or the save does not start.
+    """
+
+    files: tuple[OutputFile, ...]
+    buckets: tuple[Bucket, ...]
+    index: dict[str, Any] | None
+    digest: str
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [p for bucket in self.buckets for group in bucket.groups for p in group.placements]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def largest_bucket_nbytes(self) -> int:
+        return max((bucket.read_nbytes for bucket in self.buckets), default=0)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The bytes of one placement, in host memory, on the rank that writes them.
+
+    Attributes:
+        overflows: Finite elements that a cast made infinite.
+    """
+
+    placement: Placement
+    data: memoryview
+    overflows: int = 0
+
+
+@dataclass(frozen=True)
+class WriteReceipt:
+    """A file that a writer has finished: its name and size."""
+
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a save belongs to: ``number`` iterations or epochs, and always the iterations done."""
+
+    unit: str
+    number: int
+    iteration: int
+
+    @property
+    def label(self) -> str:
+        return f'{self.unit}_{self.number}'
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What a save cost. Memory is the extra anonymous memory of the busiest rank, in bytes."""
+
+    nbytes: int
+    seconds: float
+    peak_extra_nbytes: int
+    overflows: int
+
+    @property
+    def gbytes_per_sec(self) -> float:
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A folder under its final name, and what the log should say about it."""
+
+    path: Path
+    step: Step
+    cost: SaveCost
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,18 @@
+"""Where tensors come from. Importing this package registers the built-in sources, the most special last."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from xhf_hooks.registry import SOURCES
+from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.module import ModuleSource
+from xhf_hooks.sources.zero3 import Zero3Source
+
+__all__ = ['ModuleSource', 'Source', 'Zero3Source', 'source_for']
+
+
+def source_for(model: nn.Module) -> Source:
+    """The source of a live model: the one registered last among those that accept it. Runs on: all ranks."""
+    accepting = [cls for cls in SOURCES.module_dict.values() if cls.accepts(model)]
+    return accepting[-1](model)

@@ -1,0 +1,52 @@
+"""What a source offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from xhf_hooks.records import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Source(ABC):
+    """Tensors by name, whole, whatever way they are spread over ranks.
+
+    A save calls, on all ranks and in this order: :meth:`specs`, then inside one :meth:`opened` any
+    number of :meth:`gathered`, one at a time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        """Whether this source can read such a model."""
+
+    @abstractmethod
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor that a state dict would hold, with its full shape. Touches no data."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Bring the model into a state in which it can be read, and back. Runs on: all ranks."""
+        yield
+
+    @abstractmethod
+    @contextmanager
+    def gathered(self, names: Sequence[str], *, masters: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Whole tensors. Runs on: all ranks, with the same names.
+
+        The tensors may alias live memory: they are not to be written to. On a GPU they are valid inside
+        the block only; on the CPU for as long as they are referred to, while training is not going on.
+
+        Args:
+            masters: Give the fp32 master copy of those that have one.
+        """
+        yield {}

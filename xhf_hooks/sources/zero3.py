@@ -1,0 +1,84 @@
+"""A model partitioned by DeepSpeed ZeRO-3: every rank holds a slice of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.registry import SOURCES
+from xhf_hooks.sources.module import ModuleSource
+
+
+@SOURCES.register_module()
+class Zero3Source(ModuleSource):
+    """Gathers partitions under ``deepspeed.zero.GatheredParameters``, wherever they are offloaded to.
+
+    Between iterations a partitioned parameter has the shape ``[0]``; its full shape is ``ds_shape`` and
+    its identity ``ds_id`` (DeepSpeed ``runtime/zero/partition_parameters.py``). Buffers are never
+    partitioned. Needs no ``stage3_gather_16bit_weights_on_model_save``.
+    """
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        return any(_is_partitioned(parameter) for parameter in model.parameters())
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """As DeepSpeed's own checkpoint code: drop what is gathered for training, restore it afterwards.
+
+        Source: ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
+        ``_zero3_consolidated_16bit_state_dict`` (``runtime/engine.py``).
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            yield
+            return
+        optimizer.checkpoint_event_prologue()
+        try:
+            yield
+        finally:
+            optimizer.checkpoint_event_epilogue()
+
+    @contextmanager
+    def gathered(self, names: Sequence[str], *, masters: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        import deepspeed
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        tensors = {name: self._tensors[name] for name in names}
+        from_master = {n: t for n, t in tensors.items() if masters and self._has_master(t)}
+        # What is whole already (a persistent parameter of a model without optimizer) must stay so:
+        # GatheredParameters would partition it on leaving.
+        partitioned = [
+            t
+            for n, t in tensors.items()
+            if n not in from_master and _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
+        ]
+        if partitioned:
+            with deepspeed.zero.GatheredParameters(partitioned):
+                yield self._read(tensors, from_master)
+        else:
+            yield self._read(tensors, from_master)
+
+    def _read(
+        self, tensors: Mapping[str, torch.Tensor], from_master: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        whole = {name: t.data for name, t in tensors.items() if name not in from_master}
+        return {**whole, **self._with_masters(from_master)}
+
+    def _optimizer(self) -> Any | None:
+        return next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
+
+    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(tensor.ds_shape) if _is_partitioned(tensor) else tuple(tensor.shape)
+
+    def _has_master(self, tensor: torch.Tensor) -> bool:
+        trained = hasattr(tensor, '_z3_optimizer') and tensor.requires_grad
+        return trained and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _is_partitioned(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, 'ds_id')

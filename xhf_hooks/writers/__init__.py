@@ -1,0 +1,8 @@
+"""How bytes get into the staging folder. Importing this package registers the built-in writers."""
+
+from __future__ import annotations
+
+from xhf_hooks.writers.base import Writer
+from xhf_hooks.writers.stream import StreamWriter
+
+__all__ = ['StreamWriter', 'Writer']
