@@ -105,11 +105,8 @@ class Collective:
             return
         everyone = self.all_gather(describe())
         ours, theirs = everyone[0], everyone[odd[0]]
-        first = next(
-            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
-            min(len(ours), len(theirs)),
-        )
-        sides = [side[first] if first < len(side) else 'nothing more' for side in (ours, theirs)]
+        pairs = enumerate(zip_longest(ours, theirs, fillvalue='nothing more'))
+        first, sides = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise PlanError(
             f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]!r} on rank 0 and '
             f'{sides[1]!r} on rank {odd[0]}. All ranks must hold the same model.'
