@@ -123,12 +123,12 @@ class Saver:
             self.exporter.entries(specs, self._options.dtype),
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
-            bucket_nbytes=self._options.bucket_nbytes,
+            bucket_nbytes=self._half_bucket,
             n_parameters=self.exporter.n_parameters,
         )
 
     def _write(self, folder: CheckpointFolder, meter: MemoryMeter) -> tuple[list[WriteReceipt], int]:
-        writer = WRITERS.build(dict(type=self._options.writer, pending_nbytes=self._options.bucket_nbytes))
+        writer = WRITERS.build(dict(type=self._options.writer, pending_nbytes=self._half_bucket))
         overflows = 0
         try:
             # All ranks enter and leave the source together, so its collectives match even on failure.
@@ -142,6 +142,11 @@ class Saver:
                 return writer.finish(), overflows
         finally:
             writer.abort()
+
+    @property
+    def _half_bucket(self) -> int:
+        """One half of the bucket is gathered while the other is written."""
+        return max(1, self._options.bucket_nbytes // 2)
 
     @property
     def _masters(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,10 +57,9 @@ class Zero3Source(ModuleSource):
             for n, t in tensors.items()
             if n not in from_master and _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
         ]
-        if partitioned:
-            with deepspeed.zero.GatheredParameters(partitioned):
-                yield self._read(tensors, from_master)
-        else:
+        with ExitStack() as stack:
+            for together in _safe_to_gather_together(partitioned):
+                stack.enter_context(deepspeed.zero.GatheredParameters(together))
             yield self._read(tensors, from_master)
 
     def _read(
@@ -78,6 +77,18 @@ class Zero3Source(ModuleSource):
     def _has_master(self, tensor: torch.Tensor) -> bool:
         trained = hasattr(tensor, '_z3_optimizer') and tensor.requires_grad
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _safe_to_gather_together(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """One at a time on CPU, all at once on an accelerator.
+
+    DeepSpeed starts one asynchronous all-gather per parameter and waits for the last of them only
+    (``_allgather_params_coalesced``). An accelerator's stream keeps their order; gloo does not, and about
+    one gather in a hundred then returns before an earlier parameter has arrived.
+    """
+    if not parameters or parameters[0].device.type != 'cpu':
+        return [parameters] if parameters else []
+    return [[parameter] for parameter in parameters]
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:

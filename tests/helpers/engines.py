@@ -1,0 +1,57 @@
+"""DeepSpeed engines around tiny models, and saves of them, for use on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import deepspeed
+    from torch import nn
+
+    from xhf_hooks.records import CommittedCheckpoint, SavePlan
+
+STEP_NUMBER = 1
+
+
+def zero_engine(model: nn.Module, stage: int, *, bf16: bool = True, **zero: Any) -> deepspeed.DeepSpeedEngine:
+    """A training engine; at stage 3 every parameter is really partitioned unless ``zero`` says otherwise."""
+    import deepspeed
+    import torch
+
+    zero_options = {'stage': stage, **zero}
+    if stage == 3:
+        zero_options.setdefault('stage3_param_persistence_threshold', 0)
+    config = {
+        'train_micro_batch_size_per_gpu': 1,
+        'bf16': {'enabled': bf16},
+        'zero_optimization': zero_options,
+        'zero_allow_untested_optimizer': True,
+        'zero_force_ds_cpu_optimizer': False,
+        'steps_per_print': 10**9,
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
+    """What the hook does at a save, without a runner. Runs on: all ranks."""
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.commit.staging import CheckpointFolder
+    from xhf_hooks.records import Step
+    from xhf_hooks.save import SaveOptions, Saver
+
+    collective = Collective(timeout_secs=60)
+    saver = Saver(model, SaveOptions(**{'bucket_nbytes': 20_000, **options}), collective)
+    plan = saver.prepare()
+    folder = CheckpointFolder(final, max_keep=1)
+    with collective.stage('claim'):
+        if collective.rank == 0:
+            folder.claim()
+    try:
+        return plan, saver.save(folder, Step('iter', STEP_NUMBER, STEP_NUMBER))
+    finally:
+        folder.release()
+        collective.close()

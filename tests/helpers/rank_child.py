@@ -1,0 +1,66 @@
+"""What a process that `tests.helpers.ranks` starts runs.
+
+It imports torch and DeepSpeed late: from its first moments on it must be able to dump its stacks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+
+class RankFiles:
+    """Where a rank reports: a result or an error, its stacks, and stdout with stderr."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.result = folder / f'rank{index}.result'
+        self.error = folder / f'rank{index}.error'
+        self.stacks = folder / f'rank{index}.stacks'
+        self.output = folder / f'rank{index}.output'
+
+
+def main(folder: str, index: int) -> None:
+    """What a child process runs: makes the process group, calls the function, reports."""
+    files = RankFiles(Path(folder), index)
+    stacks = files.stacks.open('w')
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    setup = pickle.loads(Path(folder, 'setup').read_bytes())
+    # Should the parent be killed, nobody else ends this process.
+    faulthandler.dump_traceback_later(setup['limit_secs'], exit=True)
+    try:
+        sys.path += [entry for entry in setup['sys_path'] if entry not in sys.path]
+        _init_process_group(setup['init'])
+        function, args = pickle.loads(setup['call'])
+        _write_whole(files.result, pickle.dumps(function(*args)))
+    except BaseException:
+        _write_whole(files.error, traceback.format_exc().encode())
+        sys.stdout.flush()
+        os._exit(1)  # at once, whatever threads and atexit handlers there are: peers may wait
+    sys.stdin.read()  # until the parent has seen that all ranks are done
+    if setup['init']:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def _init_process_group(init: str | None) -> None:
+    if init == 'deepspeed':
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend='gloo')
+    elif init == 'torch':
+        import torch.distributed as dist
+
+        dist.init_process_group('gloo')
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(path.name + '.unfinished')
+    unfinished.write_bytes(content)
+    unfinished.rename(path)

@@ -1,0 +1,232 @@
+"""Runs a function on N real processes and fails loudly, with every rank's traceback.
+
+Each rank is a fresh interpreter, as under torchrun: nothing of the test process leaks into it by a
+fork. A launch costs the imports of torch and DeepSpeed, some 10 to 15 s: to share one between many
+tests see `tests.helpers.scenarios`.
+
+How a launch goes on:
+- a rank returned: it stays until all have, for rank 0 may host the process group's store;
+- a rank raised: it leaves at once, so that peers blocked on it notice. They get
+  `PEER_GRACE_SECS` to finish, then their stacks are dumped and they are killed;
+- the time limit is over: every rank still at work dumps its stacks, and all are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.rank_child import RankFiles
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+PEER_GRACE_SECS = 30.0
+OUTPUT_TAIL_LINES = 40
+INITS = ('deepspeed', 'torch', None)
+# sys.path[0] is the current folder by default: it must not decide which `tests` is imported.
+CHILD_CODE = """import sys
+repo_root, folder, rank = sys.argv[1:]
+sys.path[0] = repo_root
+from tests.helpers.rank_child import main
+main(folder, int(rank))
+"""
+
+
+class RankFailures(AssertionError):
+    """At least one rank did not finish; the message holds all that is known of every rank."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_secs: float = 300,
+    init: str | None = 'deepspeed',
+    expected_deaths: Collection[int] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs `function(*args)` on `world_size` processes; returns the results in rank order.
+
+    Args:
+        function: Picklable, so the top level of an importable module defines it.
+        world_size: How many processes.
+        *args: Picklable arguments, the same on each rank.
+        timeout_secs: Limit for the whole launch, imports included.
+        init: What makes the gloo process group first: 'deepspeed', 'torch' or None (nothing).
+        expected_deaths: Ranks that may end without reporting (a signal, `os._exit`); the result
+            of one that does is None. An exception raised there still is a failure.
+        env: Variables that override each rank's environment.
+
+    Raises:
+        RankFailures: Unless every rank returned and exited with status 0.
+    """
+    if init not in INITS:
+        raise ValueError(f'init: expected one of {INITS}, found {init!r}')
+    with tempfile.TemporaryDirectory(prefix='ranks-') as folder:
+        setup = {
+            'sys_path': sys.path,
+            'init': init,
+            'limit_secs': timeout_secs + 60,
+            # Pickled apart: it can only be loaded once sys.path is set.
+            'call': pickle.dumps((function, args)),
+        }
+        Path(folder, 'setup').write_bytes(pickle.dumps(setup))
+        port = _free_port()
+        ranks: list[_Rank] = []
+        try:
+            for index in range(world_size):
+                environment = _rank_environment(index, world_size, port) | dict(env or {})
+                ranks.append(_Rank(index, Path(folder), environment, index in expected_deaths))
+            why = _wait(ranks, timeout_secs)
+            if any(rank.problem() for rank in ranks):
+                name = getattr(function, '__name__', repr(function))
+                raise RankFailures(_describe(name, ranks, why))
+            return [rank.result() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+class _Rank:
+    """One child process as the parent sees it, and the files that it reports through."""
+
+    def __init__(self, index: int, folder: Path, env: Mapping[str, str], may_die: bool) -> None:
+        self.index = index
+        self._may_die = may_die
+        self._files = RankFiles(folder, index)
+        self._gave_up = False
+        self._exit_status: int | None = None
+        self._files.stacks.touch()
+        with self._files.output.open('wb') as output:
+            self._process = subprocess.Popen(
+                [sys.executable, '-c', CHILD_CODE, str(REPO_ROOT), str(folder), str(index)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+
+    def has_exited(self) -> bool:
+        self._exit_status = self._process.poll()
+        return self._exit_status is not None
+
+    def has_returned(self) -> bool:
+        return self._files.result.exists()
+
+    def result(self) -> Any:
+        return pickle.loads(self._files.result.read_bytes()) if self.has_returned() else None
+
+    def release(self) -> None:
+        """Lets a rank that has returned exit: it waits for the end of its standard input."""
+        self._process.stdin.close()
+
+    def give_up(self) -> None:
+        """Makes a rank that is still at work dump its stacks."""
+        self._gave_up = not self.has_exited()
+        if self._gave_up:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """Kills the whole process group: nothing that the function started may survive."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+
+    def problem(self) -> str | None:
+        """Returns what is wrong with a rank that ended or was given up; None if nothing."""
+        if self._files.error.exists():
+            return f'raised\n{self._files.error.read_text()}'
+        if self._gave_up:
+            where = 'returned, but did not exit' if self.has_returned() else 'did not return'
+            return f'{where}; its stacks:\n{self._files.stacks.read_text()}'
+        if not self.has_returned():
+            return None if self._may_die else f'died: {_exit_words(self._exit_status)}'
+        if self._exit_status:
+            return f'returned, then died: {_exit_words(self._exit_status)}'
+        return None
+
+    def output_tail(self) -> str:
+        lines = self._files.output.read_text(errors='replace').splitlines()
+        return '\n'.join(lines[-OUTPUT_TAIL_LINES:])
+
+
+def _wait(ranks: Sequence[_Rank], timeout_secs: float) -> str:
+    """Waits until all ranks have exited or are given up; returns why any were given up."""
+    deadline = time.monotonic() + timeout_secs
+    why = f'the time limit of {timeout_secs:g} s is over'
+    released = False
+    failed_rank = None
+    while time.monotonic() < deadline:
+        # In this order: a rank may return and exit between the two questions.
+        if all([rank.has_exited() for rank in ranks]):
+            return ''
+        if not released and all(rank.has_exited() or rank.has_returned() for rank in ranks):
+            released = True
+            for rank in ranks:
+                rank.release()
+        if failed_rank is None:
+            failed_rank = next((r for r in ranks if r.has_exited() and r.problem()), None)
+            if failed_rank and time.monotonic() + PEER_GRACE_SECS < deadline:
+                deadline = time.monotonic() + PEER_GRACE_SECS
+                why = f'rank {failed_rank.index} had failed {PEER_GRACE_SECS:g} s before'
+        time.sleep(0.02)
+    for rank in ranks:
+        if released or not rank.has_returned():
+            rank.give_up()
+    time.sleep(1)  # for the signal handlers to write the stacks
+    return why
+
+
+def _describe(name: str, ranks: Sequence[_Rank], why: str) -> str:
+    problems = {rank.index: rank.problem() for rank in ranks}
+    failed = [index for index, problem in problems.items() if problem]
+    parts = [f'{name}: ranks {failed} of {len(ranks)} failed']
+    if why:
+        parts.append(f'ranks still running were stopped: {why}')
+    for rank in ranks:
+        parts.append(f'===== rank {rank.index}: {problems[rank.index] or "no problem of its own"}')
+        parts.append(f'----- rank {rank.index}: end of its output\n{rank.output_tail()}')
+    return '\n'.join(parts)
+
+
+def _exit_words(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f'killed by {signal.Signals(-status).name}'
+    return f'exit status {status}'
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+def _rank_environment(index: int, world_size: int, port: int) -> dict[str, str]:
+    # DeepSpeed compiles an op here on first use, and two versions that share a folder rebuild it
+    # for ever: one folder per virtual environment, unless the caller has chosen.
+    extensions = REPO_ROOT / '.torch_extensions' / Path(sys.prefix).name
+    python_path = [str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    environment = {'TORCH_EXTENSIONS_DIR': str(extensions)} | dict(os.environ)
+    return environment | {
+        'PYTHONPATH': os.pathsep.join(python_path),
+        'DS_ACCELERATOR': 'cpu',
+        'CUDA_VISIBLE_DEVICES': '',
+        'OMP_NUM_THREADS': '1',
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': str(port),
+        'RANK': str(index),
+        'LOCAL_RANK': str(index),
+        'WORLD_SIZE': str(world_size),
+        'LOCAL_WORLD_SIZE': str(world_size),
+    }

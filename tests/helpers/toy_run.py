@@ -1,0 +1,180 @@
+"""A tiny but real MMEngine training run, under FlexibleRunner + DeepSpeedStrategy or under Runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, METRICS, MODELS
+from torch.utils.data import Dataset
+
+VOCAB, LENGTH = 131, 12
+_DEEPSPEED_OPTIMIZERS = ('DeepSpeedCPUAdam', 'FusedAdam', 'FusedLamb', 'OnebitAdam', 'OnebitLamb', 'ZeroOneAdam')
+
+
+@MODELS.register_module()
+class ToyLM(BaseModel):
+    """A Llama of some thousand parameters as ``llm``, as XTuner has it.
+
+    Args:
+        freeze (str): Parameters whose name contains it are frozen; '' freezes none.
+        use_cache (bool): Set on the live config, as training code does.
+    """
+
+    def __init__(self, tied: bool = False, freeze: str = '', use_cache: bool = False) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=35,
+            intermediate_size=77,
+            num_hidden_layers=2,
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            head_dim=10,
+            tie_word_embeddings=tied,
+        )
+        torch.manual_seed(0)
+        self.llm = LlamaForCausalLM(config)
+        self.llm.config.use_cache = use_cache
+        for name, parameter in self.llm.named_parameters():
+            parameter.requires_grad_(not (freeze and freeze in name))
+
+    def init_weights(self) -> None:
+        """They are initialised by transformers."""
+
+    def forward(self, input_ids: torch.Tensor, mode: str = 'loss') -> Any:
+        output = self.llm(input_ids=input_ids, labels=input_ids, use_cache=False)
+        return {'loss': output.loss} if mode == 'loss' else [output.loss]
+
+
+@DATASETS.register_module()
+class ToyTokens(Dataset):
+    """Random token ids, the same in every process."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {'input_ids': torch.randint(VOCAB, (LENGTH,), generator=generator)}
+
+
+@METRICS.register_module()
+class ScriptedMetric(BaseMetric):
+    """Reports the next of the given scores at each validation, whatever the model says."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self._scores = list(scores)
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(0.0)
+
+    def compute_metrics(self, results: list) -> dict[str, float]:
+        return {'acc': self._scores.pop(0)}
+
+
+def run_config(
+    work_dir: Path,
+    *,
+    hook: dict[str, Any] | None,
+    stage: int | None,
+    max_iters: int = 4,
+    checkpoint: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    bf16: bool = True,
+    accumulate: int = 1,
+    scores: list[float] | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """The config of a run.
+
+    Args:
+        hook: Options of HFCheckpointHook; None runs without it.
+        stage: DeepSpeed ZeRO stage under FlexibleRunner; None is a plain Runner without DeepSpeed.
+        scores: Validation results, one every two iterations.
+        extra: Further fields of the config, such as ``resume``.
+    """
+    config: dict[str, Any] = dict(
+        model={'type': 'ToyLM', **(model or {})},
+        work_dir=str(work_dir),
+        experiment_name=f'run_{work_dir.parent.name}_{work_dir.name}_{len(list(work_dir.glob("*")))}',
+        train_dataloader=_dataloader(),
+        train_cfg=dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2),
+        default_hooks=dict(checkpoint=checkpoint or dict(type='CheckpointHook', by_epoch=False, interval=2)),
+        custom_hooks=[] if hook is None else [{'type': 'HFCheckpointHook', **hook}],
+        custom_imports=dict(imports=['xhf_hooks']),
+        randomness=dict(seed=0),
+        log_level='WARNING',
+        env_cfg=dict(cudnn_benchmark=False),
+        launcher='none',
+        **extra,
+    )
+    if scores is not None:
+        config.update(
+            val_dataloader=_dataloader(),
+            val_cfg=dict(type='ValLoop'),
+            val_evaluator=dict(type='ScriptedMetric', scores=scores),
+        )
+    optimizer = dict(type='AdamW', lr=1e-2)
+    if stage is None:
+        config['optim_wrapper'] = dict(type='OptimWrapper', optimizer=optimizer)
+        return config
+    zero_options = {'stage': stage, **(zero or {})}
+    if stage == 3:
+        zero_options.setdefault('stage3_param_persistence_threshold', 0)
+    config.update(
+        runner_type='FlexibleRunner',
+        optim_wrapper=dict(type='DeepSpeedOptimWrapper', optimizer=optimizer),
+        strategy=dict(
+            type='DeepSpeedStrategy',
+            bf16=dict(enabled=bf16),
+            zero_optimization=zero_options,
+            gradient_accumulation_steps=accumulate,
+            train_micro_batch_size_per_gpu=2,
+            config=dict(zero_force_ds_cpu_optimizer=False, zero_allow_untested_optimizer=True),
+        ),
+    )
+    return config
+
+
+def train(config: dict[str, Any]) -> Any:
+    """Run it to its end; returns the runner. Runs on: all ranks."""
+    from mmengine.config import Config
+    from mmengine.registry import RUNNERS
+    from mmengine.runner import Runner
+    from mmengine.utils import import_modules_from_strings
+
+    cfg = Config(config)
+    import_modules_from_strings(**cfg.custom_imports)  # as Config.fromfile does
+    if 'runner_type' not in cfg:
+        runner = Runner.from_cfg(cfg)
+    else:
+        _allow_another_deepspeed_strategy()
+        runner = RUNNERS.build(cfg)
+    runner.train()
+    return runner
+
+
+def _allow_another_deepspeed_strategy() -> None:
+    """mmengine registers DeepSpeed's optimizers for each strategy, and a second time raises."""
+    from mmengine.registry import OPTIMIZERS
+
+    for name in [name for name in OPTIMIZERS.module_dict if name in _DEEPSPEED_OPTIMIZERS]:
+        del OPTIMIZERS.module_dict[name]
+
+
+def _dataloader() -> dict[str, Any]:
+    return dict(
+        batch_size=2,
+        num_workers=0,
+        dataset=dict(type='ToyTokens'),
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        collate_fn=dict(type='default_collate'),
+    )

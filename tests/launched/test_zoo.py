@@ -1,0 +1,63 @@
+"""Every model family: what is saved at ZeRO-3 is what ``save_pretrained`` writes of the whole model."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo import FAMILIES, available, build
+
+AVAILABLE = [family for family in FAMILIES if available(family)]
+
+
+def save_family(family: str, root: Path) -> None:
+    """Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    model = build(family)
+    for parameter in model.parameters():  # not the buffers: DeepSpeed leaves those in fp32, too
+        parameter.data = parameter.data.to(torch.bfloat16)
+    if dist.get_rank() == 0:
+        model.save_pretrained(root / family / 'expected')
+    engine = zero_engine(model, stage=3)
+    save_folder(engine.module, root / family / 'hf_model')
+    engine.destroy()
+
+
+@pytest.fixture(scope='module', params=[2, 3], ids=['2ranks', '3ranks'])
+def saved(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp(f'zoo{request.param}')
+    scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
+    return root, run_scenarios(scenarios, request.param, timeout_secs=400)
+
+
+@pytest.mark.parametrize('family', AVAILABLE)
+def test_same_as_save_pretrained(saved, family):
+    root, results = saved
+    check(results, family)
+    expected, found = root / family / 'expected', root / family / 'hf_model'
+    assert_same_folder_tensors(expected, found)
+    assert (expected / 'model.safetensors').read_bytes() == (found / 'model.safetensors').read_bytes()
+    assert_loads_clean(found, type(build(family)))
+
+
+@pytest.mark.parametrize('family', AVAILABLE)
+def test_same_configs_as_save_pretrained(saved, family):
+    root, results = saved
+    check(results, family)
+    for name in ('config.json', 'generation_config.json'):
+        expected, found = root / family / 'expected' / name, root / family / 'hf_model' / name
+        assert expected.exists() == found.exists()
+        if expected.exists():
+            assert json.loads(expected.read_text()) == json.loads(found.read_text())
+
+
+def test_all_families_are_covered():
+    assert len(FAMILIES) >= 18
