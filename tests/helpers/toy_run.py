@@ -85,6 +85,7 @@ def run_config(
     hook: dict[str, Any] | None,
     stage: int | None,
     max_iters: int = 4,
+    epochs: int | None = None,
     checkpoint: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     zero: dict[str, Any] | None = None,
@@ -97,6 +98,7 @@ def run_config(
 
     Args:
         hook: Options of HFCheckpointHook; None runs without it.
+        epochs: Train by epochs of 16 iterations instead of ``max_iters`` iterations.
         stage: DeepSpeed ZeRO stage under FlexibleRunner; None is a plain Runner without DeepSpeed.
         scores: Validation results, one every two iterations.
         extra: Further fields of the config, such as ``resume``.
@@ -106,12 +108,12 @@ def run_config(
         work_dir=str(work_dir),
         experiment_name=f'run_{work_dir.parent.name}_{work_dir.name}_{len(list(work_dir.glob("*")))}',
         train_dataloader=_dataloader(),
-        train_cfg=dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2),
+        train_cfg=_loop(max_iters, epochs),
         default_hooks=dict(checkpoint=checkpoint or dict(type='CheckpointHook', by_epoch=False, interval=2)),
         custom_hooks=[] if hook is None else [{'type': 'HFCheckpointHook', **hook}],
         custom_imports=dict(imports=['xhf_hooks']),
         randomness=dict(seed=0),
-        log_level='WARNING',
+        log_level='INFO',
         env_cfg=dict(cudnn_benchmark=False),
         launcher='none',
         **extra,
@@ -168,6 +170,12 @@ def _allow_another_deepspeed_strategy() -> None:
 
     for name in [name for name in OPTIMIZERS.module_dict if name in _DEEPSPEED_OPTIMIZERS]:
         del OPTIMIZERS.module_dict[name]
+
+
+def _loop(max_iters: int, epochs: int | None) -> dict[str, Any]:
+    if epochs is None:
+        return dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2)
+    return dict(type='EpochBasedTrainLoop', max_epochs=epochs)
 
 
 def _dataloader() -> dict[str, Any]:
