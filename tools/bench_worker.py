@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -20,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.memory import MemoryMeter, return_freed_memory
 from xhf_hooks.records import Step
 from xhf_hooks.save import SaveOptions, Saver
 
@@ -93,7 +92,8 @@ def measure(way: Callable[[Path], None], folder: Path) -> dict[str, float]:
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-    _return_freed_memory()
+    gc.collect()
+    return_freed_memory()  # or this run would use, unseen, what the one before has freed
     dist.barrier()
     with PeakSampler() as sampler:
         started = time.perf_counter()
@@ -103,12 +103,6 @@ def measure(way: Callable[[Path], None], folder: Path) -> dict[str, float]:
     peaks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(peaks, sampler.meter.peak_extra_nbytes)
     return {'seconds': seconds, 'peak_extra_mb': max(peaks) / 1e6}
-
-
-def _return_freed_memory() -> None:
-    """Give what earlier runs freed back to the system, or the next would use it unseen."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:

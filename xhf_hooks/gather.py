@@ -9,9 +9,12 @@ import torch
 from xhf_hooks.collective import Collective
 from xhf_hooks.dtypes import TORCH_DTYPES, cast, host_bytes
 from xhf_hooks.errors import TensorError
-from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.memory import MemoryMeter, return_freed_memory
 from xhf_hooks.records import Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
+
+#: Freed memory is kept for the next bucket up to so many buckets, which is faster, then handed back.
+_SPARE_BUCKETS = 2
 
 
 def gather(
@@ -35,6 +38,8 @@ def gather(
                 if any(placement.file in owned for placement in group.placements):
                     yield from _chunks(group, tensors, owned)
             meter.sample()
+        if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
+            return_freed_memory()
 
 
 def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,14 +1,14 @@
 """The registries through which a source, an exporter or a writer is added, and the one that builds config values.
 
-Among those that accept a model, the one registered last is chosen, so that yours goes before ours.
+Among those that accept a model, the one registered last is chosen, so that yours goes before ours. The scope is MMEngine's, where a run's own config is looked up, too.
 """
 
 from __future__ import annotations
 
 from mmengine.registry import Registry
 
-SOURCES = Registry('source', scope='xhf_hooks')
-EXPORTERS = Registry('exporter', scope='xhf_hooks')
-WRITERS = Registry('writer', scope='xhf_hooks')
+SOURCES = Registry('source', scope='mmengine')
+EXPORTERS = Registry('exporter', scope='mmengine')
+WRITERS = Registry('writer', scope='mmengine')
 #: Builds what a config describes (``dict(type='transformers.AutoTokenizer.from_pretrained', ...)``).
-BUILDER = Registry('builder', scope='xhf_hooks')
+BUILDER = Registry('builder', scope='mmengine')

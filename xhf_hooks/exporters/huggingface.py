@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -170,7 +171,7 @@ def _pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 def _build_on_meta(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """The class that ``from_pretrained`` will build, without memory."""
     with torch.device('meta'):
-        reference = type(model)(config)
+        reference = type(model)(copy.deepcopy(config))  # a model's __init__ may edit its config
     conversions = getattr(model, '_weight_conversions', None)
     if conversions is not None:
         reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format

@@ -30,6 +30,8 @@ def exported_config(
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    if getattr(config, '_attn_implementation_autoset', False):
+        config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
     dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
     written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
     setattr(config, dtype_option, str(written).removeprefix('torch.'))

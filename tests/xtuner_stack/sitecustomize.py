@@ -1,0 +1,47 @@
+"""Lets a CUDA build of torchvision, and xtuner, be imported beside a CPU build of torch.
+
+Python runs this at start-up when its folder is on PYTHONPATH. It only hooks in: torch is imported
+no earlier than it would be without it.
+"""
+
+import importlib.abc
+import sys
+
+# Without its C extension torchvision's import dies where it registers fake kernels for these.
+MISSING_OPS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+KEPT_ALIVE = []  # a torch.library.Library takes its definitions with it when it is collected
+
+
+class BeforeImport(importlib.abc.MetaPathFinder):
+    """Finds nothing, but sees each import before it happens."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "torchvision":
+            declare_torchvision_ops()
+        elif fullname == "xtuner":
+            fill_in_for_cuda()
+        return None
+
+
+def declare_torchvision_ops():
+    import torch
+
+    if torch.version.cuda is None and not KEPT_ALIVE:
+        library = torch.library.Library("torchvision", "DEF")
+        for schema in MISSING_OPS:
+            library.define(schema)
+        KEPT_ALIVE.append(library)
+
+
+def fill_in_for_cuda():
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.cpu.is_bf16_supported = lambda: True
+        torch.cuda.set_device = lambda device: None
+
+
+sys.meta_path.insert(0, BeforeImport())
