@@ -25,6 +25,8 @@ from xhf_hooks.save import SaveOptions, Saver
 
 #: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too.
 LAYERS = {0.8: 14, 1.6: 30}
+FLOOR = 'floor: one process writes as many bytes'
+XTUNER = "XTuner's hook: consolidate, save_pretrained"
 
 
 class PeakSampler:
@@ -121,8 +123,8 @@ def main() -> None:
     step = Step('iter', 1, 1)
     folder = args.folder / 'hf_model'
     ways = {
-        'floor: one process writes as many bytes': lambda f: floor(plan.nbytes, f),
-        "XTuner's hook: consolidate, save_pretrained": lambda f: xtuner_way(engine, f),
+        FLOOR: lambda f: floor(plan.nbytes, f),
+        XTUNER: lambda f: xtuner_way(engine, f),
         'xhf_hooks stream, without fsync': lambda f: saver.save(CheckpointFolder(f, 1, fsync=False), step),
         'xhf_hooks stream, with fsync, as the hook': lambda f: saver.save(CheckpointFolder(f, 1), step),
     }

@@ -25,6 +25,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     'I64': torch.int64,
     'U64': torch.uint64,
 }
+if hasattr(torch, 'float8_e8m0fnu'):  # torch 2.7
+    TORCH_DTYPES['F8_E8M0'] = torch.float8_e8m0fnu
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 

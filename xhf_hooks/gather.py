@@ -14,7 +14,7 @@ from xhf_hooks.records import Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
 
 #: Freed memory is kept for the next bucket up to so many buckets, which is faster, then handed back.
-_SPARE_BUCKETS = 2
+_SPARE_BUCKETS = 3
 
 
 def gather(

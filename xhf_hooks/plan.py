@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -35,7 +36,7 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*', size)
         unit = match and _SIZE_UNITS.get(match[2].upper())
-        size = int(float(match[1]) * unit) if match and unit else 0
+        size = int(Fraction(match[1]) * unit) if match and unit else 0
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
         raise ValueError('not a size')
     return size

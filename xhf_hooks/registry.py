@@ -1,6 +1,7 @@
-"""The registries through which a source, an exporter or a writer is added, and the one that builds config values.
+"""The registries through which a source, an exporter or a writer is added, and one that builds config values.
 
-Among those that accept a model, the one registered last is chosen, so that yours goes before ours. The scope is MMEngine's, where a run's own config is looked up, too.
+Among those that accept a model, the one registered last is chosen, so that yours goes before ours. The scope
+is MMEngine's, where what a run's config names is looked up, too.
 """
 
 from __future__ import annotations

@@ -84,6 +84,22 @@ class Saver:
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
 
+    @property
+    def expected_extra_nbytes(self) -> int:
+        """About how much memory a save takes on the busiest rank."""
+        return self._source.memory_factor * self.plan.largest_bucket_nbytes
+
+    def rehearse(self, folder: CheckpointFolder) -> list[str]:
+        """Write and remove the files around the weights, where they will go. Runs on: rank 0.
+
+        Returns:
+            Warnings for the log.
+        """
+        try:
+            return self.exporter.write_sidecar(folder.open_staging(), self.tokenizer)
+        finally:
+            folder.abandon()
+
     def save(self, folder: CheckpointFolder, step: Step) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 

@@ -9,8 +9,8 @@ import sys
 
 # Without its C extension torchvision's import dies where it registers fake kernels for these.
 MISSING_OPS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    'nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor',
+    'qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor',
 )
 KEPT_ALIVE = []  # a torch.library.Library takes its definitions with it when it is collected
 
@@ -19,9 +19,9 @@ class BeforeImport(importlib.abc.MetaPathFinder):
     """Finds nothing, but sees each import before it happens."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname == "torchvision":
+        if fullname == 'torchvision':
             declare_torchvision_ops()
-        elif fullname == "xtuner":
+        elif fullname == 'xtuner':
             fill_in_for_cuda()
         return None
 
@@ -30,7 +30,7 @@ def declare_torchvision_ops():
     import torch
 
     if torch.version.cuda is None and not KEPT_ALIVE:
-        library = torch.library.Library("torchvision", "DEF")
+        library = torch.library.Library('torchvision', 'DEF')
         for schema in MISSING_OPS:
             library.define(schema)
         KEPT_ALIVE.append(library)

@@ -7,6 +7,7 @@ under a name from which :meth:`CheckpointFolder.recover` brings it back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ class CheckpointFolder:
         self.max_keep = max_keep
         self.staging = final.with_name(f'.{final.name}.staging')
         self._aside = final.with_name(f'.{final.name}.previous')
+        self._discarded = final.with_name(f'.{final.name}.discarded')
         self._lock = RunLock(final)
 
     def claim(self) -> None:
@@ -56,8 +58,12 @@ class CheckpointFolder:
             probe.unlink()
         except OSError as error:
             raise TargetError(f'{parent} cannot be written: {error}; set out_dir to a folder that can') from error
-        self._refuse_foreign()
-        self.recover()
+        try:
+            self._refuse_foreign()
+            self.recover()
+        except (TargetError, OSError):
+            self.release()
+            raise
 
     def _refuse_foreign(self) -> None:
         final = self.final
@@ -72,22 +78,35 @@ class CheckpointFolder:
     def recover(self) -> None:
         """Put right what a killed run left: bring a whole folder to its name, delete a partial one."""
         for leftover in (self._aside, self.staging):
-            if not leftover.is_dir():
-                continue
-            step = read_step(leftover)
-            if step is not None and not self.final.exists():
-                os.rename(leftover, self.final)
-            elif step is not None and self.max_keep != 1 and step != read_step(self.final):
-                self._archive(leftover, step)
-            else:
-                shutil.rmtree(leftover)
+            if leftover.is_dir():
+                self._recover(leftover)
+        shutil.rmtree(self._discarded, ignore_errors=True)
         _fsync_folder(self.final.parent)
         self._delete_outdated()
+
+    def recover_if_dead(self) -> bool:
+        """:meth:`recover`, unless a run that is alive holds the lock."""
+        if not self._lock.acquire():
+            return False
+        self.recover()
+        self.release()
+        return True
+
+    def _recover(self, leftover: Path) -> None:
+        step, current = read_step(leftover), read_step(self.final)
+        if step is None:  # partial: the manifest is written last
+            self._discard(leftover)
+        elif not self.final.exists():
+            os.rename(leftover, self.final)
+        elif current is not None and step.iteration > current.iteration:
+            self._tidy(self._replace_final(leftover), current, step)
+        else:
+            self._tidy(leftover, step, current)
 
     def open_staging(self) -> Path:
         """An empty staging folder."""
         if self.staging.exists():
-            shutil.rmtree(self.staging)
+            self._recover(self.staging)
         self.staging.mkdir(parents=True)
         return self.staging
 
@@ -116,12 +135,14 @@ class CheckpointFolder:
             with (self.staging / INDEX_NAME).open('w', encoding='utf-8') as file:
                 file.write(json.dumps(plan.index, indent=2, sort_keys=True) + '\n')
         self._check_complete(plan, receipts)
+        self._refuse_foreign()
         if self._fsync:
             _fsync_tree(self.staging)
         write_manifest(self.staging, plan, step, facts)
         _fsync_folder(self.staging)
         self._publish(step)
-        self._delete_outdated()
+        with contextlib.suppress(OSError):
+            self._delete_outdated()
 
     def abandon(self) -> None:
         """Remove a staging folder that will not be committed."""
@@ -140,38 +161,51 @@ class CheckpointFolder:
             check_file(self.staging / file.name, file.header, file.nbytes)
 
     def _publish(self, step: Step) -> None:
-        parent = self.final.parent
         if not self.final.exists():
             os.rename(self.staging, self.final)
-            _fsync_folder(parent)
+            _fsync_folder(self.final.parent)
             return
         old_step = read_step(self.final)
-        if exchange(self.staging, self.final):
-            displaced = self.staging
-        else:
-            if self._aside.exists():
-                shutil.rmtree(self._aside)
-            os.rename(self.final, self._aside)
-            os.rename(self.staging, self.final)
-            displaced = self._aside
-        _fsync_folder(parent)
-        if self.max_keep == 1 or old_step in (None, step):
-            shutil.rmtree(displaced, ignore_errors=True)
+        displaced = self._replace_final(self.staging)
+        _fsync_folder(self.final.parent)
+        with contextlib.suppress(OSError):  # the new save is live; what stays is recovered by the next
+            self._tidy(displaced, old_step, step)
+
+    def _replace_final(self, new: Path) -> Path:
+        """Give ``new`` the final name; returns where the old folder is now."""
+        if exchange(new, self.final):
+            return new
+        if self._aside.exists():
+            self._discard(self._aside)
+        os.rename(self.final, self._aside)
+        os.rename(new, self.final)
+        return self._aside
+
+    def _tidy(self, displaced: Path, old_step: Step | None, new_step: Step | None) -> None:
+        """Keep or delete a folder that is no longer the newest."""
+        if self.max_keep == 1 or old_step in (None, new_step):
+            self._discard(displaced)
         else:
             self._archive(displaced, old_step)
-            _fsync_folder(parent)
+            _fsync_folder(self.final.parent)
 
     def _archive(self, folder: Path, step: Step) -> None:
         name = self.final.with_name(retention.archive_name(self.final.name, step.label))
         if name.exists():
-            shutil.rmtree(name)
+            self._discard(name)
         os.rename(folder, name)
 
     def _delete_outdated(self) -> None:
         parent = self.final.parent
         for name in retention.outdated(self.final.name, os.listdir(parent), self.max_keep):
             if read_step(parent / name) is not None:  # never delete what is not ours
-                shutil.rmtree(parent / name, ignore_errors=True)
+                self._discard(parent / name)
+
+    def _discard(self, folder: Path) -> None:
+        """Delete under another name: a half-deleted folder must not look like a save."""
+        shutil.rmtree(self._discarded, ignore_errors=True)
+        os.rename(folder, self._discarded)
+        shutil.rmtree(self._discarded, ignore_errors=True)
 
 
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
@@ -181,12 +215,10 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
         The folders that were dealt with. A run that is alive holds its lock and is left alone.
     """
     swept = []
-    for pattern in (f'*/.{final_name}.staging', f'*/.{final_name}.previous'):
+    for pattern in (f'*/.{final_name}.staging', f'*/.{final_name}.previous', f'*/.{final_name}.discarded'):
         for leftover in sorted(root.glob(pattern)):
             folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
-            if folder._lock.acquire():
-                folder.recover()
-                folder.release()
+            if folder.recover_if_dead():
                 swept.append(leftover)
     return swept
 

@@ -72,6 +72,8 @@ def write(
     warnings = []
     if model._auto_class is not None:  # trust_remote_code: the folder needs the code to load
         custom_object_save(model, str(folder), config=config)
+    elif type(model).__module__.startswith('transformers_modules.'):  # transformers 4.48 leaves _auto_class unset
+        custom_object_save(model, str(folder))  # the config has the base's auto_map
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model)

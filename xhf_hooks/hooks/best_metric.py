@@ -18,6 +18,8 @@ class BestMetric(CheckpointHook):
     """
 
     def __init__(self, save_best: str | list[str], rule: str | list[str] | None) -> None:
+        if not save_best:
+            raise OptionError('save_best', 'None, a metric or several', save_best)
         try:
             super().__init__(interval=-1, save_best=save_best, rule=rule)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
@@ -30,7 +32,11 @@ class BestMetric(CheckpointHook):
             OptionError: A metric of ``save_best`` is not among the results.
         """
         if self.key_indicators == ['auto']:
-            self._init_rule(self.rules, [next(iter(metrics))])
+            first = next(iter(metrics))
+            try:
+                self._init_rule(self.rules, [first])
+            except ValueError as error:
+                raise OptionError('rule', f"'greater' or 'less' for the metric {first!r}", None) from error
         better = {}
         for metric, rule in zip(self.key_indicators, self.rules, strict=True):
             if metric not in metrics:
@@ -43,6 +49,10 @@ class BestMetric(CheckpointHook):
     def remember(self, metric: str, score: float, hub: MessageHub) -> None:
         """The save of this score is committed."""
         hub.update_info(_score_key(metric), score)
+
+    def folder_suffixes(self) -> list[str]:
+        """All that :meth:`folder_suffix` can give."""
+        return [self.folder_suffix(metric) for metric in self.key_indicators]
 
     def folder_suffix(self, metric: str) -> str:
         """``best``, or with several metrics ``best_<metric>``."""

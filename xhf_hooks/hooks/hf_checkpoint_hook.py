@@ -21,8 +21,6 @@ from xhf_hooks.records import CommittedCheckpoint, Step
 from xhf_hooks.registry import BUILDER
 from xhf_hooks.save import SaveOptions, Saver
 
-_GATHER_FACTOR = 4  # gathering a bucket takes about so many times its bytes; measured by tools/bench.py
-
 
 @HOOKS.register_module()
 class HFCheckpointHook(Hook):
@@ -80,7 +78,7 @@ class HFCheckpointHook(Hook):
         bucket_size: int | str = '128MB',
         on_error: str = 'continue',
     ) -> None:
-        options.check_schedule(interval, by_epoch, save_begin, save_last)
+        options.check_schedule(interval, by_epoch, save_begin, save_last, save_best)
         if rule is not None and save_best is None:
             raise OptionError('rule', 'None when save_best is None', rule)
         self.out_dir = options.parse_out_dir(out_dir)
@@ -110,15 +108,21 @@ class HFCheckpointHook(Hook):
         self._saver = Saver(model, SaveOptions(facts=facts, **self._save_options), self._collective)
         plan = self._saver.prepare()
         final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
-        self._folders = {'newest': CheckpointFolder(final, self._max_keep)}
+        self._newest = CheckpointFolder(final, self._max_keep)
+        suffixes = [] if self._best is None else self._best.folder_suffixes()
+        self._best_folders = {
+            suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
+        }
         with self._collective.stage('preflight'):
             if self._collective.rank == 0:
                 self._check_target(runner, plan.nbytes)
                 self._saver.tokenizer = self._find_tokenizer(runner)
-        extra_mb = _GATHER_FACTOR * plan.largest_bucket_nbytes / 1e6
+                for warning in self._saver.rehearse(self._newest):
+                    runner.logger.warning(f'HFCheckpointHook: {warning}')
         runner.logger.info(
             f'HFCheckpointHook: {len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
-            f'file(s), about {extra_mb:.0f} MB of extra memory while saving, {self._schedule}, to {final}'
+            f'file(s), about {self._saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
+            f'{self._schedule}, to {final}'
         )
 
     def after_train_iter(
@@ -126,51 +130,55 @@ class HFCheckpointHook(Hook):
     ) -> None:
         done = runner.iter + 1
         if self._schedule.is_due_after_iter(done):
-            self._save(runner, Step('iter', done, done))
+            self._save(runner, Step('iter', done, done), self._newest)
 
     def after_train_epoch(self, runner: Any) -> None:
         done = runner.epoch + 1
         if self._schedule.is_due_after_epoch(done):
-            self._save(runner, Step('epoch', done, runner.iter))
+            self._save(runner, Step('epoch', done, runner.iter), self._newest)
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         if self._best is None or not metrics or not hasattr(self, '_saver'):
             return
-        for metric, score in self._best.improved(metrics, runner.message_hub).items():
-            if self._save(runner, Step('iter', runner.iter, runner.iter), self._best.folder_suffix(metric)):
+        try:
+            improved = self._best.improved(metrics, runner.message_hub)
+        except XhfError as error:
+            self._handle(runner, error, 'finding the best save')
+            return
+        for metric, score in improved.items():
+            folder = self._best_folders[self._best.folder_suffix(metric)]
+            if self._save(runner, Step('iter', runner.iter, runner.iter), folder):
                 self._best.remember(metric, score, runner.message_hub)
                 runner.logger.info(f'HFCheckpointHook: best {metric} so far, {score:.4f}')
 
     def after_train(self, runner: Any) -> None:
         if self.save_last and self._saved_at != runner.iter:
             unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
-            self._save(runner, Step(unit, number, runner.iter))
+            self._save(runner, Step(unit, number, runner.iter), self._newest)
         if self._collective.rank == 0:
-            for folder in self._folders.values():
+            for folder in (self._newest, *self._best_folders.values()):
                 folder.release()
         self._collective.close()
 
-    def _save(self, runner: Any, step: Step, suffix: str = '') -> bool:
+    def _save(self, runner: Any, step: Step, folder: CheckpointFolder) -> bool:
         """One save; whether it was committed. Runs on: all ranks."""
-        newest = self._folders['newest']
-        folder = newest
-        if suffix:
-            name = newest.final.with_name(f'{newest.final.name}_{suffix}')
-            folder = self._folders.setdefault(suffix, CheckpointFolder(name, max_keep=1))
         try:
             committed = self._saver.save(folder, step)
         except XhfError as error:
-            if self._on_error == 'raise':
-                raise
-            runner.logger.error(
-                f'HFCheckpointHook: the save of {step.label} failed and training goes on: {error}. '
-                f'The previous save is untouched.'
-            )
+            self._handle(runner, error, f'the save of {step.label}')
             return False
-        if not suffix:
+        if folder is self._newest:
             self._saved_at = step.iteration
         self._report(runner, committed)
         return True
+
+    def _handle(self, runner: Any, error: XhfError, what: str) -> None:
+        """An error that all ranks have: end the run or go on, as ``on_error`` says."""
+        if self._on_error == 'raise':
+            raise error
+        runner.logger.error(
+            f'HFCheckpointHook: {what} failed and training goes on: {error}. The previous save is untouched.'
+        )
 
     def _report(self, runner: Any, committed: CommittedCheckpoint) -> None:
         cost = committed.cost
@@ -203,14 +211,15 @@ class HFCheckpointHook(Hook):
 
     def _check_target(self, runner: Any, nbytes: int) -> None:
         """Runs on: rank 0."""
-        newest = self._folders['newest']
+        newest = self._newest
         base_dir = self._saver.exporter.base_dir
         if base_dir and Path(base_dir).absolute() == newest.final:
             raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
-        newest.claim()
-        if self.out_dir is None:
-            for path in sweep_dead_runs(Path(runner.work_dir), newest.final.name):
-                runner.logger.info(f'HFCheckpointHook: cleared what a killed run left: {path}')
+        for folder in (newest, *self._best_folders.values()):
+            folder.claim()
+            if self.out_dir is None:
+                for path in sweep_dead_runs(Path(runner.work_dir), folder.final.name):
+                    runner.logger.info(f'HFCheckpointHook: cleared what a killed run left: {path}')
         free = newest.require_room(nbytes)
         copies = self._max_keep + 1  # the kept ones, and the next while it is written
         if self._max_keep > 0 and free < copies * nbytes:

@@ -22,6 +22,7 @@ def parse_dtype(value: Any) -> str | None:
 
 
 def parse_nbytes(option: str, value: int | str) -> int:
+    """A size option in bytes."""
     try:
         return parse_size(value)
     except ValueError:
@@ -29,14 +30,16 @@ def parse_nbytes(option: str, value: int | str) -> int:
 
 
 def parse_out_dir(value: str | Path | None) -> Path | None:
+    """The folder of the newest save; None is decided when the run's folder is known."""
     if value is None:
         return None
-    if not isinstance(value, (str, Path)) or not str(value) or '://' in str(value):
+    if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
         raise OptionError('out_dir', 'the path of a folder', value)
     return Path(value).expanduser()
 
 
-def check_schedule(interval: Any, by_epoch: Any, save_begin: Any, save_last: Any) -> None:
+def check_schedule(interval: Any, by_epoch: Any, save_begin: Any, save_last: Any, save_best: Any) -> None:
+    """``interval``, ``by_epoch``, ``save_begin`` and ``save_last``, each and together."""
     if interval is not None and (not _is_int(interval) or (interval < 1 and interval != -1)):
         raise OptionError('interval', 'None, -1 (never) or a number of at least 1', interval)
     if by_epoch is not None and not isinstance(by_epoch, bool):
@@ -47,28 +50,35 @@ def check_schedule(interval: Any, by_epoch: Any, save_begin: Any, save_last: Any
         raise OptionError('save_begin', 'a number of at least 0', save_begin)
     if not isinstance(save_last, bool):
         raise OptionError('save_last', 'True or False', save_last)
+    if interval == -1 and not save_last and save_best is None:
+        raise OptionError('interval', 'a number, or save_last or save_best: like this nothing is ever saved', interval)
 
 
 def check_max_keep(value: Any) -> int:
+    """``max_keep_ckpts``."""
     if not _is_int(value) or (value < 1 and value != -1):
         raise OptionError('max_keep_ckpts', '-1 (all) or a number of at least 1', value)
     return value
 
 
 def check_choice(option: str, value: Any, choices: tuple[str, ...]) -> str:
+    """An option that is one of a few words."""
     if value not in choices:
         raise OptionError(option, f'one of {choices}', value)
     return value
 
 
 def check_module(value: Any) -> str | None:
+    """``module``; whether the model has it is known before the first step."""
     if value is not None and (not isinstance(value, str) or not value):
         raise OptionError('module', 'None or a dotted path such as "llm"', value)
     return value
 
 
 def check_tokenizer(value: Any) -> Any:
-    known = value is None or isinstance(value, (str, Path)) or hasattr(value, 'save_pretrained')
+    """``tokenizer``; it is built before the first step."""
+    is_folder = isinstance(value, (str, Path)) and str(value) not in ('', '.')
+    known = value is None or is_folder or hasattr(value, 'save_pretrained')
     if not known and not (isinstance(value, dict) and 'type' in value):
         raise OptionError('tokenizer', 'a tokenizer, a config with a type, or a folder', value)
     return value

@@ -19,7 +19,12 @@ class Source(ABC):
 
     A save calls, on all ranks and in this order: :meth:`specs`, then inside one :meth:`opened` any
     number of :meth:`gathered`, one at a time.
+
+    Attributes:
+        memory_factor: About how many times its bytes reading a bucket takes; for telling the user beforehand.
     """
+
+    memory_factor = 1
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

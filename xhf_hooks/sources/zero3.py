@@ -22,6 +22,8 @@ class Zero3Source(ModuleSource):
     partitioned. Needs no ``stage3_gather_16bit_weights_on_model_save``.
     """
 
+    memory_factor = 4  # measured by tools/bench.py
+
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         return any(_is_partitioned(parameter) for parameter in model.parameters())

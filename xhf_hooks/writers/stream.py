@@ -26,7 +26,7 @@ class StreamWriter(Writer):
         self._pending = 0
         self._room = threading.Condition()
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._fds: dict[str, int] = {}
         self._receipts: list[WriteReceipt] = []
         self._thread: threading.Thread | None = None
@@ -68,8 +68,13 @@ class StreamWriter(Writer):
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        error = None
         while self._fds:
-            os.close(self._fds.popitem()[1])
+            try:
+                os.close(self._fds.popitem()[1])
+            except OSError as caught:
+                error = caught
+        self._error = self._error or error
 
     def _work(self) -> None:
         while (chunk := self._queue.get()) is not None:
@@ -77,9 +82,10 @@ class StreamWriter(Writer):
             if self._error is None:
                 try:
                     _write_all(self._fds[chunk.placement.file], chunk.data, chunk.placement.offset)
-                except OSError as caught:
+                except Exception as caught:  # the thread must live on, or write() would wait for ever
                     error = caught
-                    error.filename = chunk.placement.file
+                    if isinstance(error, OSError):
+                        error.filename = chunk.placement.file
             nbytes = chunk.data.nbytes
             del chunk  # before room is announced: its memory must be free by then
             with self._room:

@@ -1,0 +1,91 @@
+"""Checkpoint folders of a few bytes, planned and written as real ones are. No torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.commit.manifest import write_manifest
+from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.plan import make_plan
+from xhf_hooks.records import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WriteReceipt
+from xhf_hooks.writers.stream import StreamWriter
+
+N_TENSORS, N_ELEMENTS = 3, 5
+
+
+def tiny_plan(sharded: bool = True) -> SavePlan:
+    """Three tensors, each in a file of its own when sharded."""
+    specs = [TensorSpec(f'w{i}', (N_ELEMENTS,), 'U8') for i in range(N_TENSORS)]
+    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
+    return make_plan(entries, specs, max_shard_nbytes=N_ELEMENTS if sharded else 10**6, bucket_nbytes=1)
+
+
+def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WriteReceipt]:
+    """Fill the staging folder: every byte of every tensor is ``number``."""
+    writer = StreamWriter(pending_nbytes=1)
+    writer.open(plan, folder.open_staging(), rank=0)
+    for placement in plan.placements:
+        writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
+    return writer.finish()
+
+
+def iteration(number: int) -> Step:
+    return Step('iter', number, number)
+
+
+def commit_one(folder: CheckpointFolder, number: int, **facts: Any) -> None:
+    """A whole save of iteration ``number``."""
+    plan = tiny_plan()
+    folder.commit(plan, stage(folder, plan, number), iteration(number), facts)
+
+
+def content(path: Path) -> int:
+    """The number that a whole folder was filled with.
+
+    Raises:
+        AssertionError: The folder is not whole, or holds parts of several saves.
+    """
+    plan = tiny_plan()
+    numbers = set()
+    for placement in plan.placements:
+        data = (path / placement.file).read_bytes()
+        assert len(data) == next(file.nbytes for file in plan.files if file.name == placement.file)
+        numbers |= set(data[placement.offset : placement.offset + placement.nbytes])
+    assert len(numbers) == 1, f'{path} holds parts of several saves: {numbers}'
+    return numbers.pop()
+
+
+def visible(parent: Path) -> dict[str, int]:
+    """What a user sees: the names without a dot, with what each holds."""
+    return {path.name: content(path) for path in sorted(parent.iterdir()) if not path.name.startswith('.')}
+
+
+def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
+    """A complete folder of ours under ``name``, as a killed run may leave it."""
+    plan = tiny_plan()
+    stage(folder, plan, number)
+    write_manifest(folder.staging, plan, iteration(number), {})
+    path = folder.final.with_name(name)
+    os.rename(folder.staging, path)
+    return path
+
+
+def put_partial(folder: CheckpointFolder, name: str) -> Path:
+    """What a run leaves that is killed while it writes: a file that is not whole, and no manifest."""
+    path = folder.final.with_name(name)
+    path.mkdir()
+    (path / 'model-00001-of-00003.safetensors').write_bytes(b'half a')
+    return path
+
+
+def start_process(target: Callable[..., None], *args: Any) -> multiprocessing.Process:
+    """A real process, quickly: forked off a server that has imported what is needed, and started no thread."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process

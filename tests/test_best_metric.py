@@ -1,0 +1,115 @@
+"""Which validation results are the best so far, and that this survives a resume."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from mmengine.logging import MessageHub
+
+from xhf_hooks.errors import OptionError
+from xhf_hooks.hooks.best_metric import BestMetric
+
+
+@pytest.fixture
+def hub(request):
+    return MessageHub(f'xhf-{request.node.name}')
+
+
+def best_after_each(best: BestMetric, hub: MessageHub, results: list[dict]) -> list[dict]:
+    """What is better at each validation, when every save succeeds."""
+    seen = []
+    for metrics in results:
+        better = best.improved(metrics, hub)
+        for metric, score in better.items():
+            best.remember(metric, score, hub)
+        seen.append(better)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ('save_best', 'rule', 'scores', 'expected'),
+    [
+        ('acc', None, [1, 3, 2, 3, 4], [1, 3, None, None, 4]),
+        ('loss', None, [3, 1, 2, 1, 0], [3, 1, None, None, 0]),
+        ('acc', 'less', [3, 1, 2], [3, 1, None]),
+        ('anything', 'greater', [-5, -7, -2], [-5, None, -2]),
+        ('val/total_Loss', None, [3, 4, 2], [3, None, 2]),
+        ('acc', None, [1, float('nan'), 2], [1, None, 2]),
+        ('acc', None, [None, 1], [None, 1]),
+        ('acc', None, [0, 0], [0, None]),
+    ],
+)
+def test_rules(save_best, rule, scores, expected, hub):
+    seen = best_after_each(BestMetric(save_best, rule), hub, [{save_best: score, 'other': 9} for score in scores])
+    assert [better.get(save_best) for better in seen] == expected
+    assert all(set(better) <= {save_best} for better in seen)
+
+
+def test_auto_is_the_first_result(hub):
+    best = BestMetric('auto', None)
+    results = [{'loss': 2.0, 'acc': 1}, {'loss': 3.0, 'acc': 5}, {'acc': 9, 'loss': 1.0}]
+    assert best_after_each(best, hub, results) == [{'loss': 2.0}, {}, {'loss': 1.0}]
+
+
+def test_auto_without_a_rule_for_the_first_result_is_an_error_of_ours(hub):
+    with pytest.raises(OptionError, match='rule'):
+        BestMetric('auto', None).improved({'strange': 1.0}, hub)
+
+
+def test_auto_with_a_rule(hub):
+    best = BestMetric('auto', 'less')
+    assert best_after_each(best, hub, [{'strange': 2}, {'strange': 3}, {'strange': 1}]) == [
+        {'strange': 2},
+        {},
+        {'strange': 1},
+    ]
+
+
+def test_several_metrics_are_judged_apart(hub):
+    best = BestMetric(['acc', 'loss'], ['greater', 'less'])
+    results = [{'acc': 1, 'loss': 5}, {'acc': 2, 'loss': 6}, {'acc': 1, 'loss': 4}, {'acc': 0, 'loss': 9}]
+    assert best_after_each(best, hub, results) == [{'acc': 1, 'loss': 5}, {'acc': 2}, {'loss': 4}, {}]
+
+
+def test_folder_suffixes():
+    assert BestMetric('coco/bbox_mAP', None).folder_suffix('coco/bbox_mAP') == 'best'
+    several = BestMetric(['coco/bbox_mAP', 'loss'], None)
+    assert several.folder_suffix('coco/bbox_mAP') == 'best_coco_bbox_mAP'
+    assert several.folder_suffix('loss') == 'best_loss'
+
+
+def test_unknown_metric(hub):
+    with pytest.raises(OptionError, match=r"save_best.*\['loss', 'ppl'\].*'acc'"):
+        BestMetric('acc', None).improved({'ppl': 1.0, 'loss': 2.0}, hub)
+
+
+def test_a_save_that_failed_is_not_remembered(hub):
+    """The score counts when its folder is there; until then the same score is still better."""
+    best = BestMetric('acc', None)
+    assert best.improved({'acc': 2}, hub) == {'acc': 2}
+    assert best.improved({'acc': 2}, hub) == {'acc': 2}
+    best.remember('acc', 2, hub)
+    assert best.improved({'acc': 2}, hub) == {}
+
+
+@pytest.mark.parametrize('score', [3.5, torch.tensor(3.5)], ids=['float', 'tensor'])
+def test_resume(score, hub, tmp_path):
+    """Through what MMEngine's checkpoints carry: Runner.save_checkpoint pickles hub.state_dict()."""
+    best = BestMetric(['acc', 'loss'], None)
+    best_after_each(best, hub, [{'acc': score, 'loss': 1.0}])
+    state = pickle.loads(pickle.dumps(hub.state_dict()))
+
+    resumed_hub = MessageHub('xhf-resumed')
+    resumed_hub.load_state_dict(state)
+    resumed = BestMetric(['acc', 'loss'], None)
+    results = [{'acc': 3.0, 'loss': 2.0}, {'acc': 4.0, 'loss': 0.5}]
+    assert best_after_each(resumed, resumed_hub, results) == [{}, {'acc': 4.0, 'loss': 0.5}]
+
+
+def test_scores_of_the_checkpoint_hook_are_another_matter(hub):
+    """CheckpointHook may track the same metric in the same hub under its own key."""
+    hub.update_info('best_score', 100.0)
+    hub.update_info('best_score_acc', 100.0)
+    assert BestMetric('acc', None).improved({'acc': 1.0}, hub) == {'acc': 1.0}

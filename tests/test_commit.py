@@ -1,0 +1,263 @@
+"""From staging to the final name: what is there is always whole, and what was there goes last."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from xhf_hooks.commit import retention, staging
+from xhf_hooks.commit.manifest import MANIFEST_NAME, read_step
+from xhf_hooks.commit.staging import INDEX_NAME, CheckpointFolder
+from xhf_hooks.errors import IncompleteError, TargetError
+from xhf_hooks.records import Step, WriteReceipt
+from xhf_hooks.safetensors_format import check_file
+
+
+@pytest.fixture(params=['exchange', 'fallback'])
+def both_ways(request, monkeypatch):
+    """With the atomic exchange of Linux, and as on file systems without it."""
+    if request.param == 'fallback':
+        monkeypatch.setattr(staging, 'exchange', lambda one, other: False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return claimed(tmp_path / 'hf_model')
+
+
+def claimed(final: Path, max_keep: int = 1) -> CheckpointFolder:
+    made = CheckpointFolder(final, max_keep)
+    made.claim()
+    return made
+
+
+def hidden(parent: Path) -> set[str]:
+    return {path.name for path in parent.iterdir() if path.name.startswith('.')}
+
+
+def test_first_commit(folder, tmp_path):
+    plan = tiny_plan()
+    commit_one(folder, 7, zero_stage=3)
+    assert visible(tmp_path) == {'hf_model': 7}
+    assert hidden(tmp_path) == {'.hf_model.lock'}
+    for file in plan.files:
+        check_file(folder.final / file.name, file.header, file.nbytes)
+    assert json.loads((folder.final / INDEX_NAME).read_text()) == plan.index
+    assert read_step(folder.final) == iteration(7)
+    manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
+    assert (manifest['zero_stage'], manifest['n_tensors'], manifest['iteration']) == (3, 3, 7)
+    assert manifest['files'] == {file.name: {'nbytes': file.nbytes} for file in plan.files}
+
+
+def test_one_file_has_no_index(folder):
+    plan = tiny_plan(sharded=False)
+    folder.commit(plan, stage(folder, plan, 1), iteration(1), {})
+    assert {path.name for path in folder.final.iterdir()} == {'model.safetensors', MANIFEST_NAME}
+
+
+def test_sidecar_files_are_committed_too(folder):
+    plan = tiny_plan()
+    receipts = stage(folder, plan, 1)
+    (folder.staging / 'config.json').write_text('{}')
+    (folder.staging / 'extra').mkdir()
+    (folder.staging / 'extra' / 'template.jinja').write_text('x')
+    folder.commit(plan, receipts, iteration(1), {})
+    assert (folder.final / 'extra' / 'template.jinja').read_text() == 'x'
+    assert (folder.final / 'config.json').read_text() == '{}'
+
+
+def test_an_empty_folder_under_the_final_name_is_fine(tmp_path, both_ways):
+    (tmp_path / 'hf_model').mkdir()
+    commit_one(claimed(tmp_path / 'hf_model'), 1)
+    assert visible(tmp_path) == {'hf_model': 1}
+    assert hidden(tmp_path) == {'.hf_model.lock'}
+
+
+def test_replace(folder, tmp_path, both_ways):
+    for number in (1, 2, 3):
+        commit_one(folder, number)
+        assert visible(tmp_path) == {'hf_model': number}
+        assert hidden(tmp_path) == {'.hf_model.lock'}
+
+
+def test_a_reader_never_finds_the_name_missing(folder):
+    """Polls as fast as it can while 50 commits replace each other."""
+    commit_one(folder, 1)
+    manifest = folder.final / MANIFEST_NAME
+    stop, misses, polls = threading.Event(), [], [0]
+
+    def poll() -> None:
+        while not stop.is_set():
+            polls[0] += 1
+            if not manifest.exists():
+                misses.append(polls[0])
+
+    reader = threading.Thread(target=poll)
+    reader.start()
+    try:
+        for number in range(2, 52):
+            commit_one(folder, number)
+    finally:
+        stop.set()
+        reader.join()
+    assert polls[0] > 50
+    assert misses == []
+    assert content(folder.final) == 51
+
+
+@pytest.mark.parametrize(
+    ('max_keep', 'expected'),
+    [
+        (1, {'hf_model': 5}),
+        (3, {'hf_model': 5, 'hf_model_iter_3': 3, 'hf_model_iter_4': 4}),
+        (-1, {'hf_model': 5, **{f'hf_model_iter_{n}': n for n in (1, 2, 3, 4)}}),
+    ],
+)
+def test_older_saves(max_keep, expected, tmp_path, both_ways):
+    folder = claimed(tmp_path / 'hf_model', max_keep)
+    for number in range(1, 6):
+        commit_one(folder, number)
+    assert visible(tmp_path) == expected
+    assert hidden(tmp_path) == {'.hf_model.lock'}
+
+
+def test_saving_a_step_again_replaces_it(tmp_path, both_ways):
+    """After a resume the same iteration is saved again: it is one save, not two."""
+    folder = claimed(tmp_path / 'hf_model', max_keep=3)
+    for number in (1, 2, 2):
+        commit_one(folder, number)
+    assert visible(tmp_path) == {'hf_model': 2, 'hf_model_iter_1': 1}
+
+
+def test_an_archived_step_that_is_saved_again(tmp_path):
+    """A run resumed from iteration 1 passes 2 once more; the later of the two is what stays."""
+    folder = claimed(tmp_path / 'hf_model', max_keep=-1)
+    for number in (1, 2, 3, 2, 3):
+        commit_one(folder, number)
+    assert visible(tmp_path) == {'hf_model': 3, 'hf_model_iter_1': 1, 'hf_model_iter_2': 2, 'hf_model_iter_3': 3}
+
+
+def test_what_looks_like_an_archive_but_is_not_ours_stays(tmp_path):
+    (tmp_path / 'hf_model_iter_1').mkdir()
+    (tmp_path / 'hf_model_iter_1' / 'notes.txt').write_text('mine')
+    folder = claimed(tmp_path / 'hf_model', max_keep=2)
+    for number in (5, 6, 7):
+        commit_one(folder, number)
+    assert (tmp_path / 'hf_model_iter_1' / 'notes.txt').read_text() == 'mine'
+
+
+def damage_missing(path: Path) -> None:
+    path.unlink()
+
+
+def damage_truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def damage_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize('damage', [damage_missing, damage_truncated, damage_header])
+def test_incomplete_staging_is_refused(folder, tmp_path, damage):
+    commit_one(folder, 1)
+    plan = tiny_plan()
+    receipts = stage(folder, plan, 2)
+    name = plan.files[1].name
+    damage(folder.staging / name)
+    with pytest.raises(IncompleteError, match=name):
+        folder.commit(plan, receipts, iteration(2), {})
+    assert visible(tmp_path) == {'hf_model': 1}
+    assert read_step(folder.final) == iteration(1)
+    folder.abandon()
+    assert hidden(tmp_path) == {'.hf_model.lock'}
+
+
+@pytest.mark.parametrize('wrong', ['fewer', 'other size', 'other name'])
+def test_receipts_must_be_those_of_the_plan(folder, wrong):
+    plan = tiny_plan()
+    first, *rest = stage(folder, plan, 1)
+    changed = {
+        'fewer': [],
+        'other size': [WriteReceipt(first.file, first.nbytes - 1)],
+        'other name': [WriteReceipt('other.safetensors', first.nbytes)],
+    }
+    with pytest.raises(IncompleteError, match='expected files'):
+        folder.commit(plan, [*changed[wrong], *rest], iteration(1), {})
+    assert not folder.final.exists()
+
+
+def test_staging_starts_empty(folder):
+    (folder.open_staging() / 'leftover').write_text('x')
+    assert list(folder.open_staging().iterdir()) == []
+
+
+def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_ways):
+    """``claim`` found the name free; hours later it holds files that are not ours."""
+    folder.final.mkdir()
+    (folder.final / 'notes.txt').write_text('mine')
+    with pytest.raises(TargetError, match='did not write'):
+        commit_one(folder, 1)
+    assert (folder.final / 'notes.txt').read_text() == 'mine'
+
+
+def test_require_room(folder, tmp_path):
+    free = folder.require_room(1)
+    assert free > 1
+    with pytest.raises(TargetError, match='max_keep_ckpts') as caught:
+        folder.require_room(10**18)
+    assert str(tmp_path) in str(caught.value) and '1000000000.00 GB' in str(caught.value)
+
+
+@pytest.mark.parametrize('umask', [0o022, 0o077, 0o002])
+def test_modes_follow_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        folder = claimed(tmp_path / 'hf_model')
+        commit_one(folder, 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.final.stat().st_mode) == 0o777 & ~umask
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.final.iterdir()} == {0o666 & ~umask}
+
+
+# Retention is pure
+
+
+def test_archive_names():
+    assert retention.archive_name('hf_model', Step('epoch', 2, 400).label) == 'hf_model_epoch_2'
+
+
+NAMES = ['hf_model', 'hf_model_iter_10', 'hf_model_iter_9', 'hf_model_iter_100', '.hf_model.lock']
+NOT_ARCHIVES = ['hf_model_best', 'hf_model_iter_', 'hf_model_iter_1x', 'my_hf_model_iter_1', 'hf_model_iter_1_old']
+
+
+def test_archives_are_sorted_by_number():
+    found = retention.archives('hf_model', [*NAMES, *NOT_ARCHIVES])
+    assert found == ['hf_model_iter_9', 'hf_model_iter_10', 'hf_model_iter_100']
+
+
+def test_archives_of_a_name_with_special_characters():
+    assert retention.archives('a.b', ['a.b_iter_1', 'axb_iter_2', 'a.b_epoch_3']) == ['a.b_iter_1', 'a.b_epoch_3']
+
+
+@pytest.mark.parametrize(
+    ('max_keep', 'expected'),
+    [
+        (-1, []),
+        (1, ['hf_model_iter_9', 'hf_model_iter_10', 'hf_model_iter_100']),
+        (2, ['hf_model_iter_9', 'hf_model_iter_10']),
+        (4, []),
+        (9, []),
+    ],
+)
+def test_outdated(max_keep, expected):
+    assert retention.outdated('hf_model', NAMES, max_keep) == expected

@@ -1,0 +1,144 @@
+"""Un-fusing found out on meta tensors is what transformers does to the whole state dict.
+
+transformers < 5 stores every tensor as it is in memory; there the specs must come out unchanged.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.zoo import build
+from xhf_hooks.dtypes import dtype_code, host_bytes
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.conversion import _connected, convert_specs
+from xhf_hooks.plan import make_plan
+from xhf_hooks.records import ExportEntry, TensorSpec
+
+HAS_CONVERSION = util.find_spec('transformers.core_model_loading') is not None
+PREFIX = 'llm.'  # names in the source are not the names in the model
+
+
+def specs_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(PREFIX + name, tuple(t.shape), dtype_code(t.dtype)) for name, t in tensors.items()}
+
+
+def on_meta(model):
+    with torch.device('meta'):
+        return type(model)(model.config)
+
+
+def unchanged(specs: dict[str, TensorSpec]) -> list[ExportEntry]:
+    return [ExportEntry(name, spec.shape, spec.dtype, (spec.name,)) for name, spec in specs.items()]
+
+
+@pytest.mark.parametrize('family', ['llama', 'gpt2'])
+def test_models_stored_as_they_are(family):
+    model = build(family)
+    specs = specs_of(model.state_dict())
+    assert convert_specs(on_meta(model), specs) == unchanged(specs)
+
+
+@pytest.mark.parametrize(
+    ('sources', 'expected'),
+    [
+        ({}, []),
+        ({'a': {'1'}, 'b': {'2'}}, [({'1'}, ['a']), ({'2'}, ['b'])]),
+        ({'a': {'1'}, 'b': {'1'}}, [({'1'}, ['a', 'b'])]),
+        ({'a': {'1', '2'}, 'b': {'2', '3'}, 'c': {'3', '4'}}, [({'1', '2', '3', '4'}, ['a', 'b', 'c'])]),
+        # c joins two sets that had nothing in common until then; d finds the joined one.
+        (
+            {'a': {'1'}, 'b': {'2'}, 'x': {'9'}, 'c': {'1', '2'}, 'd': {'2'}},
+            [({'9'}, ['x']), ({'1', '2'}, ['a', 'b', 'c', 'd'])],
+        ),
+    ],
+)
+def test_connected(sources, expected):
+    found = _connected({name: frozenset(names) for name, names in sources.items()})
+    assert [(together, sorted(names)) for together, names in found] == expected
+
+
+if HAS_CONVERSION:
+    revert_weight_conversion = import_module('transformers.core_model_loading').revert_weight_conversion
+
+    def apply_groups(entries: list[ExportEntry], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each group by itself, given its own tensors and no other, as when a bucket at a time is gathered."""
+        made = {}
+        for entry in entries:
+            reads = {name: tensors[name.removeprefix(PREFIX)] for name in entry.reads}
+            if entry.combine is None:
+                (made[entry.hf_name],) = reads.values()
+            elif entry.hf_name not in made:
+                made.update(entry.combine(reads))
+        return made
+
+    @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize('family', ['qwen3_moe', 'mixtral', 'deepseek_v3', 'llava', 'qwen2_vl', 't5'])
+    def test_same_as_the_conversion_of_the_whole(family, dtype):
+        model = build(family).to(dtype)
+        tensors = model.state_dict()
+        expected = revert_weight_conversion(model, dict(tensors))
+        entries = convert_specs(on_meta(model), specs_of(tensors))
+        found = apply_groups(entries, tensors)
+
+        assert [entry.hf_name for entry in entries] == list(expected)
+        assert sorted(found) == sorted(expected)
+        for entry in entries:
+            name, tensor = entry.hf_name, expected[entry.hf_name]
+            assert (entry.shape, entry.dtype) == (tuple(tensor.shape), dtype_code(tensor.dtype)), name
+            assert found[name].shape == tensor.shape, name
+            assert host_bytes(found[name]) == host_bytes(tensor), name
+
+    @pytest.mark.parametrize('family', ['qwen3_moe', 'mixtral', 'deepseek_v3'])
+    def test_experts_are_made_layer_by_layer(family):
+        """The groups stay small: each is made of one fused tensor, so memory follows the bucket."""
+        model = build(family)
+        entries = convert_specs(on_meta(model), specs_of(model.state_dict()))
+        experts = [entry for entry in entries if '.experts.' in entry.hf_name]
+        assert experts and all(entry.combine is not None for entry in experts)
+        assert {len(entry.reads) for entry in experts} == {1}
+        assert all(entry.combine is None for entry in entries if '.experts.' not in entry.hf_name)
+
+    def test_groups_fit_a_plan():
+        model = build('mixtral')
+        specs = specs_of(model.state_dict())
+        plan = make_plan(
+            convert_specs(on_meta(model), specs), list(specs.values()), max_shard_nbytes=50_000, bucket_nbytes=1
+        )
+        assert len(plan.files) > 3
+        read = [name for bucket in plan.buckets for name in bucket.read_names]
+        assert sorted(read) == sorted(spec.name for spec in specs.values())
+
+    def test_nothing_is_allocated():
+        """Experts of a size that no machine has: only the plan is made."""
+        config = build('mixtral').config
+        config.intermediate_size = 10**10
+        with torch.device('meta'):
+            model = import_module('transformers').MixtralForCausalLM(config)
+        entries = convert_specs(model, specs_of(model.state_dict()))
+        assert max(entry.nbytes for entry in entries) == 4 * config.hidden_size * 10**10
+
+    def test_another_result_than_planned_is_refused():
+        model = build('mixtral')
+        tensors = model.state_dict()
+        entries = convert_specs(on_meta(model), specs_of(tensors))
+        group = next(entry for entry in entries if entry.combine is not None)
+        (source,) = group.reads
+        fewer_experts = tensors[source.removeprefix(PREFIX)][:2]
+        with pytest.raises(ModelError, match='needs an exporter of its own'):
+            group.combine({source: fewer_experts})
+
+else:
+
+    def test_specs_come_out_unchanged():
+        """No mapping in this version: whatever the architecture is, nothing is renamed or combined."""
+        specs = specs_of({'experts.gate_up_proj': torch.zeros(2, 4, 3), 'scalar': torch.tensor(1)})
+        assert convert_specs(SimpleNamespace(), specs) == unchanged(specs)
+
+    def test_experts_are_apart_in_memory_already():
+        model = build('mixtral')
+        specs = specs_of(model.state_dict())
+        assert convert_specs(on_meta(model), specs) == unchanged(specs)

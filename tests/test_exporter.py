@@ -1,0 +1,276 @@
+"""Which model is exported, under which names, and what is refused before anything is gathered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tests.helpers.zoo import build
+from xhf_hooks.dtypes import dtype_code
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
+from xhf_hooks.records import ExportEntry
+from xhf_hooks.sources import source_for
+
+
+class Around(nn.Module):
+    """A trained model that holds others, as XTuner's do."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class CounterConfig(PretrainedConfig):
+    model_type = 'xhf_counter'
+
+
+class CounterModel(PreTrainedModel):
+    """Floats, integers and booleans, a buffer that is not saved and a weight that the class leaves out."""
+
+    config_class = CounterConfig
+    _keys_to_ignore_on_save = ('left_out',)
+    _keys_to_ignore_on_load_missing = ('left_out',)
+
+    def __init__(self, config: CounterConfig) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.left_out = nn.Parameter(torch.ones(2))
+        self.register_buffer('mean', torch.ones(2, dtype=torch.float64))
+        self.register_buffer('steps', torch.tensor(7))
+        self.register_buffer('mask', torch.tensor([True, False]))
+        self.register_buffer('scratch', torch.ones(2), persistent=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """The constructor has set them."""
+
+
+def entries_of(model: nn.Module, module: str | None = None, dtype: str | None = None) -> list[ExportEntry]:
+    return exporter_for(model, module).entries(source_for(model).specs(), dtype)
+
+
+def saved_tensors(model: PreTrainedModel, folder) -> dict[str, tuple[tuple[int, ...], str]]:
+    model.save_pretrained(folder)
+    with safe_open(folder / 'model.safetensors', 'pt') as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    return {name: (tuple(t.shape), dtype_code(t.dtype)) for name, t in tensors.items()}
+
+
+def kinds(entries: list[ExportEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {entry.hf_name: (entry.shape, entry.dtype) for entry in entries}
+
+
+# Finding the model
+
+
+def test_the_model_itself(tmp_path):
+    model = build('llama')
+    entries = entries_of(model)
+    assert kinds(entries) == saved_tensors(model, tmp_path)
+    assert [entry.reads for entry in entries] == [(entry.hf_name,) for entry in entries]
+
+
+def test_llm_goes_before_others(tmp_path):
+    llm = build('llama')
+    model = Around(visual=build('bert'), llm=llm)
+    entries = entries_of(model)
+    assert kinds(entries) == saved_tensors(llm, tmp_path)
+    assert {entry.reads for entry in entries} == {(f'llm.{entry.hf_name}',) for entry in entries}
+
+
+def test_the_only_one(tmp_path):
+    inner = build('gpt2')
+    model = Around(head=nn.Linear(2, 2), deep=Around(backbone=inner))
+    assert kinds(entries_of(model)) == saved_tensors(inner, tmp_path)
+
+
+def test_a_model_inside_a_hugging_face_model_is_no_candidate():
+    model = build('llava')
+    assert any(entry.hf_name.startswith(('vision_tower', 'model.vision_tower')) for entry in entries_of(model))
+
+
+def test_two_are_ambiguous():
+    with pytest.raises(ModelError, match=r"2 Hugging Face models: \['actor', 'critic'\].* option module"):
+        exporter_for(Around(actor=build('llama'), critic=build('bert')), None)
+
+
+def test_none_at_all():
+    with pytest.raises(ModelError, match=r"no exporter accepts Around.*\['head'\].*option module"):
+        exporter_for(Around(head=nn.Linear(2, 2)), None)
+
+
+def test_module_chooses(tmp_path):
+    critic = build('bert')
+    model = Around(llm=build('llama'), deep=Around(critic=critic))
+    assert kinds(entries_of(model, 'deep.critic')) == saved_tensors(critic, tmp_path)
+
+
+@pytest.mark.parametrize(('path', 'found'), [('nothing', 'NoneType'), ('head', 'Linear'), ('llm.lm_head', 'Linear')])
+def test_module_names_no_hugging_face_model(path, found):
+    model = Around(llm=build('llama'), critic=build('bert'), head=nn.Linear(2, 2))
+    with pytest.raises(ModelError) as caught:
+        exporter_for(model, path)
+    for part in ('option module', repr(path), found, "['critic', 'llm']"):
+        assert part in str(caught.value)
+
+
+def test_names_outside_are_neither_cut_nor_exported(tmp_path):
+    """XTuner's own hook strips four characters of every name."""
+    llm = build('llama')
+    model = Around(llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm)
+    entries = entries_of(model)
+    assert kinds(entries) == saved_tensors(llm, tmp_path)
+    assert all(read.startswith('llm.') for entry in entries for read in entry.reads)
+
+
+# Tied weights and element types
+
+
+@pytest.mark.parametrize('family', ['qwen2', 'bert', 't5', 'gpt2', 'whisper'])
+def test_tied_names_are_those_of_save_pretrained(family, tmp_path):
+    model = build(family)
+    expected = saved_tensors(model, tmp_path)
+    assert kinds(entries_of(model)) == expected
+    assert kinds(entries_of(Around(head=nn.Linear(2, 2), model=model))) == expected
+
+
+def test_tied_llama(tmp_path):
+    config = build('llama').config
+    config.tie_word_embeddings = True
+    model = type(build('llama'))(config)
+    names = set(saved_tensors(model, tmp_path))
+    assert 'lm_head.weight' not in names
+    assert set(kinds(entries_of(model))) == names
+
+
+def test_tied_to_a_weight_outside_the_exported_model():
+    """The tensor's first name lies outside; it is read there and written under its name inside."""
+    llm = build('llama')
+    outside = nn.Embedding(*llm.model.embed_tokens.weight.shape)
+    outside.weight = llm.model.embed_tokens.weight
+    reads = {entry.hf_name: entry.reads for entry in entries_of(Around(a=outside, llm=llm))}
+    assert reads['model.embed_tokens.weight'] == ('a.weight',)
+    assert reads['lm_head.weight'] == ('llm.lm_head.weight',)
+
+
+def test_undeclared_tie_is_written_under_both_names():
+    model = build('llama')
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    reads = {entry.hf_name: entry.reads for entry in entries_of(model)}
+    shared = ('model.layers.0.mlp.up_proj.weight',)
+    assert reads['model.layers.0.mlp.up_proj.weight'] == reads['model.layers.1.mlp.up_proj.weight'] == shared
+
+
+def test_weights_that_share_storage_are_not_tied():
+    """DeepSpeed's flat buffers put unrelated parameters into one storage."""
+    model = build('llama')
+    flat = torch.zeros(2, 77, 35)
+    for layer, part in zip(model.model.layers, flat, strict=True):
+        layer.mlp.up_proj.weight.data = part
+    reads = [entry.reads for entry in entries_of(model)]
+    assert len(reads) == len(set(reads)) == len(model.state_dict())
+
+
+def test_ignored_and_non_persistent_tensors_stay_out(tmp_path):
+    model = CounterModel(CounterConfig())
+    assert kinds(entries_of(model)) == saved_tensors(model, tmp_path)
+    assert set(kinds(entries_of(model))) == {'weight', 'mean', 'steps', 'mask'}
+
+
+@pytest.mark.parametrize('dtype', ['BF16', 'F16', 'F32'])
+def test_only_floats_are_cast(dtype):
+    found = kinds(entries_of(CounterModel(CounterConfig()), dtype=dtype))
+    assert {name: code for name, (_, code) in found.items()} == {
+        'weight': dtype,
+        'mean': dtype,
+        'steps': 'I64',
+        'mask': 'BOOL',
+    }
+
+
+def test_as_trained():
+    found = kinds(entries_of(CounterModel(CounterConfig()).to(torch.bfloat16)))
+    assert {name: code for name, (_, code) in found.items()} == {
+        'weight': 'BF16',
+        'mean': 'BF16',
+        'steps': 'I64',
+        'mask': 'BOOL',
+    }
+
+
+# What from_pretrained would not load
+
+
+def test_missing_weight():
+    model = build('llama')
+    model.model.norm = nn.Identity()
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM.*missing \['model\.norm\.weight'\], unexpected \[\]"):
+        entries_of(model)
+
+
+def test_unexpected_weight():
+    model = Around(llm=build('llama'))
+    model.llm.value_head = nn.Linear(3, 1, bias=False)
+    with pytest.raises(ModelError, match=r"'llm' differ: missing \[\], unexpected \['value_head\.weight'\]"):
+        entries_of(model)
+
+
+def test_weight_of_other_shape():
+    model = build('llama')
+    model.model.layers[1].mlp.up_proj = nn.Linear(35, 9, bias=False)
+    with pytest.raises(ModelError) as caught:
+        entries_of(model)
+    assert 'model.layers.1.mlp.up_proj.weight expected (77, 35), found (9, 35)' in str(caught.value)
+
+
+def test_long_lists_are_cut():
+    model = build('llama')
+    model.extra = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(9)])
+    with pytest.raises(ModelError, match='and 4 more'):
+        entries_of(model)
+
+
+def test_lora_is_named_as_such():
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = build('llama')
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=['q_proj']), model)
+    with pytest.raises(ModelError, match='LoRA weights: this exporter saves complete models only'):
+        entries_of(model)
+
+
+def test_quantized_model_is_refused():
+    model = build('llama')
+    model.quantization_method = 'bitsandbytes'  # what HfQuantizer.preprocess_model sets
+    with pytest.raises(ModelError, match='LlamaForCausalLM is quantized'):
+        exporter_for(model, None)
+
+
+# The live model is read-only
+
+
+def test_live_model_is_untouched(tmp_path):
+    model = build('llama')
+    model.config.use_cache = False
+    model.config.vocab_size = 7
+    config, generation = model.config.to_dict(), model.generation_config.to_dict()
+    weights = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    exporter = HuggingFaceExporter(model, None)
+    exporter.entries(source_for(model).specs(), 'F16')
+    exporter.write_sidecar(tmp_path, None)
+    assert model.config.to_dict() == config
+    assert model.generation_config.to_dict() == generation
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor and torch.equal(tensor, copy) for name, (tensor, copy) in weights.items())
+
+
+def test_reference_takes_no_memory():
+    exporter = HuggingFaceExporter(build('llama'), None)
+    exporter.entries(source_for(build('llama')).specs(), None)
+    assert {parameter.device.type for parameter in exporter._reference.parameters()} == {'meta'}

@@ -1,0 +1,129 @@
+"""Bad options are refused when the hook is built, not at iteration 500, and the message names the option."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import HOOKS
+
+from xhf_hooks import HFCheckpointHook
+from xhf_hooks.errors import OptionError
+
+BAD = {
+    'out_dir': ['', 5, b'folder', 's3://bucket/folder', '/', ['folder']],
+    'interval': [0, -2, 1.5, '10', True],
+    'save_begin': [-1, 1.5, '10', None, True],
+    'save_last': [None, 1, 'yes'],
+    'save_best': [[], '', 5, ['acc', 'acc'], ['auto', 'acc'], 'no_rule_can_be_inferred_for_this', {'acc': 1}],
+    'max_keep_ckpts': [0, -2, 1.5, '3', None, True],
+    'module': ['', 5, ['llm']],
+    'tokenizer': ['', 5, {}, {'path': 'folder'}, ['folder']],
+    'dtype': ['', 'float8', 'bf16', 'int8', torch.int64, 16, 'F32'],
+    'max_shard_size': [0, -1, 1.5, '', 'GB', '5XB', '-5GB', None, True],
+    'bucket_size': [0, -1, 1.5, '', 'MB', '5XB', '-5MB', None, True],
+    'on_error': ['', 'ignore', None, True],
+}
+BAD_CASES = [
+    pytest.param(option, value, id=f'{option}={value!r}') for option, values in BAD.items() for value in values
+]
+
+BAD_COMBINATIONS = [
+    ('by_epoch', dict(by_epoch=True)),  # interval None follows CheckpointHook, which says what it counts
+    ('by_epoch', dict(by_epoch='iter', interval=2)),
+    ('by_epoch', dict(by_epoch=1, interval=2)),
+    ('rule', dict(rule='greater')),
+    ('rule', dict(save_best='acc', rule='bigger')),
+    ('rule', dict(save_best='acc', rule=5)),
+    ('rule', dict(save_best=['acc', 'loss', 'mAP'], rule=['greater', 'less'])),
+    ('save_last', dict(interval=-1, save_last=False)),  # would never save anything
+]
+
+GOOD = [
+    {},
+    dict(out_dir='folder'),
+    dict(out_dir=Path('~/folder')),
+    dict(interval=-1),
+    dict(interval=500, by_epoch=False, save_begin=1000, save_last=False),
+    dict(save_best='auto'),
+    dict(save_best='acc', interval=-1, save_last=False),
+    dict(save_best=['acc', 'loss'], rule=['greater', 'less']),
+    dict(save_best=['x', 'y'], rule='less'),
+    dict(max_keep_ckpts=-1),
+    dict(module='llm.model'),
+    dict(tokenizer='folder'),
+    dict(tokenizer=Path('folder')),
+    dict(tokenizer=dict(type='transformers.AutoTokenizer.from_pretrained')),
+    dict(dtype='bfloat16', max_shard_size=10**9, bucket_size='64MiB', on_error='raise'),
+]
+
+
+@pytest.mark.parametrize(('option', 'value'), BAD_CASES)
+def test_bad_value(option, value):
+    with pytest.raises(OptionError, match=option) as caught:
+        HFCheckpointHook(**{option: value})
+    assert option in caught.value.option
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(('option', 'options'), BAD_COMBINATIONS)
+def test_bad_combination(option, options):
+    with pytest.raises(OptionError, match=option):
+        HFCheckpointHook(**options)
+
+
+@pytest.mark.parametrize('options', GOOD, ids=str)
+def test_good_options(options):
+    HFCheckpointHook(**options)
+
+
+def test_every_option_but_the_trivial_is_tried():
+    options = set(inspect.signature(HFCheckpointHook.__init__).parameters) - {'self'}
+    assert options == {*BAD, 'by_epoch', 'rule'}
+
+
+def test_bad_values_are_value_errors_too():
+    with pytest.raises(ValueError, match='interval'):
+        HFCheckpointHook(interval=0)
+
+
+def test_unknown_option():
+    with pytest.raises(TypeError, match='max_keep_ckpt'):
+        HFCheckpointHook(max_keep_ckpt=3)
+
+
+def test_out_dir_is_the_only_positional_option():
+    assert HFCheckpointHook('folder').out_dir == Path('folder')
+    with pytest.raises(TypeError):
+        HFCheckpointHook('folder', 500)
+
+
+def test_home_folder():
+    assert HFCheckpointHook('~/folder').out_dir == Path.home() / 'folder'
+
+
+@pytest.mark.parametrize('hook_type', ['HFCheckpointHook', HFCheckpointHook], ids=['name', 'class'])
+def test_built_by_mmengine(hook_type):
+    hook = HOOKS.build(dict(type=hook_type, out_dir='folder', interval=3, by_epoch=False))
+    assert isinstance(hook, HFCheckpointHook)
+    assert hook.out_dir == Path('folder')
+
+
+def test_bad_options_in_a_config():
+    with pytest.raises(ValueError, match='option interval'):
+        HOOKS.build(dict(type='HFCheckpointHook', interval=0))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_dtype_of_torch_is_the_same_as_its_name(dtype):
+    by_name, by_type = HFCheckpointHook(dtype=dtype), HFCheckpointHook(dtype=getattr(torch, dtype))
+    assert by_name._save_options == by_type._save_options
+    assert by_name._save_options != HFCheckpointHook()._save_options
+
+
+def test_runs_after_the_checkpoint_hook():
+    assert HFCheckpointHook.priority == 95
+    assert CheckpointHook.priority == 'VERY_LOW'  # 90; a higher number is later

@@ -1,0 +1,279 @@
+"""Planning, without a tensor: files, offsets, buckets, index and digest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from tests.helpers.zoo import build
+from xhf_hooks.errors import PlanError
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.gather import gather
+from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.plan import INDEX_NAME, describe_bucket, describe_plan, make_plan, parse_size
+from xhf_hooks.records import ExportEntry, SavePlan, TensorSpec
+
+HUGE = 10**12
+
+
+def spec(name: str, *shape: int, dtype: str = 'F32') -> TensorSpec:
+    return TensorSpec(name, shape, dtype)
+
+
+def passed_on(source: TensorSpec, **changes) -> ExportEntry:
+    """The entry of a tensor that goes out as it is."""
+    return replace(ExportEntry(f'hf.{source.name}', source.shape, source.dtype, (source.name,)), **changes)
+
+
+def plan_of(specs, entries=None, *, shard=HUGE, bucket=HUGE, **options) -> SavePlan:
+    entries = [passed_on(s) for s in specs] if entries is None else entries
+    return make_plan(entries, specs, max_shard_nbytes=shard, bucket_nbytes=bucket, **options)
+
+
+@pytest.mark.parametrize(
+    ('size', 'nbytes'),
+    [
+        (1, 1),
+        (128_000_000, 128_000_000),
+        ('17', 17),
+        ('17B', 17),
+        ('20KB', 20_000),
+        ('5GB', 5 * 10**9),
+        ('5gb', 5 * 10**9),
+        (' 5 GB ', 5 * 10**9),
+        ('1.5MB', 1_500_000),
+        ('2KiB', 2048),
+        ('1MiB', 2**20),
+        ('5GiB', 5 * 2**30),
+        ('1TiB', 2**40),
+        ('3TB', 3 * 10**12),
+    ],
+)
+def test_parse_size(size, nbytes):
+    assert parse_size(size) == nbytes
+
+
+@pytest.mark.parametrize(
+    'size',
+    [0, -1, 1.5, True, None, '', 'GB', '0', '0GB', '-5GB', '5XB', '5 G B', '1e9', '0.5B', '5,000', 'nan'],
+)
+def test_parse_size_refuses(size):
+    with pytest.raises(ValueError, match='not a size'):
+        parse_size(size)
+
+
+@pytest.mark.parametrize('digits', ['9007199254740993', '9' * 400], ids=['beyond-53-bits', 'beyond-any-float'])
+def test_parse_size_loses_no_byte(digits):
+    """A size in bytes may be larger than what a float counts exactly."""
+    assert parse_size(digits) == int(digits)
+
+
+def test_offsets_are_gapless_and_in_file_order():
+    plan = plan_of([spec('b', 3), spec('a', 2, 2), spec('n', dtype='I64'), spec('e', 0, dtype='BF16')])
+    (file,) = plan.files
+    position = len(file.header)
+    for placement in plan.placements:
+        assert (placement.file, placement.offset) == (file.name, position)
+        position += placement.nbytes
+    assert position == file.nbytes == plan.nbytes
+    assert file.name == 'model.safetensors' and plan.index is None and file.owner == 0
+    assert [p.hf_name for p in plan.placements] == ['hf.n', 'hf.a', 'hf.b', 'hf.e']
+
+
+def test_shape_of_the_entry_is_what_goes_out():
+    plan = plan_of([spec('w', 6)], [passed_on(spec('w', 6), shape=(2, 3), dtype='BF16')])
+    (placement,) = plan.placements
+    assert (placement.shape, placement.dtype, placement.nbytes) == ((2, 3), 'BF16', 12)
+    assert plan.buckets[0].groups[0].reads == (spec('w', 6),)
+
+
+def test_records_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        plan_of([spec('a', 1)]).digest = ''
+
+
+# Buckets
+
+
+def test_buckets_keep_file_order_and_are_full():
+    plan = plan_of([spec(f'w{i}', 10) for i in range(7)], bucket=100)
+    assert [bucket.read_names for bucket in plan.buckets] == [
+        ('w0', 'w1'),
+        ('w2', 'w3'),
+        ('w4', 'w5'),
+        ('w6',),
+    ]
+    assert plan.largest_bucket_nbytes == 80
+
+
+def test_a_bucket_may_be_exactly_full():
+    plan = plan_of([spec(f'w{i}', 10) for i in range(4)], bucket=80)
+    assert [len(bucket.groups) for bucket in plan.buckets] == [2, 2]
+
+
+def test_an_oversize_tensor_is_a_bucket_of_its_own():
+    plan = plan_of([spec('a', 5), spec('b', 500), spec('c', 5), spec('d', 5)], bucket=100)
+    assert [bucket.read_names for bucket in plan.buckets] == [('a',), ('b',), ('c', 'd')]
+    assert plan.largest_bucket_nbytes == 2000
+
+
+def test_buckets_count_what_is_read_not_what_is_written():
+    sources = [spec('a', 100), spec('b', 100)]
+    plan = plan_of(sources, [passed_on(s, dtype='BF16') for s in sources], bucket=400)
+    assert [bucket.read_nbytes for bucket in plan.buckets] == [400, 400]
+
+
+def test_a_group_is_never_split():
+    fused = spec('fused', 4, 30)
+    parts = [ExportEntry(f'part{i}', (30,), 'F32', ('fused',), dict) for i in range(4)]
+    plan = plan_of([spec('a', 1), fused, spec('z', 1)], [passed_on(spec('a', 1)), *parts, passed_on(spec('z', 1))])
+    narrow = plan_of(
+        [spec('a', 1), fused, spec('z', 1)],
+        [passed_on(spec('a', 1)), *parts, passed_on(spec('z', 1))],
+        bucket=100,
+    )
+    assert sorted(plan.buckets[0].read_names) == ['a', 'fused', 'z']
+    assert [bucket.read_names for bucket in narrow.buckets] == [('a', 'z'), ('fused',)]
+    assert [p.hf_name for p in narrow.buckets[1].groups[0].placements] == [f'part{i}' for i in range(4)]
+
+
+def test_outputs_of_one_combine_stay_together_across_shards():
+    parts = [ExportEntry(name, (10,), 'F32', ('x', 'y'), dict) for name in ('a', 'z')]
+    middle = spec('m', 10)
+    plan = plan_of([spec('x', 10), spec('y', 10), middle], [parts[0], passed_on(middle), parts[1]], shard=40, bucket=40)
+    assert len(plan.files) == 3
+    together, alone = (bucket.groups for bucket in plan.buckets)
+    assert [(p.hf_name, p.file) for p in together[0].placements] == [
+        ('a', 'model-00001-of-00003.safetensors'),
+        ('z', 'model-00003-of-00003.safetensors'),
+    ]
+    assert together[0].read_nbytes == 80
+    assert [p.hf_name for p in alone[0].placements] == ['hf.m']
+
+
+def test_two_combines_are_two_groups():
+    def one(tensors):
+        return tensors
+
+    def other(tensors):
+        return tensors
+
+    entries = [ExportEntry('a', (1,), 'F32', ('x',), one), ExportEntry('b', (1,), 'F32', ('y',), other)]
+    (bucket,) = plan_of([spec('x', 1), spec('y', 1)], entries).buckets
+    assert [group.combine for group in bucket.groups] == [one, other]
+
+
+# What is refused
+
+
+def test_duplicate_name():
+    with pytest.raises(PlanError, match='under one name: hf'):
+        plan_of([spec('a', 1)], [passed_on(spec('a', 1)), passed_on(spec('a', 1))])
+
+
+def test_unknown_read():
+    with pytest.raises(PlanError, match=r"hf.a needs \['gone'\]"):
+        plan_of([spec('a', 1)], [passed_on(spec('a', 1), reads=('a', 'gone'))])
+
+
+@pytest.mark.parametrize(('shape', 'reads'), [((3,), ('a',)), ((4,), ('a', 'b')), ((4,), ())])
+def test_uncombined_entry_must_be_its_one_read(shape, reads):
+    with pytest.raises(PlanError, match=r'hf\.a'):
+        plan_of([spec('a', 4), spec('b', 4)], [passed_on(spec('a', *shape), reads=reads)])
+
+
+def test_one_combine_with_other_reads():
+    entries = [ExportEntry('a', (1,), 'F32', ('x',), dict), ExportEntry('b', (1,), 'F32', ('y',), dict)]
+    with pytest.raises(PlanError, match='b: made together with a'):
+        plan_of([spec('x', 1), spec('y', 1)], entries)
+
+
+def test_nothing_to_save():
+    with pytest.raises(PlanError, match='nothing to save'):
+        plan_of([spec('a', 1)], [])
+
+
+# Digest and description
+
+BASE = [spec('a', 4), spec('b', 2, 2)]
+
+
+def test_digest_of_equal_input():
+    assert plan_of(BASE).digest == plan_of([spec('a', 4), spec('b', 2, 2)]).digest
+
+
+OTHERS = {
+    'source-name': plan_of([spec('a', 4), spec('c', 2, 2)]),
+    'hf-name': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], hf_name='hf.c')]),
+    'shape': plan_of([spec('a', 4), spec('b', 4, 1)]),
+    'size': plan_of([spec('a', 4), spec('b', 5)]),
+    'source-dtype': plan_of([spec('a', 4), spec('b', 2, 2, dtype='BF16')]),
+    'dtype': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], dtype='BF16')]),
+    'hf-shape': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], shape=(4,))]),
+    'combine': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], combine=dict)]),
+    'reads': plan_of(BASE, [passed_on(BASE[0], reads=('b',)), passed_on(BASE[1], reads=('a',))]),
+    'bucket': plan_of(BASE, bucket=16),
+    'shard': plan_of(BASE, shard=16),
+    'fewer': plan_of(BASE[:1]),
+}
+
+
+@pytest.mark.parametrize('what', OTHERS)
+def test_digest_differs(what):
+    assert OTHERS[what].digest != plan_of(BASE).digest
+    assert describe_plan(OTHERS[what]) != describe_plan(plan_of(BASE))
+
+
+def test_digest_covers_the_index():
+    sharded = dict(shard=16)
+    assert plan_of(BASE, **sharded, n_parameters=8).digest != plan_of(BASE, **sharded, n_parameters=9).digest
+
+
+def test_describe_plan():
+    plan = plan_of([spec('a', 4), spec('b', 2, 2)], bucket=16)
+    lines = describe_plan(plan)
+    assert lines[0] == f'model.safetensors: {plan.nbytes} bytes, written by rank 0'
+    assert lines[1:] == ['bucket', *describe_bucket(plan.buckets[0]), 'bucket', *describe_bucket(plan.buckets[1])]
+    assert "('a', (4,), 'F32')" in lines[2] and "'hf.a'" in lines[2] and 'combined=False' in lines[2]
+
+
+# The same as save_pretrained
+
+
+@pytest.mark.parametrize('max_shard_size', ['20KB', '5GB'])
+@pytest.mark.parametrize('family', ['llama', 'qwen2'])
+def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
+    """Files, their bytes and the index of a real model, written through a plan and a StreamWriter."""
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.sources.module import ModuleSource
+    from xhf_hooks.writers.stream import StreamWriter
+
+    model = build(family)
+    model.save_pretrained(tmp_path / 'expected', max_shard_size=max_shard_size)
+    (tmp_path / 'found').mkdir()
+
+    source, exporter = ModuleSource(model), HuggingFaceExporter(model, None)
+    specs = source.specs()
+    plan = make_plan(
+        exporter.entries(specs, None),
+        specs,
+        max_shard_nbytes=parse_size(max_shard_size),
+        bucket_nbytes=9_000,
+        n_parameters=exporter.n_parameters,
+    )
+    writer = StreamWriter(pending_nbytes=10_000)
+    writer.open(plan, tmp_path / 'found', rank=0)
+    for chunk in gather(plan, source, Collective(), masters=False, meter=MemoryMeter()):
+        writer.write(chunk)
+    receipts = writer.finish()
+
+    expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}
+    found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
+    assert found == expected
+    assert {r.file: r.nbytes for r in receipts} == {name: len(data) for name, data in expected.items()}
+    index = tmp_path / 'expected' / INDEX_NAME
+    assert (plan.index is not None) == index.exists() == (max_shard_size == '20KB')
+    if plan.index is not None:
+        assert json.dumps(plan.index, indent=2, sort_keys=True) + '\n' == index.read_text()

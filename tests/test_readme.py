@@ -1,0 +1,111 @@
+"""The README is executable: its commands run, its code blocks work, its trees are what comes out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / 'README.md').read_text(encoding='utf-8')
+COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', 'python tools/bench.py save']
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf'^```{language}\n(.*?)^```$', README, flags=re.MULTILINE | re.DOTALL)
+
+
+def code(containing: str) -> str:
+    (found,) = [block for block in blocks('python') if containing in block]
+    return found
+
+
+@pytest.fixture(scope='module')
+def demo_folder():
+    """What `bash tools/demo.sh` leaves; it checks by itself that the loss fell and the folder generates."""
+    finished = subprocess.run(['bash', 'tools/demo.sh'], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    assert 'Loss:' in finished.stdout and 'What the saves cost:' in finished.stdout
+    return max((ROOT / 'work_dirs' / 'demo').glob('*/hf_model'))
+
+
+def test_every_command_is_known_here():
+    assert [line for block in blocks('bash') for line in block.splitlines()] == COMMANDS
+
+
+def test_ci_runs_the_test_command():
+    assert 'bash tools/test.sh' in (ROOT / '.ci' / 'run').read_text()
+
+
+@pytest.mark.modern_only
+def test_the_demo_leaves_the_tree(demo_folder):
+    (tree,) = [block for block in blocks('text') if 'hf_model/' in block]
+    names = re.findall(r'^ {8}(\S+)', tree, flags=re.MULTILINE)
+    assert sorted(names) == sorted(path.name for path in demo_folder.iterdir())
+
+
+@pytest.mark.modern_only
+def test_the_loading_lines_load_it(demo_folder):
+    lines = code('from_pretrained(').replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
+    subprocess.run([sys.executable, '-c', lines], check=True)
+
+
+def test_the_config_lines_configure_the_hook():
+    from mmengine.config import Config
+    from mmengine.registry import HOOKS
+
+    from xhf_hooks import HFCheckpointHook
+
+    config = Config.fromstring(code('custom_hooks'), '.py')
+    assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
+
+
+def test_the_options_table_is_the_hooks_signature():
+    import inspect
+
+    from xhf_hooks import HFCheckpointHook
+
+    table = README.split('## Options')[1].split('##')[0]
+    rows = [line.split('|')[1:3] for line in table.splitlines() if line.startswith('| ')][1:]
+    documented = {}
+    for names, defaults in rows:
+        values = [value.strip() for value in defaults.split(',')]
+        names = [name.strip() for name in names.split(',')]
+        documented.update(zip(names, values * (len(names) if len(values) == 1 else 1), strict=True))
+    signature = inspect.signature(HFCheckpointHook).parameters
+    assert documented == {name: repr(parameter.default) for name, parameter in signature.items()}
+
+
+def test_the_example_exporter_is_chosen():
+    from torch import nn
+
+    from tests.helpers.zoo import build
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.registry import EXPORTERS
+    from xhf_hooks.sources import source_for
+
+    model = nn.Module()
+    model.policy, model.reference = build('llama'), build('llama')
+    before = set(EXPORTERS.module_dict)
+    try:
+        exec(code('class PolicyExporter'), {})
+        exporter = exporter_for(model, None)
+        assert type(exporter).__name__ == 'PolicyExporter'
+        entries = exporter.entries(source_for(model).specs(), None)
+        assert {read for entry in entries for read in entry.reads} == {
+            f'policy.{name}' for name, _ in model.policy.named_parameters()
+        }
+    finally:
+        for name in set(EXPORTERS.module_dict) - before:
+            del EXPORTERS.module_dict[name]
+
+
+@pytest.mark.modern_only
+def test_the_benchmark_runs(tmp_path):
+    command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.8', '--repeats', '1', '--out', str(tmp_path)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert '0.83 B parameters' in finished.stdout and (tmp_path / 'save.json').exists()

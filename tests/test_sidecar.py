@@ -1,0 +1,252 @@
+"""Every file that is not weights, and that the live objects it is made from stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from tests.helpers.zoo import build
+from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.sidecar import base_file, exported_config, load_tokenizer
+from xhf_hooks.sources import source_for
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
+    """Writes the sidecar as a save does; returns the warnings."""
+    folder.mkdir(exist_ok=True)
+    exporter = HuggingFaceExporter(model, None)
+    exporter.entries(source_for(model).specs(), dtype)
+    return exporter.write_sidecar(folder, tokenizer)
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding='utf-8'))
+
+
+def dtype_of(config: dict) -> str:
+    return config.get('dtype', config.get('torch_dtype'))
+
+
+def with_base(model, folder: Path, **config):
+    """Makes ``folder`` the base that ``model`` was loaded from."""
+    base = copy.deepcopy(model.config)
+    base.update(config)
+    base.save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    return model
+
+
+@pytest.fixture
+def tokenizer():
+    words = Tokenizer(WordLevel({'<unk>': 0, '<s>': 1, '</s>': 2, 'a': 3, 'b': 4}, unk_token='<unk>'))
+    words.pre_tokenizer = WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>', bos_token='<s>', eos_token='</s>')
+    made.chat_template = TEMPLATE
+    return made
+
+
+# config.json
+
+
+def test_config_is_that_of_save_pretrained(tmp_path):
+    model = build('llama').to(torch.bfloat16)
+    model.save_pretrained(tmp_path / 'expected')
+    assert written(tmp_path / 'found', model) == []
+    for name in ('config.json', 'generation_config.json'):
+        assert read_json(tmp_path / 'found' / name) == read_json(tmp_path / 'expected' / name)
+
+
+@pytest.mark.parametrize(
+    ('trained', 'option', 'expected'),
+    [
+        (torch.float32, None, 'float32'),
+        (torch.bfloat16, None, 'bfloat16'),
+        (torch.bfloat16, 'F32', 'float32'),
+        (torch.float32, 'F16', 'float16'),
+    ],
+)
+def test_dtype_is_what_is_written(trained, option, expected, tmp_path):
+    written(tmp_path, build('llama').to(trained), dtype=option)
+    config = read_json(tmp_path / 'config.json')
+    assert dtype_of(config) == expected
+    assert config['architectures'] == ['LlamaForCausalLM']
+
+
+def test_dtype_of_parts(tmp_path):
+    """A part's own dtype would win over the option when the folder is loaded."""
+    model = build('llava')
+    for part in (model.config.text_config, model.config.vision_config):
+        setattr(part, 'dtype' if hasattr(part, 'dtype') else 'torch_dtype', torch.float32)
+    written(tmp_path, model, dtype='BF16')
+    config = read_json(tmp_path / 'config.json')
+    assert {dtype_of(config), dtype_of(config['text_config']), dtype_of(config['vision_config'])} == {'bfloat16'}
+
+
+def test_architecture_is_the_trained_class_not_the_base(tmp_path):
+    model = with_base(build('llama'), tmp_path / 'base', architectures=['SomethingElse'])
+    model.config.architectures = ['SomethingElse']
+    written(tmp_path / 'found', model)
+    assert read_json(tmp_path / 'found' / 'config.json')['architectures'] == ['LlamaForCausalLM']
+
+
+def use_cache_written(folder: Path) -> bool:
+    return AutoConfig.from_pretrained(folder).get_text_config().use_cache
+
+
+@pytest.mark.parametrize('family', ['llama', 'llava'])
+def test_use_cache_without_base_is_the_default_of_the_class(family, tmp_path):
+    model = build(family)
+    model.config.get_text_config().use_cache = False
+    written(tmp_path, model)
+    assert use_cache_written(tmp_path) is True
+
+
+@pytest.mark.parametrize('base', [True, False])
+def test_use_cache_as_the_base_had_it(base, tmp_path):
+    model = with_base(build('llama'), tmp_path / 'base', use_cache=base)
+    model.config.use_cache = False
+    written(tmp_path / 'found', model)
+    assert use_cache_written(tmp_path / 'found') is base
+
+
+def test_use_cache_of_a_part_as_the_base_had_it(tmp_path):
+    model = build('llava')
+    model.config.text_config.use_cache = False
+    with_base(model, tmp_path / 'base')
+    written(tmp_path / 'found', model)
+    assert use_cache_written(tmp_path / 'found') is False
+
+
+def test_base_that_is_gone_is_no_error(tmp_path):
+    model = build('llama')
+    model.config._name_or_path, model.config.use_cache = str(tmp_path / 'gone'), False
+    assert written(tmp_path / 'found', model) == []
+    assert use_cache_written(tmp_path / 'found') is True
+
+
+def test_vocab_size_is_that_of_the_embedding(tmp_path):
+    model = build('llama')
+    model.resize_token_embeddings(140)
+    model.config.vocab_size = 131
+    written(tmp_path, model)
+    assert read_json(tmp_path / 'config.json')['vocab_size'] == 140
+
+
+def test_vocab_size_of_the_text_part():
+    model = build('llava')
+    assert exported_config(model, None, 140, '').text_config.vocab_size == 140
+    assert model.config.text_config.vocab_size == 131
+
+
+# generation_config.json
+
+
+def load_generation(folder: Path) -> GenerationConfig:
+    return GenerationConfig.from_pretrained(folder)
+
+
+def test_generation_config_is_kept(tmp_path):
+    model = build('llama')
+    model.generation_config.do_sample, model.generation_config.temperature = True, 0.5
+    assert written(tmp_path, model) == []
+    assert (load_generation(tmp_path).do_sample, load_generation(tmp_path).temperature) == (True, 0.5)
+
+
+def test_sampling_options_without_sampling_are_repaired(tmp_path):
+    """The base models of many published fine-tunes have this; save_pretrained raises on it."""
+    model = build('llama')
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.5
+    before = model.generation_config.to_dict()
+    with pytest.raises(ValueError, match='temperature'):
+        copy.deepcopy(model.generation_config).save_pretrained(tmp_path / 'refused')
+    (warning,) = written(tmp_path / 'found', model)
+    assert 'do_sample set to True' in warning and 'temperature' in warning
+    found = load_generation(tmp_path / 'found')
+    assert (found.do_sample, found.temperature) == (True, 0.5)
+    assert model.generation_config.to_dict() == before
+
+
+def test_invalid_generation_config_is_left_out(tmp_path):
+    model = build('llama')
+    model.generation_config.num_beams, model.generation_config.num_return_sequences = 1, 4
+    model.generation_config.do_sample = False
+    model.generation_config.early_stopping = 'perhaps'
+    before = model.generation_config.to_dict()
+    (warning,) = written(tmp_path, model)
+    assert 'left out' in warning
+    assert not (tmp_path / 'generation_config.json').exists()
+    assert (tmp_path / 'config.json').exists()
+    assert model.generation_config.to_dict() == before
+
+
+def test_no_generation_config_for_a_model_that_cannot_generate(tmp_path):
+    written(tmp_path, AutoModel.from_config(build('bert').config))
+    assert not (tmp_path / 'generation_config.json').exists()
+
+
+# Tokenizer and processor
+
+
+def test_tokenizer_with_chat_template(tokenizer, tmp_path):
+    before = copy.deepcopy(tokenizer.init_kwargs)
+    written(tmp_path, build('llama'), tokenizer=tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded('a b c').input_ids == tokenizer('a b c').input_ids == [3, 4, 0]
+    message = [{'role': 'user', 'content': 'a'}]
+    assert loaded.apply_chat_template(message, tokenize=False) == 'user: a\n'
+    assert tokenizer.init_kwargs == before and tokenizer.chat_template == TEMPLATE
+
+
+def test_no_tokenizer_no_tokenizer_files(tmp_path):
+    written(tmp_path, build('llama'))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['config.json', 'generation_config.json']
+
+
+def test_tokenizer_of_the_base(tokenizer, tmp_path):
+    assert load_tokenizer('', trust_remote_code=False) is None
+    model = with_base(build('llama'), tmp_path)
+    assert load_tokenizer(str(tmp_path), trust_remote_code=False) is None  # a base without tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(HuggingFaceExporter(model, None).base_dir, trust_remote_code=False)
+    assert loaded('a b').input_ids == [3, 4]
+    assert loaded.chat_template == TEMPLATE
+
+
+def test_processor_files_come_from_the_base(tokenizer, tmp_path):
+    model = with_base(build('llava'), tmp_path / 'base')
+    files = {'preprocessor_config.json': '{"size": 8}', 'processor_config.json': '{"patch_size": 4}'}
+    for name, text in {**files, 'chat_template.json': '{"chat_template": "x"}', 'README.md': 'no'}.items():
+        (tmp_path / 'base' / name).write_text(text)
+    written(tmp_path / 'found', model, tokenizer=tokenizer)
+    for name, text in files.items():
+        assert (tmp_path / 'found' / name).read_text() == text
+    assert (tmp_path / 'found' / 'chat_template.json').exists()
+    assert not (tmp_path / 'found' / 'README.md').exists()
+
+
+def test_a_processor_does_not_replace_what_is_written(tmp_path):
+    """A processor given as tokenizer writes its own files, which are newer than the base's."""
+
+    class Processor:
+        def save_pretrained(self, folder):
+            (Path(folder) / 'preprocessor_config.json').write_text('"own"')
+
+    model = with_base(build('llava'), tmp_path / 'base')
+    (tmp_path / 'base' / 'preprocessor_config.json').write_text('"base"')
+    written(tmp_path / 'found', model, tokenizer=Processor())
+    assert read_json(tmp_path / 'found' / 'preprocessor_config.json') == 'own'
+
+
+@pytest.mark.parametrize('base', ['', 'no/such/folder/at all', 'xhf-nobody/has-this'])
+def test_base_file_of_nothing(base):
+    assert base_file(base, 'config.json') is None

@@ -1,0 +1,298 @@
+"""The writer's bytes, its bound on memory, and what happens when the disk says no."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import subprocess
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny_checkpoint import start_process
+from xhf_hooks.plan import make_plan
+from xhf_hooks.records import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
+from xhf_hooks.safetensors_format import check_file
+from xhf_hooks.writers.stream import StreamWriter
+
+TIMEOUT_SECS = 20
+
+
+def plan_of(*sizes: int, shard: int = 10**9) -> SavePlan:
+    """One byte tensor per size."""
+    specs = [TensorSpec(f'w{i:02}', (size,), 'U8') for i, size in enumerate(sizes)]
+    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
+    return make_plan(entries, specs, max_shard_nbytes=shard, bucket_nbytes=1)
+
+
+def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int = 10**6) -> StreamWriter:
+    writer = StreamWriter(pending_nbytes)
+    writer.open(plan, folder, rank=0)
+    return writer
+
+
+class Buffer(bytearray):
+    """Chunk memory that can be watched: plain bytearrays take no weak reference."""
+
+
+class Memory:
+    """Makes chunks and knows how many of their bytes are still referred to by anybody."""
+
+    def __init__(self) -> None:
+        self.live_nbytes = 0
+
+    def chunk(self, placement: Placement, value: int = 1) -> Chunk:
+        buffer = Buffer(bytes([value]) * placement.nbytes)
+        self.live_nbytes += placement.nbytes
+        weakref.finalize(buffer, self._freed, placement.nbytes)
+        return Chunk(placement, memoryview(buffer))
+
+    def _freed(self, nbytes: int) -> None:
+        self.live_nbytes -= nbytes
+
+    def wait_until_free(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while self.live_nbytes and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert self.live_nbytes == 0
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is cleared the disk takes nothing; the headers, written by ``open``, are let through."""
+    opened = threading.Event()
+    opened.set()
+    pwrite = os.pwrite
+
+    def slow_pwrite(fd, data, offset):
+        if threading.current_thread().name == 'xhf-stream-writer':
+            assert opened.wait(TIMEOUT_SECS)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, 'pwrite', slow_pwrite)
+    yield opened
+    opened.set()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB. The tests run as root, here and in CI."""
+    path = tmp_path / 'small'
+    path.mkdir()
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'xhf-test', path], check=True)
+    assert path.is_mount()
+    yield path
+    subprocess.run(['umount', path], check=True)
+
+
+def open_files(folder: Path) -> list[str]:
+    links = []
+    for fd in os.listdir('/proc/self/fd'):
+        try:
+            links.append(os.readlink(f'/proc/self/fd/{fd}'))
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return [link for link in links if link.startswith(f'{folder}/')]
+
+
+def assert_at_rest(folder: Path) -> None:
+    assert open_files(folder) == []
+    assert 'xhf-stream-writer' not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize('shard', [10**9, 1000])
+@pytest.mark.parametrize('pending_nbytes', [1, 700, 10**6])
+def test_bytes_are_right_in_any_order(tmp_path, memory, shard, pending_nbytes):
+    plan = plan_of(*range(0, 1000, 37), shard=shard)
+    writer = opened_writer(plan, tmp_path, pending_nbytes)
+    placements = list(enumerate(plan.placements))
+    random.Random(0).shuffle(placements)
+    for number, placement in placements:
+        writer.write(memory.chunk(placement, number))
+    receipts = writer.finish()
+    writer.abort()  # as a save calls it at its end, whatever happened; it must do no harm
+    assert [(r.file, r.nbytes) for r in receipts] == [(file.name, file.nbytes) for file in plan.files]
+    for file in plan.files:
+        check_file(tmp_path / file.name, file.header, file.nbytes)
+    for number, placement in placements:
+        data = (tmp_path / placement.file).read_bytes()
+        assert data[placement.offset : placement.offset + placement.nbytes] == bytes([number]) * placement.nbytes
+    assert_at_rest(tmp_path)
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    writer = StreamWriter(1)
+    writer.open(plan_of(5), tmp_path, rank=1)
+    assert writer.finish() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# Memory
+
+
+def test_waiting_bytes_never_exceed_the_limit(tmp_path, memory, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, 'pwrite', lambda *args: (time.sleep(0.002), pwrite(*args))[1])
+    plan = plan_of(*[30] * 40)
+    writer = opened_writer(plan, tmp_path, pending_nbytes=100)
+    peaks = []
+    for placement in plan.placements:
+        writer.write(memory.chunk(placement))
+        peaks.append(memory.live_nbytes)
+    writer.finish()
+    assert max(peaks) <= 100
+    assert max(peaks) >= 60, 'nothing was ever pending: the writer does not work beside the gathering'
+
+
+def test_write_waits_for_room(tmp_path, memory, gate):
+    first, second = plan_of(60, 60).placements
+    writer = opened_writer(plan_of(60, 60), tmp_path, pending_nbytes=100)
+    gate.clear()
+    writer.write(memory.chunk(first))
+    waiting = threading.Thread(target=lambda: writer.write(memory.chunk(second)), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(TIMEOUT_SECS)
+    assert not waiting.is_alive()
+    writer.finish()
+
+
+def test_chunk_larger_than_the_limit_is_taken_alone(tmp_path, memory):
+    plan = plan_of(500, 500, 20)
+    writer = opened_writer(plan, tmp_path, pending_nbytes=100)
+    for placement in plan.placements:
+        writer.write(memory.chunk(placement))
+        assert memory.live_nbytes <= 500
+    writer.finish()
+
+
+def test_memory_of_a_written_chunk_is_free_while_the_writer_is_open(tmp_path, memory):
+    plan = plan_of(100, 100)
+    writer = opened_writer(plan, tmp_path)
+    writer.write(memory.chunk(plan.placements[0]))
+    memory.wait_until_free()
+    writer.write(memory.chunk(plan.placements[1]))
+    writer.finish()
+    memory.wait_until_free()
+
+
+# Errors
+
+
+def test_full_disk_surfaces_while_writing(small_disk, memory):
+    plan = plan_of(*[16_384] * 32)
+    writer = opened_writer(plan, small_disk, pending_nbytes=20_000)
+    with pytest.raises(OSError, match='No space left') as caught:
+        for placement in plan.placements:
+            writer.write(memory.chunk(placement))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, 'model.safetensors')
+    writer.abort()
+    assert_at_rest(small_disk)
+
+
+def test_full_disk_surfaces_at_the_end(small_disk, memory):
+    plan = plan_of(200_000)
+    writer = opened_writer(plan, small_disk)
+    writer.write(memory.chunk(plan.placements[0]))
+    with pytest.raises(OSError, match='No space left'):
+        writer.finish()
+    writer.abort()
+    assert_at_rest(small_disk)
+
+
+def test_nothing_waits_for_ever_behind_an_error(small_disk, memory, gate):
+    plan = plan_of(200_000, 60_000)
+    writer = opened_writer(plan, small_disk, pending_nbytes=1)
+    gate.clear()
+    writer.write(memory.chunk(plan.placements[0]))
+    errors = []
+
+    def write_more() -> None:
+        try:
+            writer.write(memory.chunk(plan.placements[1]))
+        except OSError as error:
+            errors.append(error.errno)
+
+    waiting = threading.Thread(target=write_more, daemon=True)
+    waiting.start()
+    gate.set()
+    waiting.join(TIMEOUT_SECS)
+    assert errors == [errno.ENOSPC]
+    writer.abort()
+
+
+def open_beyond_the_limit(folder: Path) -> None:
+    """Runs in a process of its own, whose files may not grow beyond 1000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    writer = StreamWriter(pending_nbytes=10)
+    try:
+        writer.open(plan_of(5000), folder, rank=0)
+    except OSError as error:
+        found = error.errno
+    writer.abort()
+    os._exit(found if open_files(folder) == [] else 255)
+
+
+def test_file_size_limit_surfaces_at_open(tmp_path):
+    process = start_process(open_beyond_the_limit, tmp_path)
+    process.join(TIMEOUT_SECS)
+    assert process.exitcode == errno.EFBIG
+
+
+def test_existing_file_is_not_overwritten(tmp_path):
+    plan = plan_of(5, 5, shard=5)
+    (tmp_path / plan.files[1].name).write_text('mine')
+    writer = StreamWriter(1)
+    with pytest.raises(FileExistsError):
+        writer.open(plan, tmp_path, rank=0)
+    writer.abort()
+    assert (tmp_path / plan.files[1].name).read_text() == 'mine'
+    assert_at_rest(tmp_path)
+
+
+def test_an_error_of_another_kind_surfaces_too(tmp_path, memory):
+    """Else the thread would be gone, and the save would end as if all had been written."""
+    plan = plan_of(5)
+    writer = opened_writer(plan, tmp_path)
+    writer.write(memory.chunk(replace(plan.placements[0], file='not planned')))
+    with pytest.raises(Exception, match='not planned'):
+        writer.finish()
+
+
+# Giving up
+
+
+def test_abort_drops_what_is_pending(tmp_path, memory, gate):
+    plan = plan_of(*[10] * 50)
+    writer = opened_writer(plan, tmp_path)
+    gate.clear()
+    for placement in plan.placements:
+        writer.write(memory.chunk(placement, 7))
+    threading.Timer(0.1, gate.set).start()
+    writer.abort()
+    writer.abort()
+    assert_at_rest(tmp_path)
+    assert (tmp_path / 'model.safetensors').read_bytes().count(7) < 50 * 10
+    memory.wait_until_free()
+
+
+def test_abort_does_not_raise_when_closing_fails(tmp_path):
+    """A close can fail: EIO and EDQUOT on network file systems. Here the descriptor is not open any more."""
+    writer = opened_writer(plan_of(5), tmp_path)
+    for fd in writer._fds.values():
+        os.close(fd)
+    writer.abort()
+    assert_at_rest(tmp_path)

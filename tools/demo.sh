@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The demo, in one command: installs what it needs, trains a small Llama with DeepSpeed ZeRO-3 while
+# HFCheckpointHook saves it, then loads the last save in a fresh process and lets it write.
+#
+#     bash tools/demo.sh
+#
+# Needs Python 3.10 or newer and a C++ compiler. What it makes: configs/demo_zero3.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/env.sh
+
+make_env .venv requirements/modern.txt
+use_env .venv
+
+# One process for each GPU that torch can use, or two on the CPU
+processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
+
+echo '== base folder: tokenizer, config, token blocks'
+python tools/demo_task.py work_dirs/demo_base
+
+echo "== training with $processes processes"
+# --local-addr: this machine's own name need not be resolvable
+torchrun --standalone --local-addr localhost --nproc_per_node "$processes" \
+    tools/train.py configs/demo_zero3.py
+
+echo '== the last save, in a fresh process'
+python tools/demo_check.py work_dirs/demo

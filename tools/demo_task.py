@@ -1,0 +1,197 @@
+"""The demo's task: a small Llama that learns to write Python.
+
+Its text is the source of the Python standard library, which every machine has. As a script it
+makes the *base folder*, all that training starts from, and does nothing where there is one:
+
+    python tools/demo_task.py BASE_FOLDER
+
+    BASE_FOLDER/
+        tokenizer.json  tokenizer_config.json    byte-level BPE, trained on that text
+        config.json                              a Llama of a few million parameters
+        tokens.npy                               the text as token ids, (tokens,) uint16
+
+As a module (`custom_imports` in configs/demo_zero3.py) it gives MMEngine the model and the dataset.
+"""
+
+import argparse
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, MODELS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+BOS, EOS, PAD = '<s>', '</s>', '<pad>'
+VOCAB_SIZE = 4096
+HIDDEN_SIZE = 256
+MAX_LENGTH = 512
+# Installed packages and tests are no part of the library; tables and help texts teach no code
+SKIPPED_FOLDERS = {
+    'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings', 'pydoc_data',
+}  # fmt: skip
+
+
+def standard_library() -> Iterator[str]:
+    """Yield the text of each source file of the Python standard library, in sorted order."""
+    root = Path(sysconfig.get_path('stdlib'))
+    for path in sorted(root.rglob('*.py')):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            yield path.read_text(encoding='utf-8', errors='replace')
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer, which can spell any text, on `texts`."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=[BOS, EOS, PAD],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=MAX_LENGTH,
+        # Decoding must give the source back, its spaces included
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def small_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    """Return the config of a Llama that two CPU cores can train in minutes."""
+    special_tokens = dict(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        # transformers' 0.02 suits models of the usual width; this one learns much faster with this
+        initializer_range=HIDDEN_SIZE**-0.5,
+        architectures=['LlamaForCausalLM'],
+        **special_tokens,
+    )
+
+
+def make_base_folder(folder: Path) -> None:
+    """Write the base folder, whole or not at all.
+
+    Args:
+        folder: Where it goes; must not exist yet.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f'{folder.name}.', dir=folder.parent))
+    try:
+        texts = list(standard_library())
+        tokenizer = train_tokenizer(texts)
+        tokenizer.save_pretrained(staging)
+        small_llama(tokenizer).save_pretrained(staging)
+
+        encoded = tokenizer.backend_tokenizer.encode_batch([BOS + text + EOS for text in texts])
+        tokens = np.concatenate([np.asarray(item.ids, dtype=np.uint16) for item in encoded])
+        np.save(staging / 'tokens.npy', tokens)
+
+        staging.chmod(0o755)  # mkdtemp's own mode keeps everybody else out
+        staging.rename(folder)
+    except BaseException:
+        shutil.rmtree(staging)
+        raise
+    print(f'{folder}: {len(texts)} files, {len(tokens):,} tokens, vocabulary of {len(tokenizer)}')
+
+
+@DATASETS.register_module()
+class TokenBlocks(Dataset):
+    """The base folder's tokens, cut into blocks of one length.
+
+    Args:
+        base_folder: What `make_base_folder` wrote.
+        block_length: Tokens in a block.
+    """
+
+    def __init__(self, base_folder: str, block_length: int) -> None:
+        tokens = np.load(os.path.join(base_folder, 'tokens.npy'), mmap_mode='r')
+        n_blocks = len(tokens) // block_length
+        self.blocks = tokens[: n_blocks * block_length].reshape(n_blocks, block_length)
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one block as `input_ids` and `labels`, both (block_length,) int64."""
+        ids = torch.from_numpy(self.blocks[index].astype(np.int64))
+        # transformers shifts the labels by one position itself
+        return dict(input_ids=ids, labels=ids)
+
+
+@MODELS.register_module()
+class DemoCausalLM(BaseModel):
+    """A transformers causal LM, with random weights, under MMEngine's training interface.
+
+    Args:
+        base_folder: What `make_base_folder` wrote; its config.json defines the model.
+    """
+
+    def __init__(self, base_folder: str) -> None:
+        super().__init__()
+        self.llm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_folder))
+
+    def init_weights(self) -> None:
+        """Leave the weights as transformers initialised them."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        mode: str = 'loss',
+    ) -> dict[str, torch.Tensor]:
+        """Return the loss of a batch.
+
+        Args:
+            input_ids: (batch, block_length) int64.
+            labels: The same shape.
+            mode: MMEngine's; this model is only trained, so 'loss' is the only one.
+
+        Raises:
+            ValueError: Another mode was asked for.
+        """
+        if mode != 'loss':
+            raise ValueError(f"DemoCausalLM only knows mode='loss', got mode={mode!r}")
+        return dict(loss=self.llm(input_ids=input_ids, labels=labels, use_cache=False).loss)
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description='Make the base folder of the demo.')
+    parser.add_argument('base_folder', type=Path)
+    base_folder = parser.parse_args().base_folder
+    if base_folder.exists():
+        print(f'{base_folder}: already there')
+    else:
+        make_base_folder(base_folder)

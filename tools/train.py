@@ -1,0 +1,97 @@
+"""Train what an MMEngine config describes, on GPUs with nccl or on CPU with gloo.
+
+    torchrun --nproc_per_node 2 tools/train.py CONFIG [--work-dir DIR] [--resume [CHECKPOINT]]
+        [--cfg-options model.a=1 train_cfg.max_iters=10]
+
+Both runners work (`runner_type = 'FlexibleRunner'` in the config, else Runner). Modules that lie
+beside this file can be named in the config's `custom_imports`.
+"""
+
+import argparse
+import os
+import warnings
+
+import torch
+from mmengine.config import Config, DictAction
+
+
+def parse_args() -> argparse.Namespace:
+    """Parse the command line and refuse to run without torchrun."""
+    parser = argparse.ArgumentParser(description='Train what an MMEngine config describes.')
+    parser.add_argument('config', help='path of the config file')
+    parser.add_argument('--work-dir', help="instead of the config's work_dir")
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='CHECKPOINT',
+        help='go on from this checkpoint; without a value, from the newest one in the work_dir',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='config fields to set, as in train_cfg.max_iters=10',
+    )
+    args = parser.parse_args()
+    if 'LOCAL_RANK' not in os.environ:
+        parser.error('start me with torchrun: torchrun --nproc_per_node 2 tools/train.py CONFIG')
+    return args
+
+
+def init_process_group() -> None:
+    """Join the process group, with the backend that this machine's devices need.
+
+    MMEngine would do it too, but calls `torch.cuda.set_device` whatever the backend. A process
+    group that is there already, it uses as it is.
+
+    Runs on: all ranks, before anything else imports deepspeed.
+    """
+    if torch.cuda.is_available():
+        backend = 'nccl'
+        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    else:
+        backend = 'gloo'
+        os.environ['DS_ACCELERATOR'] = 'cpu'  # read by deepspeed when it is imported
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=backend)
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """Read the config file and put the command line's wishes into it."""
+    cfg = Config.fromfile(args.config)
+    if args.cfg_options is not None:
+        cfg.merge_from_dict(args.cfg_options)
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    if args.resume is not None:
+        cfg.resume = True
+        cfg.load_from = None if args.resume == 'auto' else args.resume
+    cfg.launcher = 'pytorch'
+    if 'runner_type' not in cfg and not torch.cuda.is_available():
+        # Runner gives DistributedDataParallel the id of a GPU unless it is told that there is none
+        cfg.setdefault('model_wrapper_cfg', dict(type='MMDistributedDataParallel'))
+        cfg.model_wrapper_cfg.device_ids = None
+    return cfg
+
+
+def main() -> None:
+    """Train."""
+    args = parse_args()
+    # DeepSpeed calls names that torch 2.13 renames, several times in each iteration
+    warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')
+    init_process_group()
+    cfg = load_config(args)
+
+    from mmengine.registry import RUNNERS
+    from mmengine.runner import Runner
+
+    runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    runner.train()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()
