@@ -292,7 +292,7 @@ def test_abort_drops_what_is_pending(tmp_path, memory, gate):
 def test_abort_does_not_raise_when_closing_fails(tmp_path):
     """A close can fail: EIO and EDQUOT on network file systems. Here the descriptor is not open any more."""
     writer = opened_writer(plan_of(5), tmp_path)
-    for fd in writer._fds.values():
-        os.close(fd)
+    for file in writer._files.values():
+        os.close(file._fd)
     writer.abort()
     assert_at_rest(tmp_path)

@@ -32,11 +32,12 @@ def gather(
     owned = {file.name for file in plan.files if file.owner == collective.rank}
     for bucket in plan.buckets:
         collective.agree('gather')
-        with source.gathered(bucket.read_names, masters=masters) as tensors:
-            for group in bucket.groups:
+        ours = [group for group in bucket.groups if any(p.file in owned for p in group.placements)]
+        wanted = {spec.name for group in ours for spec in group.reads}
+        with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
+            for group in ours:
                 _check(group, tensors)
-                if any(placement.file in owned for placement in group.placements):
-                    yield from _chunks(group, tensors, owned)
+                yield from _chunks(group, tensors, owned)
             meter.sample()
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()

@@ -115,8 +115,9 @@ class Saver:
         try:
             with self._collective.stage('staging'):
                 if is_rank0:
+                    staging = folder.open_staging()
                     folder.require_room(self.plan.nbytes)
-                    warnings += self.exporter.write_sidecar(folder.open_staging(), self.tokenizer)
+                    warnings += self.exporter.write_sidecar(staging, self.tokenizer)
             receipts, overflows = self._write(folder, meter)
             with self._collective.stage('commit'):
                 if is_rank0:
@@ -144,7 +145,7 @@ class Saver:
         )
 
     def _write(self, folder: CheckpointFolder, meter: MemoryMeter) -> tuple[list[WriteReceipt], int]:
-        writer = WRITERS.build(dict(type=self._options.writer, pending_nbytes=self._half_bucket))
+        writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
         overflows = 0
         try:
             # All ranks enter and leave the source together, so its collectives match even on failure.

@@ -58,17 +58,18 @@ def failing_save(on_error: str, work_dir: Path) -> list[Any]:
     """The second save fails on rank 1; 'continue' goes on to the third, 'raise' ends the run."""
     import torch.distributed as dist
 
-    from xhf_hooks import gather
     from xhf_hooks.errors import AgreedError
+    from xhf_hooks.sources import Zero3Source
 
     calls = []
 
-    def fail_in_second_save(group: Any, tensors: Any) -> None:
-        calls.append(group)
-        if dist.get_rank() == 1 and len(calls) == 30:  # there are 21 tensors in a save
+    def fail_in_second_save(self: Any, tensors: Any, wanted: Any) -> dict[str, Any]:
+        calls.append(wanted)  # once a save: the toy is one bucket
+        if dist.get_rank() == 1 and len(calls) == 2:
             raise MemoryError('injected')
+        return {}
 
-    with mock.patch.object(gather, '_check', fail_in_second_save):
+    with mock.patch.object(Zero3Source, '_masters', fail_in_second_save):
         try:
             log_dir = run(dict(hook=dict(on_error=on_error, max_keep_ckpts=-1), stage=3, max_iters=6), work_dir)
             return ['ended', log_dir]

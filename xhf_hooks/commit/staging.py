@@ -36,7 +36,7 @@ class CheckpointFolder:
 
     def __init__(self, final: Path, max_keep: int, fsync: bool = True) -> None:
         self.final = final
-        self._fsync = fsync
+        self.fsync = fsync
         self.max_keep = max_keep
         self.staging = final.with_name(f'.{final.name}.staging')
         self._aside = final.with_name(f'.{final.name}.previous')
@@ -136,7 +136,7 @@ class CheckpointFolder:
                 file.write(json.dumps(plan.index, indent=2, sort_keys=True) + '\n')
         self._check_complete(plan, receipts)
         self._refuse_foreign()
-        if self._fsync:
+        if self.fsync:
             _fsync_tree(self.staging)
         write_manifest(self.staging, plan, step, facts)
         _fsync_folder(self.staging)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -45,13 +45,16 @@ class Source(ABC):
 
     @abstractmethod
     @contextmanager
-    def gathered(self, names: Sequence[str], *, masters: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Whole tensors. Runs on: all ranks, with the same names.
 
         The tensors may alias live memory: they are not to be written to. On a GPU they are valid inside
         the block only; on the CPU for as long as they are referred to, while training is not going on.
 
         Args:
+            wanted: Those of ``names`` that this rank is given; the others it only helps to gather.
             masters: Give the fp32 master copy of those that have one.
         """
         yield {}

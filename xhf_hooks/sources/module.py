@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,14 +44,26 @@ class ModuleSource(Source):
         ]
 
     @contextmanager
-    def gathered(self, names: Sequence[str], *, masters: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
         tensors = {name: self._tensors[name] for name in names}
-        yield self._with_masters(tensors) if masters else {name: t.detach() for name, t in tensors.items()}
+        from_master = {n: t for n, t in tensors.items() if masters and self._has_master(t)}
+        read = {n: t.detach() for n, t in tensors.items() if n in wanted and n not in from_master}
+        yield {**read, **self._masters(from_master, wanted)}
 
-    def _with_masters(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _masters(self, tensors: Mapping[str, torch.Tensor], wanted: Collection[str]) -> dict[str, torch.Tensor]:
+        """Whole fp32 masters; all ranks take part in assembling each, and keep what they want."""
+        if not tensors:
+            return {}
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: safe_get_full_fp32_param(t) if self._has_master(t) else t.detach() for name, t in tensors.items()}
+        found = {}
+        for name, tensor in tensors.items():
+            master = safe_get_full_fp32_param(tensor)
+            if name in wanted:
+                found[name] = master
+        return found
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)

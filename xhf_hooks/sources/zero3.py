@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,29 +46,34 @@ class Zero3Source(ModuleSource):
             optimizer.checkpoint_event_epilogue()
 
     @contextmanager
-    def gathered(self, names: Sequence[str], *, masters: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         tensors = {name: self._tensors[name] for name in names}
         from_master = {n: t for n, t in tensors.items() if masters and self._has_master(t)}
+        others = {n: t for n, t in tensors.items() if n not in from_master}
         # What is whole already (a persistent parameter of a model without optimizer) must stay so:
         # GatheredParameters would partition it on leaving.
-        partitioned = [
-            t
-            for n, t in tensors.items()
-            if n not in from_master and _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
-        ]
-        with ExitStack() as stack:
-            for together in _safe_to_gather_together(partitioned):
-                stack.enter_context(deepspeed.zero.GatheredParameters(together))
-            yield self._read(tensors, from_master)
-
-    def _read(
-        self, tensors: Mapping[str, torch.Tensor], from_master: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        whole = {name: t.data for name, t in tensors.items() if name not in from_master}
-        return {**whole, **self._with_masters(from_master)}
+        partitioned = {
+            n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
+        }
+        read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
+        if any(t.device.type != 'cpu' for t in partitioned.values()):
+            with deepspeed.zero.GatheredParameters(list(partitioned.values())):
+                read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
+                yield {**read, **self._masters(from_master, wanted)}
+            return
+        # One at a time: DeepSpeed starts an asynchronous all-gather per parameter and waits for the last of
+        # them only (_allgather_params_coalesced). An accelerator's stream keeps their order; gloo does not,
+        # and about one gather in a hundred then returns before an earlier parameter has arrived.
+        for name, tensor in partitioned.items():
+            with deepspeed.zero.GatheredParameters([tensor]):
+                if name in wanted:
+                    read[name] = tensor.data  # leaving gives the parameter other memory, this stays
+        yield {**read, **self._masters(from_master, wanted)}
 
     def _optimizer(self) -> Any | None:
         return next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
@@ -79,18 +84,6 @@ class Zero3Source(ModuleSource):
     def _has_master(self, tensor: torch.Tensor) -> bool:
         trained = hasattr(tensor, '_z3_optimizer') and tensor.requires_grad
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _safe_to_gather_together(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """One at a time on CPU, all at once on an accelerator.
-
-    DeepSpeed starts one asynchronous all-gather per parameter and waits for the last of them only
-    (``_allgather_params_coalesced``). An accelerator's stream keeps their order; gloo does not, and about
-    one gather in a hundred then returns before an earlier parameter has arrived.
-    """
-    if not parameters or parameters[0].device.type != 'cpu':
-        return [parameters] if parameters else []
-    return [[parameter] for parameter in parameters]
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:

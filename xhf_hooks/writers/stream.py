@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
+from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile
 
 
 @WRITERS.register_module(name='stream')
@@ -19,28 +19,29 @@ class StreamWriter(Writer):
     Args:
         pending_nbytes: Bytes that may wait; :meth:`write` waits for room beyond that. A chunk larger than
             this is accepted when nothing else waits.
+        fsync: Files are on disk, not only in the page cache, when :meth:`finish` returns.
     """
 
-    def __init__(self, pending_nbytes: int) -> None:
+    def __init__(self, pending_nbytes: int, fsync: bool = True) -> None:
         self._limit = pending_nbytes
+        self._fsync = fsync
         self._pending = 0
         self._room = threading.Condition()
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._fds: dict[str, int] = {}
+        self._files: dict[str, OutputFile] = {}
+        self._buffer: AlignedBuffer | None = None
         self._receipts: list[WriteReceipt] = []
         self._thread: threading.Thread | None = None
 
     def open(self, plan: SavePlan, folder: Path, rank: int) -> None:
-        for file in plan.files:
-            if file.owner != rank:
-                continue
-            fd = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            self._fds[file.name] = fd
-            os.ftruncate(fd, file.nbytes)
-            _write_all(fd, memoryview(file.header), 0)
-            self._receipts.append(WriteReceipt(file.name, file.nbytes))
-        if self._fds:
+        owned = [file for file in plan.files if file.owner == rank]
+        if owned:
+            self._buffer = AlignedBuffer()
+            for file in owned:
+                output = self._files[file.name] = OutputFile(folder / file.name, file.nbytes)
+                output.write(memoryview(file.header), 0, self._buffer)
+                self._receipts.append(WriteReceipt(file.name, file.nbytes))
             self._thread = threading.Thread(target=self._work, name='xhf-stream-writer', daemon=True)
             self._thread.start()
 
@@ -54,24 +55,31 @@ class StreamWriter(Writer):
         self._queue.put(chunk)
 
     def finish(self) -> list[WriteReceipt]:
-        self._stop()
+        self._join()
+        if self._fsync and not self._error:
+            for file in self._files.values():
+                file.fsync()
+        self._close()
         if self._error:
             raise self._error
         return self._receipts
 
     def abort(self) -> None:
         self._error = self._error or OSError('the save was given up')
-        self._stop()
+        self._join()
+        self._close()
 
-    def _stop(self) -> None:
+    def _join(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+
+    def _close(self) -> None:
         error = None
-        while self._fds:
+        while self._files:
             try:
-                os.close(self._fds.popitem()[1])
+                self._files.popitem()[1].close()
             except OSError as caught:
                 error = caught
         self._error = self._error or error
@@ -81,7 +89,8 @@ class StreamWriter(Writer):
             error = None
             if self._error is None:
                 try:
-                    _write_all(self._fds[chunk.placement.file], chunk.data, chunk.placement.offset)
+                    place = chunk.placement
+                    self._files[place.file].write(chunk.data, place.offset, self._buffer)
                 except Exception as caught:  # the thread must live on, or write() would wait for ever
                     error = caught
                     if isinstance(error, OSError):
@@ -92,9 +101,3 @@ class StreamWriter(Writer):
                 self._error = self._error or error
                 self._pending -= nbytes
                 self._room.notify()
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < data.nbytes:
-        done += os.pwrite(fd, data[done:], offset + done)
