@@ -139,6 +139,8 @@ def main() -> None:
         content = {'parameters': parameters, 'nbytes': plan.nbytes, 'runs': results}
         args.result.write_text(json.dumps(content))
         shutil.rmtree(args.folder, ignore_errors=True)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == '__main__':

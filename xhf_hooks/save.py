@@ -11,6 +11,7 @@ commit()            staging gets the final name       then, and only then, older
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,8 +101,13 @@ class Saver:
         finally:
             folder.abandon()
 
-    def save(self, folder: CheckpointFolder, step: Step) -> CommittedCheckpoint:
+    def save(
+        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+    ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
+
+        Args:
+            on_progress: Called after each tensor, on ranks that write, with bytes written and bytes in all.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
@@ -118,7 +124,7 @@ class Saver:
                     staging = folder.open_staging()
                     folder.require_room(self.plan.nbytes)
                     warnings += self.exporter.write_sidecar(staging, self.tokenizer)
-            receipts, overflows = self._write(folder, meter)
+            receipts, overflows = self._write(folder, meter, on_progress)
             with self._collective.stage('commit'):
                 if is_rank0:
                     folder.commit(self.plan, receipts, step, {**_versions(), **self._facts()})
@@ -144,9 +150,11 @@ class Saver:
             n_parameters=self.exporter.n_parameters,
         )
 
-    def _write(self, folder: CheckpointFolder, meter: MemoryMeter) -> tuple[list[WriteReceipt], int]:
+    def _write(
+        self, folder: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None] | None
+    ) -> tuple[list[WriteReceipt], int]:
         writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
-        overflows = 0
+        overflows = done_nbytes = 0
         try:
             # All ranks enter and leave the source together, so its collectives match even on failure.
             with self._source.opened(), self._collective.stage('write'), torch.no_grad():
@@ -156,6 +164,9 @@ class Saver:
                     for chunk in chunks:
                         overflows += chunk.overflows
                         writer.write(chunk)
+                        done_nbytes += chunk.placement.nbytes
+                        if on_progress is not None:
+                            on_progress(done_nbytes, self.plan.nbytes)
                 return writer.finish(), overflows
         finally:
             writer.abort()

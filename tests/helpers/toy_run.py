@@ -22,9 +22,10 @@ class ToyLM(BaseModel):
     Args:
         freeze (str): Parameters whose name contains it are frozen; '' freezes none.
         use_cache (bool): Set on the live config, as training code does.
+        base (str): Folder that the model says it was loaded from.
     """
 
-    def __init__(self, tied: bool = False, freeze: str = '', use_cache: bool = False) -> None:
+    def __init__(self, tied: bool = False, freeze: str = '', use_cache: bool = False, base: str = '') -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -41,6 +42,7 @@ class ToyLM(BaseModel):
         torch.manual_seed(0)
         self.llm = LlamaForCausalLM(config)
         self.llm.config.use_cache = use_cache
+        self.llm.config._name_or_path = base
         for name, parameter in self.llm.named_parameters():
             parameter.requires_grad_(not (freeze and freeze in name))
 

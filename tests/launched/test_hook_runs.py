@@ -46,6 +46,27 @@ def run(options: dict[str, Any], work_dir: Path) -> str:
     return train(run_config(work_dir, **options)).log_dir
 
 
+def with_tokenizer(source: str, work_dir: Path) -> str:
+    """The tokenizer comes from the named place. Runs on: all ranks."""
+    folder = str(work_dir.parent / 'tokenizer')
+    by_name = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=folder)
+    options: dict[str, Any] = {
+        'option_folder': dict(hook=dict(tokenizer=folder)),
+        'option_config': dict(hook=dict(tokenizer=by_name)),
+        'run_config': dict(hook={}, tokenizer=by_name),
+        'base_model': dict(hook={}, model=dict(base=folder)),
+    }[source]
+    return run(dict(options, stage=3, max_iters=2), work_dir)
+
+
+def progress_is_logged(work_dir: Path) -> str:
+    """With the half minute set to nothing. Runs on: all ranks."""
+    from xhf_hooks.hooks.hf_checkpoint_hook import ProgressLog
+
+    with mock.patch.object(ProgressLog, 'interval_secs', 0.0):
+        return run(dict(hook={}, stage=3, max_iters=2), work_dir)
+
+
 def best_after_resume(work_dir: Path) -> list[Any]:
     """The first part reaches 0.7 at iteration 4, the second never more than 0.6. Runs on: all ranks."""
     common = dict(hook=dict(save_best='acc', **BY_ITER), stage=3)
@@ -147,10 +168,29 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 
 
+TOKENIZER_SOURCES = ('option_folder', 'option_config', 'run_config', 'base_model')
+CHAT_TEMPLATE = '{{ messages[0].content }}'
+
+
+def _make_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({'<unk>': 0, 'hello': 1, 'world': 2}, unk_token='<unk>'))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>')
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('runs')
     scenarios: dict[str, Any] = {name: partial(run, options, root / name) for name, options in RUNS.items()}
+    _make_tokenizer(root / 'tokenizer')
+    for source in TOKENIZER_SOURCES:
+        scenarios[source] = partial(with_tokenizer, source, root / source)
+    scenarios['progress'] = partial(progress_is_logged, root / 'progress')
     scenarios['best_after_resume'] = partial(best_after_resume, root / 'best_after_resume')
     for on_error in ('continue', 'raise'):
         scenarios[on_error] = partial(failing_save, on_error, root / on_error)
@@ -240,6 +280,21 @@ def zero_to_fp32(finished: Any, name: str) -> dict[str, torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return get_fp32_state_dict_from_zero_checkpoint(str(finished[0] / name), tag='iter_4.pth')
+
+
+@pytest.mark.parametrize('source', TOKENIZER_SOURCES)
+def test_tokenizer_is_saved(finished, source):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(log_dir_of(finished, source) / 'hf_model')
+    assert tokenizer('hello world')['input_ids'] == [1, 2]
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_progress_is_logged(finished):
+    log_dir = log_dir_of(finished, 'progress')
+    log = (log_dir / f'{log_dir.name}.log').read_text()
+    assert log.count('HFCheckpointHook: saving iter_2, 0.00 of 0.00 GB') == 21
 
 
 def test_costs_are_logged_and_go_to_the_visualizer(finished):

@@ -50,6 +50,10 @@ class Exporter(ABC):
         """For the index file; None leaves it out. Known after :meth:`entries`."""
 
     @abstractmethod
+    def base_tokenizer(self) -> Any | None:
+        """The tokenizer of the model that training started from; None when there is none. Runs on: rank 0."""
+
+    @abstractmethod
     def write_sidecar(self, folder: Path, tokenizer: Any | None) -> list[str]:
         """Write every file that is not weights. Runs on: rank 0, after :meth:`entries`.
 

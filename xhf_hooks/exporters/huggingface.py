@@ -69,6 +69,10 @@ class HuggingFaceExporter(Exporter):
 
         return None if int(transformers.__version__.split('.')[0]) < 5 else self._reference.num_parameters()
 
+    def base_tokenizer(self) -> Any | None:
+        trusted = sidecar.is_remote_code(self._model)  # then the user has agreed to run the base's code
+        return sidecar.load_tokenizer(self.base_dir, trust_remote_code=trusted)
+
     def write_sidecar(self, folder: Path, tokenizer: Any | None) -> list[str]:
         return sidecar.write(folder, self._model, self._config, tokenizer, self.base_dir)
 

@@ -70,10 +70,9 @@ def write(
     from transformers.dynamic_module_utils import custom_object_save
 
     warnings = []
-    if model._auto_class is not None:  # trust_remote_code: the folder needs the code to load
-        custom_object_save(model, str(folder), config=config)
-    elif type(model).__module__.startswith('transformers_modules.'):  # transformers 4.48 leaves _auto_class unset
-        custom_object_save(model, str(folder))  # the config has the base's auto_map
+    if is_remote_code(model):  # the folder needs the code to load
+        # transformers 4.48 leaves _auto_class unset; the config has the base's auto_map then
+        custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model)
@@ -81,6 +80,11 @@ def write(
         tokenizer.save_pretrained(folder)
     _copy_processor_files(folder, base_dir)
     return warnings
+
+
+def is_remote_code(model: PreTrainedModel) -> bool:
+    """Whether the model's class came with its base model, by ``trust_remote_code``."""
+    return model._auto_class is not None or type(model).__module__.startswith('transformers_modules.')
 
 
 def _write_generation_config(folder: Path, model: PreTrainedModel) -> list[str]:

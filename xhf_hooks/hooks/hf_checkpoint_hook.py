@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class HFCheckpointHook(Hook):
     def _save(self, runner: Any, step: Step, folder: CheckpointFolder) -> bool:
         """One save; whether it was committed. Runs on: all ranks."""
         try:
-            committed = self._saver.save(folder, step)
+            committed = self._saver.save(folder, step, ProgressLog(runner.logger, step.label))
         except XhfError as error:
             self._handle(runner, error, f'the save of {step.label}')
             return False
@@ -239,13 +240,30 @@ class HFCheckpointHook(Hook):
                 raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
             return found
         if tokenizer is None:
-            tokenizer = load_tokenizer(self._saver.exporter.base_dir, trust_remote_code=True)
+            tokenizer = self._saver.exporter.base_tokenizer()
         if tokenizer is None:
             runner.logger.warning(
                 'HFCheckpointHook: no tokenizer: the config has none, and neither has the base model '
                 f'{self._saver.exporter.base_dir!r}. The folder will hold weights and configs only; set tokenizer'
             )
         return tokenizer
+
+
+class ProgressLog:
+    """A log line every half minute of a save. Called with bytes written and bytes in all."""
+
+    interval_secs = 30.0
+
+    def __init__(self, logger: Any, label: str) -> None:
+        self._logger, self._label = logger, label
+        self._last = time.monotonic()
+
+    def __call__(self, done_nbytes: int, total_nbytes: int) -> None:
+        if time.monotonic() - self._last >= self.interval_secs:
+            self._last = time.monotonic()
+            self._logger.info(
+                f'HFCheckpointHook: saving {self._label}, {done_nbytes / 1e9:.2f} of {total_nbytes / 1e9:.2f} GB'
+            )
 
 
 def _unwrap(model: Any) -> tuple[nn.Module, dict[str, Any]]:

@@ -1,0 +1,50 @@
+"""A disk so slow that a save outlasts the process group's time-out: the ranks wait elsewhere."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+from tests.helpers.compare import assert_same_folder_tensors
+from tests.helpers.ranks import run_ranks
+
+GROUP_TIMEOUT_SECS = 6
+DISK_DELAY_SECS = 10
+
+
+def save_slowly(root: Path) -> float:
+    """Runs on: all ranks; returns the seconds that the save took."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.toy_run import ToyLM
+    from xhf_hooks.writers.output_file import OutputFile
+
+    deepspeed.init_distributed(dist_backend='gloo', timeout=timedelta(seconds=GROUP_TIMEOUT_SECS))
+    model = ToyLM().llm.to(torch.bfloat16)
+    if dist.get_rank() == 0:
+        model.save_pretrained(root / 'expected')
+    engine = zero_engine(model, stage=3)
+    delays = []
+
+    def write_slowly(self: OutputFile, *args: object) -> None:
+        delays.append(args)
+        if len(delays) == 5:  # in the middle: the others are gathering, or wait to
+            time.sleep(DISK_DELAY_SECS)
+        write(self, *args)
+
+    write = OutputFile.write
+    started = time.monotonic()
+    with mock.patch.object(OutputFile, 'write', write_slowly):
+        save_folder(engine.module, root / 'hf_model', bucket_nbytes=4000)
+    return time.monotonic() - started
+
+
+def test_the_others_wait_longer_than_their_group_would(tmp_path):
+    seconds = run_ranks(save_slowly, 2, tmp_path, init=None)
+    assert min(seconds) > GROUP_TIMEOUT_SECS
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
