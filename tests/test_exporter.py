@@ -126,6 +126,9 @@ def test_names_outside_are_neither_cut_nor_exported(tmp_path):
     entries = entries_of(model)
     assert kinds(entries) == saved_tensors(llm, tmp_path)
     assert all(read.startswith('llm.') for entry in entries for read in entry.reads)
+    exporter = exporter_for(model, None)
+    exporter.entries(source_for(model).specs(), None)
+    assert set(exporter.left_out) == {f'{m}.{p}' for m in ('llm_extra', 'projector') for p in ('weight', 'bias')}
 
 
 # Tied weights and element types

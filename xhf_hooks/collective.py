@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from xhf_hooks.errors import AgreedError, PlanError
+from xhf_hooks.errors import AgreedError, PlanError, RankLostError
 
 T = TypeVar('T')
 
@@ -31,6 +31,7 @@ class Collective:
 
     def __init__(self, timeout_secs: float = 7200.0) -> None:
         self.rank, self.world_size, self._group = 0, 1, None
+        self._timeout_secs = timeout_secs
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size > 1:
@@ -43,13 +44,15 @@ class Collective:
 
         Raises:
             AgreedError: Some rank failed; the same on every rank.
+            RankLostError: A rank did not answer.
         """
         if self.world_size == 1:
             if error is not None:
                 raise AgreedError(stage, {0: _describe(error)}) from error
             return
         failed = torch.tensor([int(error is not None)], dtype=torch.int32)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        with self._in_touch(stage):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if not failed.item():
             return
         reports = self.all_gather(None if error is None else (stage, _describe(error)))
@@ -66,7 +69,7 @@ class Collective:
         """
         try:
             yield
-        except AgreedError:
+        except (AgreedError, RankLostError):
             raise
         except Exception as error:  # whatever it is, every rank must learn of it
             self.agree(name, error)
@@ -78,16 +81,9 @@ class Collective:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        with self._in_touch('exchange'):
+            dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def from_rank0(self, value: T) -> T:
-        """Rank 0's value. Runs on: all ranks; what other ranks pass is ignored."""
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
 
     def require_same(self, what: str, digest: str, describe: Callable[[], list[str]]) -> None:
         """Check that all ranks hold the same thing. Runs on: all ranks.
@@ -111,6 +107,16 @@ class Collective:
             f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]!r} on rank 0 and '
             f'{sides[1]!r} on rank {odd[0]}. All ranks must hold the same model.'
         )
+
+    @contextmanager
+    def _in_touch(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises for a closed connection and a time-out
+            raise RankLostError(
+                f'rank {self.rank} lost touch with the others in stage {stage!r} of a save; it waits at most '
+                f'{self._timeout_secs:.0f} s for them: {error}'
+            ) from error
 
     def close(self) -> None:
         """Give the group back. Runs on: all ranks."""

@@ -35,6 +35,10 @@ class IncompleteError(XhfError):
     """A staged folder does not hold everything that the plan says; it must not be committed."""
 
 
+class RankLostError(XhfError):
+    """A rank did not take part in an agreement: it died, or was later than the time-out."""
+
+
 class AgreedError(XhfError):
     """The same error on every rank: what failed, in which stage and on which ranks.
 

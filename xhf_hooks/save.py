@@ -22,7 +22,7 @@ from torch import nn
 from xhf_hooks import writers as _builtin_writers  # noqa: F401  (registers them)
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.errors import AgreedError
+from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
@@ -114,8 +114,9 @@ class Saver:
             PlanError: Ranks hold different models.
         """
         started, meter = time.perf_counter(), MemoryMeter()
-        if self._source.specs() != self._specs:  # frozen, unfrozen, resized or replaced since the plan
-            self.prepare()
+        self._source = source_for(self._model)
+        if any(self._collective.all_gather(self._source.specs() != self._specs)):
+            self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
         is_rank0 = self._collective.rank == 0
         warnings: list[str] = []
         try:
@@ -128,7 +129,7 @@ class Saver:
             with self._collective.stage('commit'):
                 if is_rank0:
                     folder.commit(self.plan, receipts, step, {**_versions(), **self._facts()})
-        except AgreedError:
+        except XhfError:
             if is_rank0:
                 folder.abandon()
             raise

@@ -20,9 +20,11 @@ class Exporter(ABC):
 
     Attributes:
         base_dir: Folder or hub name that the model was loaded from, '' when there is none.
+        left_out: Tensors of the source that do not go out, by decision. Known after :meth:`entries`.
     """
 
     base_dir: str = ''
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     @abstractmethod

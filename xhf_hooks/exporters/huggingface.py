@@ -53,6 +53,8 @@ class HuggingFaceExporter(Exporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._own_names(specs)
+        exported = {spec.name for spec in own.values()}
+        self.left_out = tuple(spec.name for spec in specs if spec.name not in exported)
         self._config = sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
         self._reference = _build_on_meta(self._model, self._config)
         self._compare_with_reference(own)

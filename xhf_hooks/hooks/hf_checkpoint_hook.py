@@ -95,6 +95,7 @@ class HFCheckpointHook(Hook):
             max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
             bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
         )
+        self._saver: Saver | None = None  # there is one while training goes on
         self._saved_at: int | None = None
 
     def before_train(self, runner: Any) -> None:
@@ -125,6 +126,10 @@ class HFCheckpointHook(Hook):
             f'file(s), about {self._saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
             f'{self._schedule}, to {final}'
         )
+        left_out = self._saver.exporter.left_out
+        if left_out:
+            some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
+            runner.logger.info(f'HFCheckpointHook: not exported: {len(left_out)} tensors ({some})')
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
@@ -139,7 +144,7 @@ class HFCheckpointHook(Hook):
             self._save(runner, Step('epoch', done, runner.iter), self._newest)
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
-        if self._best is None or not metrics or not hasattr(self, '_saver'):
+        if self._best is None or not metrics or self._saver is None:
             return
         try:
             improved = self._best.improved(metrics, runner.message_hub)
@@ -159,6 +164,7 @@ class HFCheckpointHook(Hook):
         if self._collective.rank == 0:
             for folder in (self._newest, *self._best_folders.values()):
                 folder.release()
+        self._saver = None
         self._collective.close()
 
     def _save(self, runner: Any, step: Step, folder: CheckpointFolder) -> bool:
