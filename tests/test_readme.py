@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -101,6 +102,17 @@ def test_the_example_exporter_is_chosen():
     finally:
         for name in set(EXPORTERS.module_dict) - before:
             del EXPORTERS.module_dict[name]
+
+
+@pytest.mark.modern_only
+def test_the_table_is_the_one_measured(monkeypatch):
+    """docs/bench/save.json is what the benchmark wrote when the README's table was made."""
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    import bench
+
+    measured = json.loads((ROOT / 'docs' / 'bench' / 'save.json').read_text())
+    assert bench.table(measured).strip() in README
+    assert measured['repeats'] >= 5
 
 
 @pytest.mark.modern_only

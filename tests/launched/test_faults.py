@@ -103,7 +103,12 @@ def failed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ('world_size', 'name'), [(world_size, name) for world_size in WORLD_SIZES for name in cases(world_size)]
+    ('world_size', 'name'),
+    [
+        pytest.param(size, name, marks=[] if size == 2 else pytest.mark.modern_only)
+        for size in WORLD_SIZES
+        for name in cases(size)
+    ],
 )
 def test_every_rank_reports_the_same_and_nothing_is_lost(failed, world_size, name):
     from transformers import LlamaForCausalLM

@@ -23,7 +23,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 MODELS = ('untied', 'tied', 'frozen')
 BUCKETS = {'small_buckets': 5000, 'one_bucket': 10**9}
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (2, *(pytest.param(n, marks=pytest.mark.modern_only) for n in (1, 3)))
 CASES = [f'{model}-{engine}' for model in MODELS for engine in ENGINES]
 
 
@@ -56,7 +56,7 @@ def save_case(kind: str, engine_name: str, root: Path) -> None:
     engine.destroy()
 
 
-@pytest.fixture(scope='module', params=WORLD_SIZES, ids=lambda n: f'{n}ranks')
+@pytest.fixture(scope='module', params=WORLD_SIZES, ids=['2ranks', '1ranks', '3ranks'])
 def saved(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(f'one_answer{request.param}')
     scenarios = {f'{m}-{e}': partial(save_case, m, e, root) for m in MODELS for e in ENGINES}

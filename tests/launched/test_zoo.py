@@ -31,7 +31,7 @@ def save_family(family: str, root: Path) -> None:
     engine.destroy()
 
 
-@pytest.fixture(scope='module', params=[2, 3], ids=['2ranks', '3ranks'])
+@pytest.fixture(scope='module', params=[2, pytest.param(3, marks=pytest.mark.modern_only)], ids=['2ranks', '3ranks'])
 def saved(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(f'zoo{request.param}')
     scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
