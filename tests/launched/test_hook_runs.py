@@ -197,7 +197,7 @@ def finished(tmp_path_factory):
     for name, (out_dir, prepare, options, _) in REFUSED.items():
         hook = dict(out_dir=str(root / name / out_dir), **options)
         scenarios[name] = partial(refused, dict(hook=hook), prepare, root / name)
-    yield root, run_scenarios(scenarios, 2, timeout_secs=400)
+    yield root, run_scenarios(scenarios, 2, timeout_secs=900)
     _unmount(root)
 
 

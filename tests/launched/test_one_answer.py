@@ -60,7 +60,7 @@ def save_case(kind: str, engine_name: str, root: Path) -> None:
 def saved(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(f'one_answer{request.param}')
     scenarios = {f'{m}-{e}': partial(save_case, m, e, root) for m in MODELS for e in ENGINES}
-    return root, run_scenarios(scenarios, request.param, timeout_secs=400)
+    return root, run_scenarios(scenarios, request.param, timeout_secs=900)
 
 
 @pytest.mark.parametrize('case', CASES)
