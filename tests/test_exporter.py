@@ -266,7 +266,7 @@ def test_live_model_is_untouched(tmp_path):
     weights = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
     exporter = HuggingFaceExporter(model, None)
     exporter.entries(source_for(model).specs(), 'F16')
-    exporter.write_sidecar(tmp_path, None)
+    exporter.write_sidecar(tmp_path, None, ())
     assert model.config.to_dict() == config
     assert model.generation_config.to_dict() == generation
     after = model.state_dict(keep_vars=True)

@@ -26,6 +26,7 @@ BAD = {
     'max_shard_size': [0, -1, 1.5, '', 'GB', '5XB', '-5GB', None, True],
     'bucket_size': [0, -1, 1.5, '', 'MB', '5XB', '-5MB', None, True],
     'on_error': ['', 'ignore', None, True],
+    'chat_template': [None, 1, 'llama3_chat'],
 }
 BAD_CASES = [
     pytest.param(option, value, id=f'{option}={value!r}') for option, values in BAD.items() for value in values

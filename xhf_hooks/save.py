@@ -11,7 +11,7 @@ commit()            staging gets the final name       then, and only then, older
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,7 +69,12 @@ class Saver:
         self._collective = collective
         self._specs: list[TensorSpec] | None = None
         self.plan: SavePlan | None = None
-        self.tokenizer: Any | None = None
+        self._tokenizer: Any | None = None
+        self._stop_token_ids: Sequence[int] = ()
+
+    def set_tokenizer(self, tokenizer: Any | None, stop_token_ids: Sequence[int] = ()) -> None:
+        """What to write beside the weights, and the tokens that end an answer. Runs on: rank 0."""
+        self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
 
     def prepare(self) -> SavePlan:
         """Plan the save from metadata alone and compare the plan across ranks.
@@ -97,7 +102,7 @@ class Saver:
             Warnings for the log.
         """
         try:
-            return self.exporter.write_sidecar(folder.open_staging(), self.tokenizer)
+            return self.exporter.write_sidecar(folder.open_staging(), self._tokenizer, self._stop_token_ids)
         finally:
             folder.abandon()
 
@@ -124,7 +129,7 @@ class Saver:
                 if is_rank0:
                     staging = folder.open_staging()
                     folder.require_room(self.plan.nbytes)
-                    warnings += self.exporter.write_sidecar(staging, self.tokenizer)
+                    warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
             receipts, overflows = self._write(folder, meter, on_progress)
             with self._collective.stage('commit'):
                 if is_rank0:

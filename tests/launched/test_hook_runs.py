@@ -55,6 +55,8 @@ def with_tokenizer(source: str, work_dir: Path) -> str:
         'option_config': dict(hook=dict(tokenizer=by_name)),
         'run_config': dict(hook={}, tokenizer=by_name),
         'base_model': dict(hook={}, model=dict(base=folder)),
+        'prompt_template': dict(hook={}, tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
+        'chat_template_off': dict(hook=dict(chat_template=False), tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
     }[source]
     return run(dict(options, stage=3, max_iters=2), work_dir)
 
@@ -168,7 +170,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 
 
-TOKENIZER_SOURCES = ('option_folder', 'option_config', 'run_config', 'base_model')
+TOKENIZER_SOURCES = ('option_folder', 'option_config', 'run_config', 'base_model', 'chat_template_off')
+PROMPT_TEMPLATE = dict(INSTRUCTION='user: {input} bot: ', SUFFIX='', SUFFIX_AS_EOS=False, SEP='', STOP_WORDS=['world'])
 CHAT_TEMPLATE = '{{ messages[0].content }}'
 
 
@@ -188,7 +191,7 @@ def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('runs')
     scenarios: dict[str, Any] = {name: partial(run, options, root / name) for name, options in RUNS.items()}
     _make_tokenizer(root / 'tokenizer')
-    for source in TOKENIZER_SOURCES:
+    for source in (*TOKENIZER_SOURCES, 'prompt_template'):
         scenarios[source] = partial(with_tokenizer, source, root / source)
     scenarios['progress'] = partial(progress_is_logged, root / 'progress')
     scenarios['best_after_resume'] = partial(best_after_resume, root / 'best_after_resume')
@@ -289,6 +292,17 @@ def test_tokenizer_is_saved(finished, source):
     tokenizer = AutoTokenizer.from_pretrained(log_dir_of(finished, source) / 'hf_model')
     assert tokenizer('hello world')['input_ids'] == [1, 2]
     assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_prompt_template_becomes_the_chat_template(finished):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder = log_dir_of(finished, 'prompt_template') / 'hf_model'
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dialogue = [{'role': 'user', 'content': 'hello'}]
+    text = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
+    assert text == 'user: hello bot: '
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
 
 
 def test_progress_is_logged(finished):

@@ -56,8 +56,11 @@ class Exporter(ABC):
         """The tokenizer of the model that training started from; None when there is none. Runs on: rank 0."""
 
     @abstractmethod
-    def write_sidecar(self, folder: Path, tokenizer: Any | None) -> list[str]:
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
         """Write every file that is not weights. Runs on: rank 0, after :meth:`entries`.
+
+        Args:
+            stop_token_ids: Tokens that end an answer, beside those that the model knows of.
 
         Returns:
             Warnings for the log.

@@ -75,8 +75,8 @@ class HuggingFaceExporter(Exporter):
         trusted = sidecar.is_remote_code(self._model)  # then the user has agreed to run the base's code
         return sidecar.load_tokenizer(self.base_dir, trust_remote_code=trusted)
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None) -> list[str]:
-        return sidecar.write(folder, self._model, self._config, tokenizer, self.base_dir)
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+        return sidecar.write(folder, self._model, self._config, tokenizer, stop_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Every name of every tensor below the exported module, relative to it, in state-dict order."""

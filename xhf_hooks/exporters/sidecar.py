@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,12 @@ def _base_use_cache(config: PretrainedConfig, base_dir: str) -> bool:
 
 
 def write(
-    folder: Path, model: PreTrainedModel, config: PretrainedConfig, tokenizer: Any | None, base_dir: str
+    folder: Path,
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    tokenizer: Any | None,
+    stop_token_ids: Sequence[int],
+    base_dir: str,
 ) -> list[str]:
     """Write all of it. Runs on: rank 0.
 
@@ -75,7 +81,7 @@ def write(
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
-        warnings += _write_generation_config(folder, model)
+        warnings += _write_generation_config(folder, model, stop_token_ids)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     _copy_processor_files(folder, base_dir)
@@ -87,9 +93,13 @@ def is_remote_code(model: PreTrainedModel) -> bool:
     return model._auto_class is not None or type(model).__module__.startswith('transformers_modules.')
 
 
-def _write_generation_config(folder: Path, model: PreTrainedModel) -> list[str]:
+def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_ids: Sequence[int]) -> list[str]:
     """Save it; an invalid one is repaired by turning sampling on, or left out."""
     generation = copy.deepcopy(model.generation_config)
+    if stop_token_ids:
+        known = generation.eos_token_id
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        generation.eos_token_id = list(dict.fromkeys([*known, *stop_token_ids]))
     try:
         generation.save_pretrained(folder)
         return []

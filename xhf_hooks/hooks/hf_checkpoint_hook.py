@@ -14,6 +14,7 @@ from torch import nn
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import OptionError, TargetError, XhfError
+from xhf_hooks.exporters import chat_template as chat_templates
 from xhf_hooks.exporters.sidecar import load_tokenizer
 from xhf_hooks.hooks import options
 from xhf_hooks.hooks.best_metric import BestMetric
@@ -48,6 +49,9 @@ class HFCheckpointHook(Hook):
             the model itself, ``llm``, or the only one there is.
         tokenizer (object, dict, str, optional): A tokenizer, its MMEngine config, or its folder. Defaults to
             None: ``cfg.tokenizer``, else the base model's own files, else none, with a warning.
+        chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
+            the chat template that writes dialogues as training had them, and generation_config its stop words.
+            Defaults to True.
         dtype (str, optional): 'float32' (the fp32 master weights where there are any), 'bfloat16' or
             'float16'. Defaults to None: as trained.
         max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
@@ -74,6 +78,7 @@ class HFCheckpointHook(Hook):
         max_keep_ckpts: int = 1,
         module: str | None = None,
         tokenizer: Any | None = None,
+        chat_template: bool = True,
         dtype: str | None = None,
         max_shard_size: int | str = '5GB',
         bucket_size: int | str = '128MB',
@@ -88,6 +93,7 @@ class HFCheckpointHook(Hook):
         self._best = None if save_best is None else BestMetric(save_best, rule)
         self._max_keep = options.check_max_keep(max_keep_ckpts)
         self._tokenizer = options.check_tokenizer(tokenizer)
+        self._chat_template = options.check_switch('chat_template', chat_template)
         self._on_error = options.check_choice('on_error', on_error, ('continue', 'raise'))
         self._save_options = dict(
             module=options.check_module(module),
@@ -118,7 +124,7 @@ class HFCheckpointHook(Hook):
         with self._collective.stage('preflight'):
             if self._collective.rank == 0:
                 self._check_target(runner, plan.nbytes)
-                self._saver.tokenizer = self._find_tokenizer(runner)
+                self._saver.set_tokenizer(*self._with_chat_template(runner, self._find_tokenizer(runner)))
                 for warning in self._saver.rehearse(self._newest):
                     runner.logger.warning(f'HFCheckpointHook: {warning}')
         runner.logger.info(
@@ -253,6 +259,17 @@ class HFCheckpointHook(Hook):
                 f'{self._saver.exporter.base_dir!r}. The folder will hold weights and configs only; set tokenizer'
             )
         return tokenizer
+
+    def _with_chat_template(self, runner: Any, tokenizer: Any | None) -> tuple[Any | None, list[int]]:
+        """The tokenizer that chats as the run trains, and what ends its answers. Runs on: rank 0."""
+        found = chat_templates.template_of_config(runner.cfg) if self._chat_template else None
+        if found is None or tokenizer is None:
+            return tokenizer, []
+        name, template = found
+        tokenizer, messages = chat_templates.apply_to_tokenizer(tokenizer, template, name)
+        for message in messages:
+            runner.logger.info(f'HFCheckpointHook: {message}')
+        return tokenizer, chat_templates.stop_token_ids(tokenizer, template)
 
 
 class ProgressLog:

@@ -48,8 +48,7 @@ def check_schedule(interval: Any, by_epoch: Any, save_begin: Any, save_last: Any
         raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', by_epoch)
     if not _is_int(save_begin) or save_begin < 0:
         raise OptionError('save_begin', 'a number of at least 0', save_begin)
-    if not isinstance(save_last, bool):
-        raise OptionError('save_last', 'True or False', save_last)
+    check_switch('save_last', save_last)
     if interval == -1 and not save_last and save_best is None:
         raise OptionError('interval', 'a number, or save_last or save_best: like this nothing is ever saved', interval)
 
@@ -65,6 +64,13 @@ def check_choice(option: str, value: Any, choices: tuple[str, ...]) -> str:
     """An option that is one of a few words."""
     if value not in choices:
         raise OptionError(option, f'one of {choices}', value)
+    return value
+
+
+def check_switch(option: str, value: Any) -> bool:
+    """An option that is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(option, 'True or False', value)
     return value
 
 

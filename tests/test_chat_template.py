@@ -1,0 +1,299 @@
+"""The chat template gives XTuner's training text. Where xtuner is installed, its own code is the judge of that."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from itertools import dropwhile
+
+import pytest
+from jinja2 import TemplateError
+from mmengine.config import ConfigDict
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters import chat_template
+
+HAS_XTUNER = importlib.util.find_spec('xtuner') is not None
+
+#: As in xtuner 0.2.0 (checked below, where it is installed).
+LITERALS = {
+    'default': dict(SYSTEM='<|System|>:{system}\n', INSTRUCTION='<|User|>:{input}\n<|Bot|>:', SEP='\n'),
+    'internlm2_chat': dict(
+        SYSTEM='<|im_start|>system\n{system}<|im_end|>\n',
+        INSTRUCTION='<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n',
+        **dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True, SEP='\n', STOP_WORDS=['<|im_end|>']),
+    ),
+    'llama3_chat': dict(
+        SYSTEM='<|start_header_id|>system<|end_header_id|>\n\n{system}<|eot_id|>',
+        INSTRUCTION='<|start_header_id|>user<|end_header_id|>\n\n{input}<|eot_id|>'
+        '<|start_header_id|>assistant<|end_header_id|>\n\n',
+        **dict(SUFFIX='<|eot_id|>', SUFFIX_AS_EOS=True, STOP_WORDS=['<|eot_id|>']),
+    ),
+    'mistral': dict(SYSTEM='[INST] {system} [/INST]\n', INSTRUCTION='[INST] {input} [/INST]', SEP='\n'),
+    'chatglm3': dict(SYSTEM='<|system|>\n{system}', INSTRUCTION='<|user|>\n{input}<|assistant|>\n', SEP='\n'),
+    'minicpm': dict(INSTRUCTION='<用户> {input} <AI>', SEP='\n'),
+}
+LITERALS['qwen_chat'] = {**LITERALS['internlm2_chat'], 'STOP_WORDS': ['<|im_end|>', '<|endoftext|>']}
+#: Not XTuner's: everything that Jinja could take for its own, in the template.
+HARD = dict(
+    SYSTEM="'{system}' \\n {{{{ x }}}} {{% raw %}}\r\n",
+    INSTRUCTION='{{# {round} "{input}" #}}\\',
+    SUFFIX=" -}} '\n\n",
+    SEP='\t%} \u2028',
+)
+TEMPLATES = {**LITERALS, 'hard': HARD}
+if HAS_XTUNER:
+    from xtuner.dataset.map_fns import openai_map_fn, template_map_fn
+    from xtuner.dataset.utils import encode_fn, get_bos_eos_token_ids
+    from xtuner.utils import PROMPT_TEMPLATE
+
+    TEMPLATES = {**PROMPT_TEMPLATE, 'hard': ConfigDict(HARD)}
+LLAMA3_WORDS = r'[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+
+
+def dialogue(*texts: str, system: str | None = None) -> list[dict]:
+    turns = [dict(role=('user', 'assistant')[i % 2], content=text) for i, text in enumerate(texts)]
+    return turns if system is None else [dict(role='system', content=system), *turns]
+
+
+AWKWARD = ' \n{{ 7 * 7 }} {% if x %} {# y #} {input} {0} \'"\\n \\ <|im_end|> 问 🙂\r\n'
+#: In these no text begins or ends with a space: no token can cross a border.
+ORDINARY = {
+    'one turn': dialogue('Why?', 'Because.'),
+    'one turn, system': dialogue('Why?', 'Because.', system='Be brief.'),
+    'three turns': dialogue('Why?', 'Because.', 'Who says\nso?', 'I do.', 'Thanks', 'Bye!'),
+    'three turns, system': dialogue('Why?', 'Because.', 'Who?', 'I do.', 'Thanks', 'Bye!', system='Be brief.'),
+    'empty system': dialogue('Why?', 'Because.', system=''),
+}
+DIALOGUES = {
+    **ORDINARY,
+    'awkward': dialogue(AWKWARD, AWKWARD, AWKWARD, AWKWARD, system=AWKWARD),
+    'nothing said': dialogue('', '', '', ''),
+    'two users, two systems': dialogue(system='a') + dialogue('b', system='c') + dialogue('d', 'e'),
+    'later system': dialogue('a', 'b') + dialogue('c', 'd', system='e'),
+    'two answers': [*dialogue('a', 'b'), dict(role='assistant', content='c'), *dialogue('d', 'e')],
+    'answer first': [dict(role='assistant', content='Hello'), *dialogue('a', 'b')],
+}
+
+
+class Characters:
+    """Encodes each character as itself, so that ids can be read back; BOS is -1 and EOS -2."""
+
+    bos_token_id, eos_token_id, bos_token, eos_token = -1, -2, '<s>', '</s>'
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(character) for character in text]
+
+    def text(self, ids: list[int]) -> str:
+        return ''.join({-1: '<s>', -2: '</s>'}.get(i) or chr(i) for i in ids)
+
+
+def copied_from_xtuner(messages: list[dict], template: dict, tokenizer) -> list[int]:
+    """What the functions of xtuner do, for where it is not installed; checked against them where it is."""
+    ids, system, question, turn, needs_bos = [], '', '', 0, True
+    for message in [*dropwhile(lambda message: message['role'] == 'assistant', messages)]:
+        if message['role'] == 'system':
+            system = message['content']
+        elif message['role'] == 'user':
+            question += message['content']
+        else:
+            turn += 1
+            text = template['SYSTEM'].format(system=system) if system else ''
+            text += template['INSTRUCTION'].format(input=question, round=turn)
+            needs_eos = not template.get('SUFFIX_AS_EOS', False)
+            ids += [tokenizer.bos_token_id] * needs_bos + tokenizer.encode(text, add_special_tokens=False)
+            ids += tokenizer.encode(message['content'] + template.get('SUFFIX', ''), add_special_tokens=False)
+            ids += [tokenizer.eos_token_id] * needs_eos
+            ids += tokenizer.encode(template.get('SEP', ''), add_special_tokens=False)
+            system, question, needs_bos = '', '', needs_eos
+    return ids
+
+
+def training_ids(messages: list[dict], template: dict, tokenizer) -> list[int]:
+    ids = copied_from_xtuner(messages, template, tokenizer)
+    if HAS_XTUNER:
+        turns = template_map_fn(openai_map_fn({'messages': copy.deepcopy(messages)}), template)
+        assert encode_fn(turns, tokenizer, max_length=10**6)['input_ids'] == ids
+    return ids
+
+
+def training_text(messages: list[dict], template: dict) -> str:
+    return Characters().text(training_ids(messages, template, Characters()))
+
+
+@pytest.fixture(scope='module')
+def plain():
+    """A byte-level BPE like Llama 3's, trained: merges could cross the borders of pieces. No chat template."""
+    texts = [text for template in TEMPLATES.values() for text in template.values() if isinstance(text, str)]
+    texts += [message['content'] for messages in DIALOGUES.values() for message in messages]
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(LLAMA3_WORDS), 'isolated')
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    marks = {mark for text in texts for mark in re.findall('<[^ >]+>', text)}
+    special = ['<s>', '</s>', '<|endoftext|>', *sorted(marks)]
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, special_tokens=special, **options))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token='<s>', eos_token='</s>')
+
+
+def chatting(tokenizer, template: dict):
+    return chat_template.apply_to_tokenizer(tokenizer, template, 'it')[0]
+
+
+@pytest.mark.parametrize('dialogue_name', DIALOGUES)
+@pytest.mark.parametrize('name', TEMPLATES)
+def test_text_and_ids_are_those_of_training(name, dialogue_name, plain):
+    template, messages = TEMPLATES[name], DIALOGUES[dialogue_name]
+    tokenizer = chatting(plain, template)
+    if template.get('SYSTEM') is None and any(m['role'] == 'system' and m['content'] for m in messages):
+        with pytest.raises((KeyError, AttributeError)):  # XTuner refuses, too
+            training_text(messages, template)
+        with pytest.raises(TemplateError, match='without system messages'):
+            tokenizer.apply_chat_template(messages, tokenize=False)
+        return
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == training_text(messages, template)
+    answered = [*messages[:-1], dict(role='assistant', content='☞')]
+    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert prompt == training_text(answered, template).partition('☞')[0]
+    if dialogue_name in ORDINARY:
+        ids = tokenizer.apply_chat_template(messages, return_dict=True)['input_ids']
+        assert ids == training_ids(messages, template, plain)
+
+
+@pytest.mark.parametrize('name', LITERALS)
+def test_literals_are_those_of_xtuner(name):
+    assert not HAS_XTUNER or TEMPLATES[name] == LITERALS[name]
+
+
+READABLE = {
+    'default': '<s><|System|>:S\n<|User|>:a\n<|Bot|>:b</s>\n<s><|User|>:c\n<|Bot|>:d</s>\n',
+    'qwen_chat': '<s><|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
+    'b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n',
+}
+
+
+@pytest.mark.parametrize('name', READABLE)
+def test_text_as_one_reads_it(name, plain):
+    messages = dialogue('a', 'b', 'c', 'd', system='S')
+    assert chatting(plain, TEMPLATES[name]).apply_chat_template(messages, tokenize=False) == READABLE[name]
+
+
+def test_template_survives_saving_and_loading(plain, tmp_path):
+    chatting(plain, HARD).save_pretrained(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert loaded.chat_template == chatting(plain, HARD).chat_template
+
+
+@pytest.mark.parametrize('message', [dict(role='tool', content='x'), dict(role='user', content=[{'text': 'x'}])])
+def test_what_training_never_had_is_refused(message, plain):
+    with pytest.raises(TemplateError, match=r'Roles are|must be text'):
+        chatting(plain, LITERALS['default']).apply_chat_template([message], tokenize=False)
+
+
+BOS = {'Any': '<s>', 'QWenTokenizer': '', 'Qwen2TokenizerFast': '', 'ChatGLMTokenizer': '[gMASK]sop'}
+
+
+@pytest.mark.parametrize(('kind', 'expected'), BOS.items())
+def test_bos_depends_on_the_tokenizer(kind, expected):
+    tokenizer = type(kind, (Characters,), {})()
+    assert chat_template.bos_eos_text(tokenizer) == (expected, '</s>')
+    ids = {'': [], '<s>': [-1], '[gMASK]sop': [64790, 64792]}[expected]
+    assert not HAS_XTUNER or get_bos_eos_token_ids(tokenizer) == (ids, [-2])
+
+
+def test_a_template_with_the_same_text_is_kept(plain):
+    tokenizer = chatting(plain, LITERALS['default'])
+    tokenizer.chat_template += '{# mine #}'
+    assert chat_template.apply_to_tokenizer(tokenizer, LITERALS['default'], 'it') == (tokenizer, [])
+
+
+REPLACED = [
+    (None, 'has no chat template'),
+    ('{% for m in messages %}{{ m.content }}{% endfor %}', "has ' Why"),
+    ("{{ raise_exception('Not I') }}", 'Not I'),
+    ({'default': 'x', 'tool_use': 'y'}, "has 'x'"),
+]
+
+
+@pytest.mark.parametrize(('existing', 'said'), REPLACED)
+def test_another_template_is_replaced_in_a_copy(existing, said, plain):
+    tokenizer = copy.deepcopy(plain)
+    tokenizer.chat_template = existing
+    found, messages = chat_template.apply_to_tokenizer(tokenizer, LITERALS['default'], 'PROMPT_TEMPLATE.default')
+    assert found is not tokenizer and tokenizer.chat_template == existing
+    assert len(messages) == 1 and said in messages[0] and 'PROMPT_TEMPLATE.default' in messages[0]
+    assert found.apply_chat_template(ORDINARY['one turn'], tokenize=False).startswith('<s><|User|>:Why?')
+    assert not isinstance(existing, dict) or found.chat_template['tool_use'] == 'y'
+
+
+def test_stop_words_are_ids_or_named(plain):
+    expected = [plain.convert_tokens_to_ids(token) for token in ('</s>', '<|im_end|>', '<|endoftext|>')]
+    assert chat_template.stop_token_ids(plain, LITERALS['qwen_chat']) == expected
+    assert chat_template.stop_token_ids(plain, LITERALS['default']) == expected[:1]
+    assert chat_template.stop_token_ids(plain, dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True)) == expected[:2]
+    template = {**LITERALS['default'], 'STOP_WORDS': ['<eoa> never seen', '</s>']}
+    assert chat_template.stop_token_ids(plain, template) == [plain.eos_token_id]
+    assert "['<eoa> never seen'] of it" in chat_template.apply_to_tokenizer(plain, template, 'it')[1][1]
+
+
+def run_config(*map_fns, kind: str = 'process_hf_dataset', **others) -> ConfigDict:
+    parts = [dict(type=f'xtuner.dataset.{kind}', template_map_fn=map_fn) for map_fn in map_fns] or [dict(type=kind)]
+    return ConfigDict(train_dataloader=dict(dataset=dict(type='ConcatDataset', datasets=parts)), **others)
+
+
+def factory(template) -> dict:
+    return dict(type='xtuner.dataset.map_fns.template_map_fn_factory', template=template)
+
+
+MISTRAL, LLAMA = LITERALS['mistral'], LITERALS['llama3_chat']
+CONFIGS = [
+    (run_config(factory(MISTRAL)), MISTRAL),
+    (run_config(factory(f'{__name__}.MISTRAL')), MISTRAL),
+    (run_config(factory(MISTRAL), factory(MISTRAL)), MISTRAL),
+    (run_config(factory(MISTRAL), None, prompt_template=LLAMA), MISTRAL),
+    (run_config(factory(MISTRAL), factory(LLAMA), prompt_template=LLAMA), LLAMA),
+    (run_config(kind='load_from_disk', prompt_template=LLAMA), LLAMA),
+    (ConfigDict(train_dataset=dict(template_map_fn=factory(LLAMA))), LLAMA),
+    (run_config(None, prompt_template=LLAMA), None),
+    (run_config(kind='build_preference_dataset', prompt_template=LLAMA), None),
+    (ConfigDict(), None),
+]
+
+
+@pytest.mark.parametrize(('config', 'expected'), CONFIGS)
+def test_template_of_config(config, expected):
+    found = chat_template.template_of_config(config)
+    assert found is None if expected is None else found[1] == expected
+
+
+WRONG = [
+    (run_config(factory('lama3_chat')), 'llama3_chat' if HAS_XTUNER else 'xtuner installed'),
+    (run_config(factory('xtuner.utils.PROMPT_TEMPLATE.nope')), 'nope'),
+    (run_config(factory('no.such.module')), 'no.such.module'),
+    (run_config(factory(MISTRAL), factory(LLAMA)), 'several prompt templates'),
+    (run_config(factory(7)), 'found 7'),
+]
+
+
+@pytest.mark.parametrize(('config', 'said'), WRONG)
+def test_wrong_templates_are_refused(config, said):
+    with pytest.raises(OptionError, match=said):
+        chat_template.template_of_config(config)
+
+
+IMPOSSIBLE = [
+    dict(SYSTEM='{system}'),
+    *(dict(INSTRUCTION=text) for text in ('{bot_name}{input}', '{input', '{round:02d}', '{}')),
+    *(dict(INSTRUCTION='{input}', SYSTEM=text) for text in (3, '{input}')),
+    dict(INSTRUCTION='{input}', STOP_WORDS='</s>'),
+]
+
+
+@pytest.mark.parametrize('template', IMPOSSIBLE)
+def test_templates_that_xtuner_cannot_use_are_refused(template, plain):
+    with pytest.raises(OptionError, match='prompt_template'):
+        chat_template.apply_to_tokenizer(plain, template, 'it')

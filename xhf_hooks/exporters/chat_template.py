@@ -1,0 +1,298 @@
+"""XTuner's prompt template as the tokenizer's chat template.
+
+XTuner trains on text that its own PROMPT_TEMPLATE makes, and the tokenizer knows nothing of it: without this
+the exported model chats in another format than it learned. The text comes from ``openai_map_fn`` (messages to
+turns), ``template_map_fn`` (each turn's texts) and ``encode_fn`` (BOS, EOS and SEP) in ``xtuner/dataset``. Of it:
+
+- Each turn is ``[BOS] [SYSTEM] INSTRUCTION | output SUFFIX | [EOS] | SEP``. The last turn ends with SEP, too.
+- EOS follows the output unless ``SUFFIX_AS_EOS``. A turn begins with BOS when it is the first or an EOS came before.
+- System and user messages before an answer make one turn: user texts are joined, the last system text counts.
+- Answers before the first system or user message are not trained on, and so not rendered.
+
+XTuner drops what follows the last answer. Here it opens the next turn, ``add_generation_prompt`` or not: the
+instruction ends with the assistant's header. ``encode_fn`` encodes the pieces between bars one by one; the same text
+as a whole has the same ids where the tokenizer splits there, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import pkgutil
+import re
+import string
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
+from xhf_hooks.errors import OptionError
+
+#: Builders of training data that use no prompt template, but the tokenizer's own chat template
+#: (``preference_dataset.py``) or an imitation of the base model's official one (``internvl_dataset.py``).
+_OWN_FORMAT = ('build_preference_dataset', 'InternVL_V1_5_Dataset')
+
+#: Spaces at the ends count: XTuner trains with them, and many templates strip them.
+_PROBE_TURN = ({'role': 'user', 'content': ' Why?\n'}, {'role': 'assistant', 'content': ' Because.\n'})
+_PROBE_SYSTEM = {'role': 'system', 'content': ' Be brief.\n'}
+
+_JINJA = """
+{%- macro opening(system, input, round) -%}
+    {{- <bos> -}}
+    {%- if system -%}{{- <system> -}}{%- endif -%}
+    {{- <instruction> -}}
+{%- endmacro -%}
+{%- set turn = namespace(system='', input='', round=1, is_open=false) -%}
+{%- for message in messages -%}
+    {%- if message['content'] is not string -%}
+        {{- raise_exception('The content of a message must be text') -}}
+    {%- elif message['role'] == 'system' -%}
+        {%- set turn.system = message['content'] -%}{%- set turn.is_open = true -%}
+    {%- elif message['role'] == 'user' -%}
+        {%- set turn.input = turn.input ~ message['content'] -%}{%- set turn.is_open = true -%}
+    {%- elif message['role'] != 'assistant' -%}
+        {{- raise_exception('Roles are system, user and assistant, found ' ~ message['role']) -}}
+    {%- elif turn.is_open or turn.round > 1 -%}
+        {{- opening(turn.system, turn.input, turn.round) ~ message['content'] ~ <end> -}}
+        {%- set turn.system = '' -%}{%- set turn.input = '' -%}
+        {%- set turn.round = turn.round + 1 -%}{%- set turn.is_open = false -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if turn.is_open -%}
+    {{- opening(turn.system, turn.input, turn.round) -}}
+{%- endif -%}
+"""
+
+
+def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '') -> str:
+    """The Jinja chat template that gives the text of XTuner's training.
+
+    A template without SYSTEM refuses dialogues with a system message, as XTuner does.
+
+    Args:
+        template: As in ``xtuner.utils.PROMPT_TEMPLATE``: INSTRUCTION, and maybe SYSTEM, SUFFIX, SUFFIX_AS_EOS,
+            SEP, STOP_WORDS.
+        bos: Text of what training ids begin with. :func:`bos_eos_text` knows it for a tokenizer.
+        eos: Text of what ends an answer, unless SUFFIX does.
+
+    Raises:
+        OptionError: The template is not one that XTuner could train with.
+    """
+    if not isinstance(template, Mapping) or not isinstance(template.get('INSTRUCTION'), str):
+        raise OptionError('prompt_template', 'a mapping with the text INSTRUCTION', template)
+    suffix_is_eos = template.get('SUFFIX_AS_EOS', False)
+    system = "raise_exception('This model was trained without system messages')"
+    if template.get('SYSTEM') is not None:
+        system = _expression(template, 'SYSTEM', ('system',))
+    end = (template.get('SUFFIX') or '') + ('' if suffix_is_eos else eos) + (template.get('SEP') or '')
+    filled = {
+        'bos': f"({_quoted(bos)} if round == 1 else '')" if suffix_is_eos else _quoted(bos),
+        'system': system,
+        'instruction': _expression(template, 'INSTRUCTION', ('input', 'round')),
+        'end': _quoted(end),
+    }
+    return re.sub(r'<(\w+)>', lambda place: filled[place[1]], _JINJA.strip())
+
+
+def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
+    """The text of BOS and EOS in XTuner's training, as ``get_bos_eos_token_ids`` of its ``dataset/utils.py`` has it."""
+    kind = type(tokenizer).__name__
+    eos = tokenizer.eos_token or ''
+    if kind == 'Qwen2Tokenizer' and tokenizer.is_fast:  # its name since transformers 5
+        kind = 'Qwen2TokenizerFast'
+    if kind in ('QWenTokenizer', 'QWen2Tokenizer', 'Qwen2TokenizerFast'):
+        return '', eos
+    if kind == 'ChatGLMTokenizer':
+        return '[gMASK]sop', eos  # its ids 64790 and 64792
+    return tokenizer.bos_token or '', eos
+
+
+def stop_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
+    """What ends an answer, for generation_config's ``eos_token_id``.
+
+    The tokenizer's own EOS, STOP_WORDS, and SUFFIX where it took the place of EOS; not words of several tokens.
+    """
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids += [stop_id for stop_id in _stop_words(tokenizer, template).values() if stop_id is not None]
+    return list(dict.fromkeys(ids))
+
+
+def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -> tuple[Any, list[str]]:
+    """The tokenizer to write for a run that was trained with ``template``. Runs on: rank 0.
+
+    Args:
+        tokenizer: Is not changed.
+        name: Of the template, for the messages.
+
+    Returns:
+        The tokenizer itself when its chat template gives the text of training, else a copy with one that does;
+        and what to say about it in the log.
+
+    Raises:
+        OptionError: XTuner could not train with such a template.
+    """
+    bos, eos = bos_eos_text(tokenizer)
+    wanted = jinja_template(template, bos=bos, eos=eos)
+    messages = []
+    skipped = [word for word, stop_id in _stop_words(tokenizer, template).items() if stop_id is None]
+    if skipped:
+        messages.append(
+            f'stop words {skipped} of {name} are several tokens each, or unknown to the tokenizer: '
+            f"generation_config's eos_token_id cannot hold them"
+        )
+    difference = _first_difference(tokenizer, wanted, has_system=template.get('SYSTEM') is not None)
+    if difference is None:
+        return tokenizer, messages
+    copied = copy.deepcopy(tokenizer)
+    several = copied.chat_template if isinstance(copied.chat_template, dict) else None
+    copied.chat_template = wanted if several is None else {**several, 'default': wanted}
+    return copied, [f'{difference}: the exported tokenizer has the chat template of {name}', *messages]
+
+
+def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """The prompt template that a run trains with, from its config, and its name. Imports xtuner for a name only.
+
+    What the training data is made with counts (``template_map_fn``); then, for data that was prepared
+    beforehand, ``prompt_template``. None when the data is raw text, or preference pairs and others that do not
+    go through a prompt template even if the config has one.
+
+    Raises:
+        OptionError: The template does not exist, or there are several.
+    """
+    dataset = _value(cfg, 'train_dataset')
+    dataloader = _value(cfg, 'train_dataloader')
+    if isinstance(dataloader, Mapping) and _value(dataloader, 'dataset') is not None:
+        dataset = _value(dataloader, 'dataset')
+    used, no_template = [], False
+    for part in _mappings(dataset):
+        no_template |= _type_name(part) in _OWN_FORMAT
+        if 'template_map_fn' in part:
+            map_fn = _value(part, 'template_map_fn')
+            no_template |= map_fn is None
+            if isinstance(map_fn, Mapping) and _value(map_fn, 'template') is not None:
+                used.append(_resolve(_value(map_fn, 'template')))
+    named = _value(cfg, 'prompt_template')
+    if not used:
+        return None if no_template or named is None else _resolve(named)
+    if all(template == used[0][1] for _, template in used):
+        return used[0]
+    if named is not None and _resolve(named) in used:
+        return _resolve(named)  # the one that XTuner's EvaluateChatHook chats with
+    names = sorted({name for name, _ in used})
+    raise OptionError('chat_template', f'False, because the training data has several prompt templates: {names}', True)
+
+
+def _expression(template: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
+    """A text for ``str.format`` as a Jinja expression."""
+    parts = []
+    try:
+        for literal, field, spec, conversion in string.Formatter().parse(template[key]):
+            if literal:
+                parts.append(_quoted(literal))
+            if field is not None:
+                if field not in known or spec or conversion:
+                    raise ValueError(f'placeholder {field!r}')
+                parts.append(field)
+    except (ValueError, TypeError) as error:
+        expected = f'a text whose placeholders are {["{" + name + "}" for name in known]}'
+        raise OptionError(f'prompt_template.{key}', f'{expected} ({error})', template[key]) from None
+    return ' ~ '.join(parts) or "''"
+
+
+def _quoted(text: str) -> str:
+    """A Jinja string literal. Only what is escaped survives Jinja's own treatment of line ends."""
+    for found, escaped in (('\\', '\\\\'), ("'", "\\'"), ('\n', '\\n'), ('\r', '\\r')):
+        text = text.replace(found, escaped)
+    return f"'{text}'"
+
+
+def _stop_words(tokenizer: Any, template: Mapping[str, Any]) -> dict[str, int | None]:
+    """Each stop word's token; None when it is not one token."""
+    words = template.get('STOP_WORDS', [])
+    if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
+        raise OptionError('prompt_template.STOP_WORDS', 'a list of texts', words)
+    suffix = template.get('SUFFIX') if template.get('SUFFIX_AS_EOS', False) else None
+    return {word: _token_id(tokenizer, word) for word in [*words, *([suffix] if suffix else [])]}
+
+
+def _token_id(tokenizer: Any, word: str) -> int | None:
+    token_id = tokenizer.convert_tokens_to_ids(word)
+    if token_id is not None and token_id != tokenizer.unk_token_id:
+        return token_id
+    ids = tokenizer.encode(word, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
+
+
+def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str | None:
+    """How the tokenizer's chat template differs from training, found by trying; None when it does not."""
+    if getattr(tokenizer, 'chat_template', None) is None:
+        return 'the tokenizer has no chat template'
+    dialogues = [[*_PROBE_TURN], [*_PROBE_TURN] * 3, [_PROBE_TURN[0]], [*_PROBE_TURN, _PROBE_TURN[0]]]
+    if has_system:
+        dialogues += [[_PROBE_SYSTEM, *dialogue] for dialogue in dialogues]
+    for dialogue in dialogues:
+        options = dict(tokenize=False, add_generation_prompt=dialogue[-1]['role'] == 'user')
+        trained = tokenizer.apply_chat_template(dialogue, chat_template=wanted, **options)
+        try:
+            found = tokenizer.apply_chat_template(dialogue, **options)
+        except Exception as error:  # the template is anyone's code; whatever it raises, it does not fit
+            return f"the tokenizer's chat template fails on {[m['role'] for m in dialogue]} ({error})"
+        if found != trained:
+            same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(found, trained, strict=False))])
+            there, here = found[same : same + 40], trained[same : same + 40]
+            return f"the tokenizer's chat template has {there!r} where training has {here!r}"
+    return None
+
+
+def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(node, Mapping):
+        yield node
+        for key in node:
+            yield from _mappings(_value(node, key))
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            yield from _mappings(item)
+
+
+def _value(mapping: Mapping[str, Any], key: str) -> Any:
+    """A config's value. In MMEngine's lazy configs looking is importing, which fails for a wrong name."""
+    try:
+        return mapping.get(key)
+    except (ImportError, AttributeError) as error:
+        if 'template' not in key:
+            return None  # not needed here
+        known = sorted(_xtuner_templates(key)) if 'PROMPT_TEMPLATE' in str(error) else 'what can be imported'
+        raise OptionError(key, f'one of {known}', str(error)) from error
+
+
+def _type_name(config: Mapping[str, Any]) -> str:
+    kind = _value(config, 'type')
+    return kind.rsplit('.', 1)[-1] if isinstance(kind, str) else getattr(kind, '__name__', '')
+
+
+def _resolve(value: Any) -> tuple[str, Mapping[str, Any]]:
+    """A template and its name, from either."""
+    if isinstance(value, Mapping):
+        loaded = getattr(sys.modules.get('xtuner.utils.templates'), 'PROMPT_TEMPLATE', {})
+        names = [name for name in loaded if loaded[name] == value]
+        names.sort(key=lambda name: loaded[name] is not value)  # some templates are equal, such as vicuna and wizardlm
+        return f'PROMPT_TEMPLATE.{names[0]}' if names else 'the prompt template of the config', value
+    if not isinstance(value, str):
+        raise OptionError('prompt_template', 'the name of a template, or a mapping with INSTRUCTION', value)
+    owner, _, name = value.rpartition('.')
+    if owner not in ('', 'PROMPT_TEMPLATE', 'xtuner.utils.PROMPT_TEMPLATE', 'xtuner.utils.templates.PROMPT_TEMPLATE'):
+        try:
+            return value, pkgutil.resolve_name(value)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise OptionError('prompt_template', f'something that can be imported ({error})', value) from error
+    templates = _xtuner_templates(value)
+    if name not in templates:
+        raise OptionError('prompt_template', f'one of {sorted(templates)}', value)
+    return f'PROMPT_TEMPLATE.{name}', templates[name]
+
+
+def _xtuner_templates(wanted: str) -> Mapping[str, Mapping[str, Any]]:
+    try:
+        from xtuner.utils import PROMPT_TEMPLATE
+    except ImportError as error:
+        raise OptionError('prompt_template', f'a mapping, or xtuner installed ({error})', wanted) from error
+    return PROMPT_TEMPLATE
