@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.commit import retention, staging
 from xhf_hooks.commit.manifest import MANIFEST_NAME, read_step
-from xhf_hooks.commit.staging import INDEX_NAME, CheckpointFolder
+from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.records import Step, WriteReceipt
 from xhf_hooks.safetensors_format import check_file
@@ -48,7 +48,8 @@ def test_first_commit(folder, tmp_path):
     assert hidden(tmp_path) == {'.hf_model.lock'}
     for file in plan.files:
         check_file(folder.final / file.name, file.header, file.nbytes)
-    assert json.loads((folder.final / INDEX_NAME).read_text()) == plan.index
+    ((name, index),) = plan.indexes.items()
+    assert json.loads((folder.final / name).read_text()) == index
     assert read_step(folder.final) == iteration(7)
     manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
     assert (manifest['zero_stage'], manifest['n_tensors'], manifest['iteration']) == (3, 3, 7)

@@ -12,8 +12,8 @@ from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
-from xhf_hooks.plan import INDEX_NAME, describe_bucket, describe_plan, make_plan, parse_size
-from xhf_hooks.records import ExportEntry, SavePlan, TensorSpec
+from xhf_hooks.plan import describe_bucket, describe_plan, make_plan, parse_size
+from xhf_hooks.records import ExportEntry, FileSet, SavePlan, TensorSpec
 
 HUGE = 10**12
 
@@ -78,7 +78,7 @@ def test_offsets_are_gapless_and_in_file_order():
         assert (placement.file, placement.offset) == (file.name, position)
         position += placement.nbytes
     assert position == file.nbytes == plan.nbytes
-    assert file.name == 'model.safetensors' and plan.index is None and file.owner == 0
+    assert file.name == 'model.safetensors' and plan.indexes == {} and file.owner == 0
     assert [p.hf_name for p in plan.placements] == ['hf.n', 'hf.a', 'hf.b', 'hf.e']
 
 
@@ -163,6 +163,23 @@ def test_two_combines_are_two_groups():
     entries = [ExportEntry('a', (1,), 'F32', ('x',), one), ExportEntry('b', (1,), 'F32', ('y',), other)]
     (bucket,) = plan_of([spec('x', 1), spec('y', 1)], entries).buckets
     assert [group.combine for group in bucket.groups] == [one, other]
+
+
+# Several sets of files
+
+
+def test_each_set_is_split_and_indexed_on_its_own():
+    a, b = spec('a', 10), spec('b', 10)
+    part, whole = FileSet('part'), FileSet('whole', 'adapter_model', may_split=False)
+    entries = [passed_on(s, file_set=file_set) for file_set in (FileSet(), part, whole) for s in (a, b)]
+    plan = plan_of([a, b], entries, shard=40)
+    shards = ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    whole_file = 'whole/adapter_model.safetensors'
+    assert [file.name for file in plan.files] == [*shards, *(f'part/{name}' for name in shards), whole_file]
+    assert list(plan.indexes) == ['model.safetensors.index.json', 'part/model.safetensors.index.json']
+    for index in plan.indexes.values():  # names relative to the index's own folder
+        assert list(index['weight_map'].items()) == [('hf.a', shards[0]), ('hf.b', shards[1])]
+    assert [(p.hf_name, p.file) for p in plan.placements[4:]] == [('hf.a', whole_file), ('hf.b', whole_file)]
 
 
 # What is refused
@@ -273,7 +290,6 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
     assert found == expected
     assert {r.file: r.nbytes for r in receipts} == {name: len(data) for name, data in expected.items()}
-    index = tmp_path / 'expected' / INDEX_NAME
-    assert (plan.index is not None) == index.exists() == (max_shard_size == '20KB')
-    if plan.index is not None:
-        assert json.dumps(plan.index, indent=2, sort_keys=True) + '\n' == index.read_text()
+    indexes = {path.name: path.read_text() for path in (tmp_path / 'expected').glob('*.index.json')}
+    assert len(indexes) == (max_shard_size == '20KB')
+    assert {n: json.dumps(index, indent=2, sort_keys=True) + '\n' for n, index in plan.indexes.items()} == indexes

@@ -17,10 +17,19 @@ from typing import Any
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
-from xhf_hooks.records import Bucket, Combine, ExportEntry, Group, OutputFile, Placement, SavePlan, TensorSpec
+from xhf_hooks.records import (
+    Bucket,
+    Combine,
+    ExportEntry,
+    FileSet,
+    Group,
+    OutputFile,
+    Placement,
+    SavePlan,
+    TensorSpec,
+)
 from xhf_hooks.safetensors_format import build_header
 
-INDEX_NAME = 'model.safetensors.index.json'
 _SIZE_UNITS = {'': 1, 'B': 1}
 for _power, _letter in enumerate('KMGT', start=1):
     _SIZE_UNITS[f'{_letter}B'] = 10 ** (3 * _power)
@@ -63,33 +72,44 @@ def make_plan(
         PlanError: Two entries have one name, or an entry reads a tensor that the source lacks.
     """
     spec_of = {spec.name: spec for spec in specs}
-    entry_of: dict[str, ExportEntry] = {}
+    sets: dict[FileSet, dict[str, ExportEntry]] = {}
     for entry in entries:
-        if entry.hf_name in entry_of:
+        if entry.hf_name in sets.setdefault(entry.file_set, {}):
             raise PlanError(f'two tensors would be written under one name: {entry.hf_name}')
         unknown = [name for name in entry.reads if name not in spec_of]
         if unknown:
             raise PlanError(f'{entry.hf_name} needs {unknown}, which the model does not have')
-        entry_of[entry.hf_name] = entry
-    if not entry_of:
+        sets[entry.file_set][entry.hf_name] = entry
+    if not sets:
         raise PlanError('there is nothing to save: the exporter named no tensor')
 
-    files, placements, index = _lay_out(entry_of, max_shard_nbytes, n_parameters)
-    buckets = _fill_buckets(_group(placements, entry_of, spec_of), bucket_nbytes)
-    return SavePlan(files, buckets, index, _digest(files, buckets, index))
+    files: list[OutputFile] = []
+    groups: list[Group] = []
+    indexes: dict[str, dict[str, Any]] = {}
+    for file_set, entry_of in sets.items():
+        set_files, placements, index = _lay_out(file_set, entry_of, max_shard_nbytes, n_parameters)
+        files += set_files
+        groups += _group(placements, entry_of, spec_of)
+        if index is not None:
+            indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
+    buckets = _fill_buckets(groups, bucket_nbytes)
+    return SavePlan(tuple(files), buckets, indexes, _digest(files, buckets, indexes))
 
 
 def _lay_out(
-    entry_of: dict[str, ExportEntry], max_shard_nbytes: int, n_parameters: int | None
-) -> tuple[tuple[OutputFile, ...], list[Placement], dict[str, Any] | None]:
+    file_set: FileSet, entry_of: dict[str, ExportEntry], max_shard_nbytes: int, n_parameters: int | None
+) -> tuple[list[OutputFile], list[Placement], dict[str, Any] | None]:
+    if not file_set.may_split:
+        max_shard_nbytes = sum(entry.nbytes for entry in entry_of.values())
     split = split_state_dict_into_shards_factory(
         entry_of,
         get_storage_size=lambda entry: entry.nbytes,
-        filename_pattern='model{suffix}.safetensors',
+        filename_pattern=file_set.stem + '{suffix}.safetensors',
         max_shard_size=max_shard_nbytes,
     )
     files, placements = [], []
-    for file, names in split.filename_to_tensors.items():
+    for name_in_set, names in split.filename_to_tensors.items():
+        file = file_set.path(name_in_set)
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start))
@@ -98,7 +118,7 @@ def _lay_out(
     if split.is_sharded:
         total = {} if n_parameters is None else {'total_parameters': n_parameters}
         index = {'metadata': {**total, **split.metadata}, 'weight_map': split.tensor_to_filename}
-    return tuple(files), placements, index
+    return files, placements, index
 
 
 def _group(
@@ -151,8 +171,8 @@ def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]
     return tuple(buckets)
 
 
-def _digest(files: tuple[OutputFile, ...], buckets: tuple[Bucket, ...], index: dict[str, Any] | None) -> str:
-    sha = hashlib.sha256(json.dumps(index, sort_keys=True).encode())
+def _digest(files: Sequence[OutputFile], buckets: Sequence[Bucket], indexes: dict[str, dict[str, Any]]) -> str:
+    sha = hashlib.sha256(json.dumps(indexes, sort_keys=True).encode())
     for file in files:
         sha.update(repr((file.name, file.nbytes, file.owner)).encode())
         sha.update(file.header)

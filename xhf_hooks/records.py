@@ -39,6 +39,25 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class FileSet:
+    """Files that one loader reads together; a save splits, names and indexes each set on its own.
+
+    Attributes:
+        folder: Relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
+        stem: ``'model'`` gives ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on.
+        may_split: Whether the loader accepts several files and an index.
+    """
+
+    folder: str = ''
+    stem: str = 'model'
+    may_split: bool = True
+
+    def path(self, name: str) -> str:
+        """A file of the set, relative to the checkpoint."""
+        return f'{self.folder}/{name}' if self.folder else name
+
+
+@dataclass(frozen=True)
 class ExportEntry:
     """A tensor that goes out: its name and shape in the folder, and what must be read to make it.
 
@@ -51,6 +70,7 @@ class ExportEntry:
     dtype: str
     reads: tuple[str, ...]
     combine: Combine | None = None
+    file_set: FileSet = FileSet()
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +119,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One safetensors file: its header bytes, its whole size, and the rank that writes it."""
+    """One safetensors file, named relative to the checkpoint: its header bytes, whole size and writing rank."""
 
     name: str
     header: bytes
@@ -112,13 +132,13 @@ class SavePlan:
     """Everything about a save that can be known before a tensor is touched.
 
     Attributes:
-        index: Content of ``model.safetensors.index.json``, or None when there is one file.
+        indexes: Content of each index file (``model.safetensors.index.json``); a set of one file has none.
         digest: Hash of all the above; equal on all ranks, or the save does not start.
     """
 
     files: tuple[OutputFile, ...]
     buckets: tuple[Bucket, ...]
-    index: dict[str, Any] | None
+    indexes: dict[str, dict[str, Any]]
     digest: str
 
     @property

@@ -41,11 +41,13 @@ class SaveOptions:
         module: Dotted path of the PreTrainedModel in the trained model; None finds it.
         dtype: Element-type code that floats are cast to; None keeps them as trained. ``'F32'`` takes the
             fp32 master weights where there are any.
+        lora: 'adapter', 'merge' or 'both' for a model with a LoRA adapter; None for any other.
         facts: What else the manifest says, such as engine and ZeRO stage.
     """
 
     module: str | None = None
     dtype: str | None = None
+    lora: str | None = None
     max_shard_nbytes: int = 5 * 10**9
     bucket_nbytes: int = 128 * 10**6
     writer: str = 'stream'
@@ -85,7 +87,7 @@ class Saver:
         """
         with self._collective.stage('plan'):
             self._source = source_for(self._model)
-            self.exporter = exporter_for(self._model, self._options.module)
+            self.exporter = exporter_for(self._model, self._options.module, lora=self._options.lora)
             self._make_plan(self._source.specs())
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan

@@ -22,8 +22,6 @@ from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.records import SavePlan, Step, WriteReceipt
 from xhf_hooks.safetensors_format import check_file
 
-INDEX_NAME = 'model.safetensors.index.json'
-
 
 class CheckpointFolder:
     """One final name, such as ``hf_model``, and all that stands beside it on its behalf.
@@ -131,9 +129,9 @@ class CheckpointFolder:
             IncompleteError: Something planned is not there.
             OSError: The file system refused; the previous checkpoint is still under the final name.
         """
-        if plan.index is not None:
-            with (self.staging / INDEX_NAME).open('w', encoding='utf-8') as file:
-                file.write(json.dumps(plan.index, indent=2, sort_keys=True) + '\n')
+        for name, index in plan.indexes.items():
+            with (self.staging / name).open('w', encoding='utf-8') as file:
+                file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
         self._check_complete(plan, receipts)
         self._refuse_foreign()
         if self.fsync:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
-from xhf_hooks.errors import ModelError
+from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.lora import LoraExporter
 from xhf_hooks.registry import EXPORTERS
 
-__all__ = ['Exporter', 'HuggingFaceExporter', 'exporter_for']
+__all__ = ['Exporter', 'HuggingFaceExporter', 'LoraExporter', 'exporter_for']
 
 
-def exporter_for(model: nn.Module, module: str | None) -> Exporter:
+def exporter_for(model: nn.Module, module: str | None, **options: str | None) -> Exporter:
     """The exporter of a trained model: the one registered last among those that accept it.
 
     Args:
         module: The hook's option of that name; None lets the exporter find what to export.
+        **options: The hook's options for one kind of model, such as ``lora``; None where it was not given.
 
     Raises:
         ModelError: No exporter accepts the model.
+        OptionError: An option was given that is not for this model.
     """
     accepting = [cls for cls in EXPORTERS.module_dict.values() if cls.accepts(model, module)]
     if not accepting:
@@ -28,4 +31,11 @@ def exporter_for(model: nn.Module, module: str | None) -> Exporter:
             f'Its modules are {[name for name, _ in model.named_children()]}. Name the PreTrainedModel in it '
             f'with the option module, or register an exporter of your own (README, "A new model family")'
         )
-    return accepting[-1](model, module)
+    chosen = accepting[-1]
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in chosen.options:
+            raise OptionError(
+                name, f'None for this {type(model).__name__}, because {chosen.__name__} exports it', value
+            )
+    return chosen(model, module, **given)

@@ -21,8 +21,10 @@ class Exporter(ABC):
     Attributes:
         base_dir: Folder or hub name that the model was loaded from, '' when there is none.
         left_out: Tensors of the source that do not go out, by decision. Known after :meth:`entries`.
+        options: The hook's options that are for this kind of model alone; the constructor takes them by name.
     """
 
+    options: tuple[str, ...] = ()
     base_dir: str = ''
     left_out: tuple[str, ...] = ()
 
@@ -57,7 +59,9 @@ class Exporter(ABC):
 
     @abstractmethod
     def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
-        """Write every file that is not weights. Runs on: rank 0, after :meth:`entries`.
+        """Write every file that is not weights, and make the folders of the entries. Runs on: rank 0.
+
+        Called after :meth:`entries`.
 
         Args:
             stop_token_ids: Tokens that end an answer, beside those that the model knows of.
@@ -65,3 +69,11 @@ class Exporter(ABC):
         Returns:
             Warnings for the log.
         """
+
+
+def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    """Every name of every tensor of the module at ``path``, relative to it; tied tensors have several."""
+    prefix = f'{path}.' if path else ''
+    return {
+        name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)
+    }

@@ -15,7 +15,7 @@ from torch import nn
 from xhf_hooks.dtypes import is_float
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import sidecar
-from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.conversion import convert_specs
 from xhf_hooks.module_tensors import module_tensors
 from xhf_hooks.records import ExportEntry, TensorSpec
@@ -49,13 +49,13 @@ class HuggingFaceExporter(Exporter):
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        return bool(_pretrained_in(model))
+        return bool(pretrained_in(model))
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._own_names(specs)
         exported = {spec.name for spec in own.values()}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in exported)
-        self._config = sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
+        self._config = self._exported_config(own, dtype)
         self._reference = _build_on_meta(self._model, self._config)
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
@@ -80,14 +80,12 @@ class HuggingFaceExporter(Exporter):
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Every name of every tensor below the exported module, relative to it, in state-dict order."""
-        prefix = f'{self._path}.' if self._path else ''
-        found = {}
-        for spec in specs:
-            for name in (spec.name, *spec.aliases):
-                if name.startswith(prefix):
-                    found[name[len(prefix) :]] = spec
+        found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
+        return sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
 
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
         try:
@@ -95,8 +93,9 @@ class HuggingFaceExporter(Exporter):
         except (NotImplementedError, AttributeError):  # a model without token embeddings
             return None
         names = (name for name, tensor in self._model.named_parameters() if tensor is weight)
-        name = next(names, None)
-        return own[name].shape[0] if name in own else None
+        live_name = '.'.join(filter(None, (self._path, next(names, None))))
+        rows = (spec.shape[0] for spec in own.values() if live_name in (spec.name, *spec.aliases))
+        return next(rows, None)
 
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
         expected = {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
@@ -148,10 +147,10 @@ def _find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrai
         if not isinstance(found, PreTrainedModel):
             raise ModelError(
                 f'option module: expected the path of a PreTrainedModel in {type(model).__name__}, found '
-                f'{module!r} ({type(found).__name__}). There are: {sorted(_pretrained_in(model))}'
+                f'{module!r} ({type(found).__name__}). There are: {sorted(pretrained_in(model))}'
             )
         return module, found
-    candidates = _pretrained_in(model)
+    candidates = pretrained_in(model)
     if 'llm' in candidates:
         return 'llm', candidates['llm']
     if len(candidates) != 1:
@@ -162,7 +161,7 @@ def _find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrai
     return next(iter(candidates.items()))
 
 
-def _pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
+def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     """The outermost PreTrainedModels, by path; the path of the model itself is ''."""
     from transformers import PreTrainedModel
 

@@ -15,6 +15,7 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import OptionError, TargetError, XhfError
 from xhf_hooks.exporters import chat_template as chat_templates
+from xhf_hooks.exporters.lora import LORA_MODES
 from xhf_hooks.exporters.sidecar import load_tokenizer
 from xhf_hooks.hooks import options
 from xhf_hooks.hooks.best_metric import BestMetric
@@ -47,6 +48,9 @@ class HFCheckpointHook(Hook):
             ``hf_model_iter_500``. -1 keeps all. Defaults to 1.
         module (str, optional): Dotted path of the PreTrainedModel in the trained model. Defaults to None:
             the model itself, ``llm``, or the only one there is.
+        lora (str, optional): For a model with a LoRA adapter, 'adapter' (as peft saves it), 'merge' (a complete
+            model with the adapter merged into its weights) or 'both' (the merged model, with the adapter in
+            ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one.
         tokenizer (object, dict, str, optional): A tokenizer, its MMEngine config, or its folder. Defaults to
             None: ``cfg.tokenizer``, else the base model's own files, else none, with a warning.
         chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
@@ -77,6 +81,7 @@ class HFCheckpointHook(Hook):
         rule: str | list[str] | None = None,
         max_keep_ckpts: int = 1,
         module: str | None = None,
+        lora: str | None = None,
         tokenizer: Any | None = None,
         chat_template: bool = True,
         dtype: str | None = None,
@@ -98,6 +103,7 @@ class HFCheckpointHook(Hook):
         self._save_options = dict(
             module=options.check_module(module),
             dtype=options.parse_dtype(dtype),
+            lora=options.check_choice('lora', lora, (None, *LORA_MODES)),
             max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
             bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
         )

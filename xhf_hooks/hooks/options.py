@@ -60,7 +60,7 @@ def check_max_keep(value: Any) -> int:
     return value
 
 
-def check_choice(option: str, value: Any, choices: tuple[str, ...]) -> str:
+def check_choice(option: str, value: Any, choices: tuple[str | None, ...]) -> str | None:
     """An option that is one of a few words."""
     if value not in choices:
         raise OptionError(option, f'one of {choices}', value)

@@ -1,0 +1,113 @@
+"""Tiny models of the zoo with a LoRA adapter in training, none of whose tensors is zero."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from tests.helpers.zoo import NOISE_STD, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+ATTENTION = ('q_proj', 'v_proj')
+
+# Name: family, LoraConfig options.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    'plain': ('llama', dict()),
+    'all_linear': ('llama', dict(target_modules='all-linear')),
+    'rslora': ('llama', dict(use_rslora=True)),
+    'dora': ('llama', dict(use_dora=True)),
+    'patterns': ('llama', dict(rank_pattern={'v_proj': 7}, alpha_pattern={'layers.1.self_attn.q_proj': 11})),
+    'trained_bias': ('qwen2', dict(bias='lora_only')),
+    'all_biases': ('qwen2', dict(bias='all')),
+    'lora_bias': ('qwen2', dict(lora_bias=True)),
+    'conv1d_weights': ('gpt2', dict(target_modules=['c_attn', 'c_fc'], fan_in_fan_out=True)),
+    'conv1d_weights_dora': ('gpt2', dict(target_modules=['c_attn'], fan_in_fan_out=True, use_dora=True)),
+    'embedding': ('llama', dict(target_modules=['embed_tokens', 'lm_head', 'q_proj'])),
+    'embedding_dora': ('llama', dict(target_modules=['embed_tokens'], use_dora=True)),
+    'conv': ('whisper', dict(target_modules=['conv1', 'q_proj'], task_type=None)),
+    'conv_dora': ('whisper', dict(target_modules=['conv2'], use_dora=True, task_type=None)),
+    'conv2d': ('llava', dict(target_modules=['patch_embedding', 'q_proj'])),
+    'modules_to_save': ('llama', dict(modules_to_save=['lm_head', 'embed_tokens'])),
+    'untied_by_modules_to_save': ('qwen2', dict(modules_to_save=['lm_head'])),
+    'experts': ('mixtral', dict()),
+    'no_task_type': ('llama', dict(task_type=None)),
+}
+
+
+def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
+    """``model`` with an adapter as after some training: B is not zero, the magnitude not the norm.
+
+    Args:
+        dtype: Of all parameters in the end; DeepSpeed's bf16 casts adapters, too. None leaves them alone.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    options = {'r': 3, 'lora_alpha': 5, 'target_modules': list(ATTENTION), 'task_type': 'CAUSAL_LM', **lora}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(**options))
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += NOISE_STD * torch.randn(parameter.shape)
+    if dtype is not None:
+        for parameter in adapted.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def adapted(family: str, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
+    """:func:`adapt` a model of the zoo."""
+    return adapt(build(family), dtype, **lora)
+
+
+def merged_by_peft(model: PeftModel, folder: Path) -> PreTrainedModel:
+    """A merged copy, saved to ``folder``."""
+    merged = copy.deepcopy(model).merge_and_unload()
+    merged.save_pretrained(folder)
+    return merged
+
+
+def assert_rounded_once(saved: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> None:
+    """Every element is the float64 value rounded once to the saved dtype, give or take fp32's own error.
+
+    With u the unit roundoff of the saved dtype and |w| the largest element of the tensor: at most
+    u * |exact| + 2**-20 * |w| away. For bfloat16 the second term is a 4096th of the first at |w|.
+    """
+    import torch
+
+    assert saved.keys() == exact.keys()
+    for name, tensor in saved.items():
+        unit = torch.finfo(tensor.dtype).eps / 2
+        allowed = unit * exact[name].abs() + 2.0**-20 * exact[name].abs().max()
+        assert ((tensor.double() - exact[name]).abs() <= allowed).all(), name
+
+
+def around(**children: nn.Module) -> nn.Module:
+    """A trained model that holds others, as XTuner's do; its type is ``Module``."""
+    from torch import nn
+
+    model = nn.Module()
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
+
+
+def refusal(model: nn.Module, lora: str = 'adapter') -> str:
+    """What is said when ``model`` cannot be exported like this."""
+    import pytest
+
+    from xhf_hooks.errors import ModelError, OptionError
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.sources import source_for
+
+    with pytest.raises((ModelError, OptionError)) as caught:
+        exporter_for(model, None, lora=lora).entries(source_for(model).specs(), None)
+    return str(caught.value)

@@ -1,0 +1,127 @@
+"""LoRA under DeepSpeed: the adapter and the merged model are those of the whole model, whatever holds its weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.adapted import adapt, assert_rounded_once, merged_by_peft
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+ENGINES: dict[str, dict[str, Any]] = {
+    'zero2': dict(stage=2),
+    'zero3': dict(stage=3),
+    'zero3_default_persistence': dict(stage=3, stage3_param_persistence_threshold=100_000),
+    'zero3_fp32': dict(stage=3, bf16=False),
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    'plain': dict(target_modules='all-linear'),
+    'dora_modules_to_save': dict(use_dora=True, use_rslora=True, modules_to_save=['lm_head']),
+}
+CASES = [f'{adapter}-{engine}' for adapter in ADAPTERS for engine in ENGINES]
+MODES = ('adapter', 'merge', 'both')
+
+
+def build_model(base: Path, adapter: str, engine_name: str) -> Any:
+    """XTuner's shape: the PeftModel is ``llm`` of the trained model."""
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.float32 if engine_name == 'zero3_fp32' else torch.bfloat16
+    model = nn.Module()
+    model.llm = adapt(AutoModelForCausalLM.from_pretrained(base, torch_dtype=dtype), dtype, **ADAPTERS[adapter])
+    return model
+
+
+def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set[str]]:
+    """Runs on: all ranks.
+
+    Returns:
+        The names that the adapter's plan reads, and those of its tensors.
+    """
+    import torch.distributed as dist
+
+    model = build_model(root / 'base', adapter, engine_name)
+    folder = root / f'{adapter}-{engine_name}'
+    if dist.get_rank() == 0:
+        model.llm.save_pretrained(folder / 'expected_adapter')
+        merged_by_peft(model.llm, folder / 'expected_merge')
+        model.llm.double().merge_and_unload().save_pretrained(folder / 'exact_merge')
+        model = build_model(root / 'base', adapter, engine_name)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    engine = zero_engine(model, **ENGINES[engine_name])
+    gathered = set()
+    for mode in MODES:
+        plan, _ = save_folder(engine.module, folder / mode, lora=mode)
+        if mode == 'adapter':
+            gathered = {name for bucket in plan.buckets for name in bucket.read_names}
+    engine.destroy()
+    return gathered, trained
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    from tests.helpers.zoo import build
+
+    root = tmp_path_factory.mktemp('lora')
+    build('llama').save_pretrained(root / 'base')
+    scenarios = {f'{a}-{e}': partial(save_case, a, e, root) for a in ADAPTERS for e in ENGINES}
+    return root, run_scenarios(scenarios, 2, timeout_secs=400)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_adapter_is_pefts_file(saved, case):
+    root, results = saved
+    gathered, trained = check(results, case)[0]
+    assert gathered == trained  # nothing of the base
+    for name in ('adapter_model.safetensors', 'README.md'):
+        expected = (root / case / 'expected_adapter' / name).read_bytes()
+        assert (root / case / 'adapter' / name).read_bytes() == expected
+        assert (root / case / 'both' / 'adapter' / name).read_bytes() == expected
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_adapter_loads_onto_its_base(saved, case):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    root, results = saved
+    check(results, case)
+    base = AutoModelForCausalLM.from_pretrained(root / 'base')
+    loaded = PeftModel.from_pretrained(base, root / case / 'adapter')
+    merged = AutoModelForCausalLM.from_pretrained(root / case / 'merge', torch_dtype=torch.float32)
+    tokens = torch.tensor([[1, 5, 9]])
+    logits = [model.eval()(input_ids=tokens).logits for model in (loaded, merged)]
+    assert torch.allclose(*logits, atol=2e-2)  # the merged weights are bf16
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_merged_model(saved, case):
+    from transformers import LlamaForCausalLM
+
+    root, results = saved
+    check(results, case)
+    merged = folder_tensors(root / case / 'merge')
+    assert_rounded_once(merged, folder_tensors(root / case / 'exact_merge'))
+    if case.endswith('fp32'):
+        assert_same_folder_tensors(root / case / 'expected_merge', root / case / 'merge')
+    expected = (root / case / 'merge' / 'model.safetensors').read_bytes()
+    assert (root / case / 'both' / 'model.safetensors').read_bytes() == expected
+    assert_loads_clean(root / case / 'merge', LlamaForCausalLM)
+
+
+@pytest.mark.parametrize('adapter', ADAPTERS)
+def test_same_file_at_every_stage(saved, adapter):
+    root, results = saved
+    same = [engine for engine in ENGINES if engine != 'zero3_fp32']
+    for engine in same:
+        check(results, f'{adapter}-{engine}')
+    for name in ('merge/model.safetensors', 'adapter/adapter_model.safetensors'):
+        assert len({(root / f'{adapter}-{engine}' / name).read_bytes() for engine in same}) == 1

@@ -1,0 +1,244 @@
+"""A complete model with a LoRA adapter merged into its weights, one weight at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.records import Combine, ExportEntry, TensorSpec
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class WeightMerge:
+    """``W + scaling * B A`` of one weight, in fp32 (or wider), not rounded; the live model is only read.
+
+    The operations are those of peft's ``get_delta_weight`` and ``merge``, and of its DoRA variants
+    (``tuners/lora/layer.py``, ``variants.py``, ``dora.py``), so that an fp32 linear layer comes out with
+    peft's bits. peft rounds a 16-bit model's product, sum and norm one after the other; here the result is
+    rounded once, when it is written.
+
+    Attributes:
+        base, lora_a, lora_b, magnitude: Names in the source. ``(out, in, ...)``, ``(rank, in, ...)``,
+            ``(out, rank, ...)`` and, with DoRA, ``out`` elements.
+        transposed: The weight is stored as ``(in, out)``: embeddings, and GPT-2's Conv1D.
+    """
+
+    base: str
+    lora_a: str
+    lora_b: str
+    magnitude: str | None
+    scaling: float
+    transposed: bool
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.base, self.lora_a, self.lora_b, self.magnitude)))
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        weight = tensors[self.base]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a, b = (tensors[name].to(dtype).flatten(1) for name in (self.lora_a, self.lora_b))
+        merged = (b @ a).mul_(self.scaling)  # in place from here on: this is all the memory that merging takes
+        merged += weight.T if self.transposed else weight.flatten(1)
+        if self.magnitude is not None:
+            factor = tensors[self.magnitude].to(dtype).flatten() / torch.linalg.norm(merged, dim=1)
+            merged *= factor.unsqueeze(1)
+        return (merged.T if self.transposed else merged).reshape(weight.shape)
+
+
+@dataclass(frozen=True)
+class BiasMerge:
+    """``b + scaling * b_B``, of an adapter with ``lora_bias``."""
+
+    base: str
+    lora_bias: str
+    scaling: float
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.base, self.lora_bias)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        bias = tensors[self.base]
+        dtype = torch.promote_types(bias.dtype, torch.float32)
+        return tensors[self.lora_bias].to(dtype).mul(self.scaling) + bias
+
+
+def base_path(path: str) -> str:
+    """Of the base model in the trained model, for the PeftModel at ``path``."""
+    return f'{path}.base_model.model'.removeprefix('.')
+
+
+class MergedExporter(HuggingFaceExporter):
+    """What ``merge_and_unload`` followed by ``save_pretrained`` writes.
+
+    To everything but the last step a merged weight is its base weight under another name, so it is named,
+    compared, converted and planned like the weights of any other model.
+
+    Args:
+        path: Of the PeftModel in the trained model.
+        adapter: Its name in the PeftModel.
+
+    Raises:
+        ModelError: The base model is quantized, or a layer is adapted in a way that is not known here.
+    """
+
+    def __init__(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> None:
+        quantized = getattr(peft_model.get_base_model(), 'quantization_method', None)
+        if quantized is not None:
+            raise ModelError(
+                f'the base model is quantized ({quantized}), and an adapter cannot be merged into such weights '
+                f"without loss; set lora to 'adapter' and merge it into the unquantized model"
+            )
+        super().__init__(model, base_path(path))
+        self._adapter = adapter
+        self._merges: dict[str, WeightMerge | BiasMerge] = {}  # by name of the base tensor in the source
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        self._merges = {}
+        entries = self._merging(super().entries(specs, dtype))
+        read = {name for entry in entries for name in entry.reads}
+        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
+        return entries
+
+    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+        """The names of the merged model: no adapter in them, and of a replaced module only its replacement."""
+        from peft.tuners.lora import LoraLayer
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+        own = super()._own_names(specs)
+        kept_below: dict[str, str] = {}  # path of a wrapper -> path of what stays of it
+        merged: set[str] = set()
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if isinstance(module, LoraLayer):
+                kept_below[path] = f'{path}.base_layer'
+                merged |= self._note_merges(path, module, own)
+            elif isinstance(module, ModulesToSaveWrapper):
+                kept_below[path] = f'{path}.modules_to_save.{self._adapter}'
+            elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                raise _unknown(path, module)
+        _require_only(merged, own, self._merges)
+        return dict(_stripped(own, kept_below))
+
+    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
+        """``modules_to_save`` gives tied embeddings weights of their own; loading must not tie them again."""
+        config = super()._exported_config(own, dtype)
+        inputs, outputs = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        if outputs is not None and inputs.weight is not outputs.weight:
+            for part in (config, config.get_text_config()):
+                if getattr(part, 'tie_word_embeddings', False):
+                    part.tie_word_embeddings = False
+        return config
+
+    def _note_merges(self, path: str, layer: LoraLayer, own: dict[str, TensorSpec]) -> set[str]:
+        """Remember how the tensors of an adapted layer are made; the relative names of those that are."""
+        from peft.tuners.lora import layer as kinds
+
+        adapter = self._adapter
+        if type(layer) not in (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d):
+            raise _unknown(path, layer)
+        with_dora = layer.use_dora[adapter]
+        if layer.lora_variant.get(adapter) is not None and not with_dora:
+            raise _unknown(path, layer.lora_variant[adapter])
+        if layer.merged:
+            raise ModelError(f'{path}: the adapter is merged into the live model already; call unmerge_adapter()')
+        base_layer = layer.get_base_layer()
+        if getattr(base_layer, 'groups', 1) > 1:
+            raise ModelError(f"{path}: peft cannot merge a convolution with groups; set lora to 'adapter'")
+
+        is_embedding = isinstance(layer, kinds.Embedding)
+        part = '{}.lora_embedding_{}.{}' if is_embedding else '{}.lora_{}.{}.weight'
+        lora_a, lora_b = (own[part.format(path, letter, adapter)].name for letter in 'AB')
+        magnitude = own[f'{path}.lora_magnitude_vector.{adapter}.weight'].name if with_dora else None
+        transposed = is_embedding or bool(getattr(layer, 'fan_in_fan_out', False))
+        weight, bias = f'{path}.base_layer.weight', f'{path}.base_layer.bias'
+        scaling = layer.scaling[adapter]
+        made = {weight: WeightMerge(own[weight].name, lora_a, lora_b, magnitude, scaling, transposed)}
+        if layer.lora_bias[adapter]:
+            if bias not in own:
+                raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")
+            made[bias] = BiasMerge(own[bias].name, own[f'{path}.lora_B.{adapter}.bias'].name, scaling)
+        for name, merge in made.items():
+            if self._merges.setdefault(merge.base, merge) != merge:
+                raise _tied(name)
+        return set(made)
+
+    def _merging(self, entries: list[ExportEntry]) -> list[ExportEntry]:
+        """Entries that read a merged tensor read its parts instead, and make it first."""
+        made: dict[int | str, _MergeFirst] = {}
+        result = []
+        for entry in entries:
+            merges = [self._merges[name] for name in entry.reads if name in self._merges]
+            if merges:
+                key = entry.hf_name if entry.combine is None else id(entry.combine)
+                then = entry.combine or _Renamed(entry.hf_name, entry.reads[0])
+                combine = made.setdefault(key, _MergeFirst(tuple(merges), then))
+                reads = [*entry.reads, *(name for merge in merges for name in merge.reads)]
+                entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine)
+            result.append(entry)
+        return result
+
+
+@dataclass(frozen=True)
+class _MergeFirst:
+    merges: tuple[WeightMerge | BiasMerge, ...]
+    then: Combine
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.then({**tensors, **{merge.base: merge(tensors) for merge in self.merges}})
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    hf_name: str
+    read: str
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {self.hf_name: tensors[self.read]}
+
+
+def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> list[tuple[str, TensorSpec]]:
+    """Rename what stays of each wrapper to the wrapper's own path, and drop the rest of it."""
+    names = []
+    for name, spec in own.items():
+        parts = name.split('.')
+        above = ('.'.join(parts[:end]) for end in range(1, len(parts)))
+        wrapper = next((path for path in above if path in kept_below), None)
+        if wrapper is None:
+            names.append((name, spec))
+        elif name.startswith(f'{kept_below[wrapper]}.'):
+            names.append((wrapper + name.removeprefix(kept_below[wrapper]), spec))
+    return names
+
+
+def _require_only(merged: set[str], own: Mapping[str, TensorSpec], merges: Mapping[str, object]) -> None:
+    """Refuse a weight that is adapted under one name and used as it is under another."""
+    for name, spec in own.items():
+        if spec.name in merges and name not in merged:
+            raise _tied(name)
+
+
+def _tied(name: str) -> ModelError:
+    return ModelError(
+        f'{name} shares its weight with a layer that has another adapter or none, so that merging would change '
+        f"both; set lora to 'adapter', or leave the tied layer out of target_modules"
+    )
+
+
+def _unknown(path: str, found: object) -> ModelError:
+    return ModelError(
+        f'{path}: {type(found).__module__}.{type(found).__name__} cannot be merged here. What can: lora.Linear, '
+        f"Embedding and ConvNd, with or without DoRA, and modules_to_save; set lora to 'adapter'"
+    )
