@@ -4,6 +4,7 @@ Python runs this at start-up when its folder is on PYTHONPATH. It only hooks in:
 no earlier than it would be without it.
 """
 
+import atexit
 import importlib.abc
 import sys
 
@@ -45,3 +46,11 @@ def fill_in_for_cuda():
 
 
 sys.meta_path.insert(0, BeforeImport())
+
+
+@atexit.register
+def leave_process_group():
+    """Nobody in xtuner does, and gloo's threads then abort about one process in thirty as it ends."""
+    distributed = sys.modules.get('torch.distributed')
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
