@@ -77,7 +77,7 @@ def gate(monkeypatch):
     pwrite = os.pwrite
 
     def slow_pwrite(fd, data, offset):
-        if threading.current_thread().name == 'xhf-stream-writer':
+        if threading.current_thread().name == 'xhf-writer':
             assert opened.wait(TIMEOUT_SECS)
         return pwrite(fd, data, offset)
 
@@ -109,7 +109,7 @@ def open_files(folder: Path) -> list[str]:
 
 def assert_at_rest(folder: Path) -> None:
     assert open_files(folder) == []
-    assert 'xhf-stream-writer' not in {thread.name for thread in threading.enumerate()}
+    assert 'xhf-writer' not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize('shard', [10**9, 1000])

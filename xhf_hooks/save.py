@@ -137,8 +137,8 @@ class Saver:
         """Write and commit one checkpoint.
 
         Args:
-            on_progress: Called after each tensor or part of one, on ranks that write, with the bytes that
-                this rank has written so far.
+            on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
+                rank has handed to the writer, and about how many it will.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
@@ -273,6 +273,7 @@ class Saver:
         on_progress: Callable[[int, int], None] | None,
     ) -> tuple[list[WriteReceipt], int]:
         overflows = done_nbytes = 0
+        total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
             writer.open(staging)
             for chunk in some:
@@ -281,8 +282,14 @@ class Saver:
                 writer.write(chunk)
                 del chunk  # the next is made while this one waits for the disk
                 if on_progress is not None:
-                    on_progress(done_nbytes, self.plan.nbytes)
+                    on_progress(done_nbytes, total_nbytes)
             return writer.finish(), overflows
+
+    def _own_nbytes(self, collective: Collective) -> int:
+        """About what this rank writes."""
+        gathered = (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements)
+        in_slices = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
+        return sum(p.nbytes for p in gathered if p.owner == collective.rank) + in_slices // collective.world_size
 
     @property
     def _half_bucket(self) -> int:
