@@ -52,6 +52,7 @@ class SaveOptions:
         dtype: Element-type code that floats are cast to; None keeps them as trained. ``'F32'`` takes the
             fp32 master weights where there are any.
         lora: 'adapter', 'merge' or 'both' for a model with a LoRA adapter; None for any other.
+        llava_format: 'xtuner', 'xtuner_complete' or 'huggingface' for XTuner's LLaVAModel; None for any other.
         writer: Name in WRITERS.
         in_background: Whether :meth:`Saver.start` will be used.
         facts: What else the manifest says, such as engine and ZeRO stage.
@@ -60,6 +61,7 @@ class SaveOptions:
     module: str | None = None
     dtype: str | None = None
     lora: str | None = None
+    llava_format: str | None = None
     max_shard_nbytes: int = 5 * 10**9
     bucket_nbytes: int = 128 * 10**6
     writer: str = 'stream'
@@ -110,7 +112,12 @@ class Saver:
         """
         with self._collective.stage('plan'):
             self._source = source_for(self._model)
-            self.exporter = exporter_for(self._model, self._options.module, lora=self._options.lora)
+            self.exporter = exporter_for(
+                self._model,
+                self._options.module,
+                lora=self._options.lora,
+                llava_format=self._options.llava_format,
+            )
             self._make_plan(self._source.specs())
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan

@@ -17,6 +17,7 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import sidecar
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.conversion import convert_specs
+from xhf_hooks.exporters.derived import Derived, derive
 from xhf_hooks.module_tensors import module_tensors
 from xhf_hooks.records import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -37,7 +38,8 @@ class HuggingFaceExporter(Exporter):
     """
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
-        self._path, self._model = _find_pretrained(model, module)
+        self._path, self._model = find_pretrained(model, module)
+        self._derived: dict[str, Derived] = {}  # what is not written as it is, by its name in the source
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
         self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
@@ -53,16 +55,17 @@ class HuggingFaceExporter(Exporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._own_names(specs)
-        exported = {spec.name for spec in own.values()}
-        self.left_out = tuple(spec.name for spec in specs if spec.name not in exported)
         self._config = self._exported_config(own, dtype)
-        self._reference = _build_on_meta(self._model, self._config)
+        self._reference = self._build_reference(self._config)
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
             del own[alias]
         entries = convert_specs(self._reference, own)
         if dtype is not None:
             entries = [replace(e, dtype=dtype) if is_float(e.dtype) else e for e in entries]
+        entries = derive(entries, self._derived)
+        read = {name for entry in entries for name in entry.reads}
+        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
 
     @property
@@ -87,6 +90,14 @@ class HuggingFaceExporter(Exporter):
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         return sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
 
+    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+        """The class that ``from_pretrained`` will build, without memory."""
+        reference = build_on_meta(type(self._model), config)
+        conversions = getattr(self._model, '_weight_conversions', None)
+        if conversions is not None:
+            reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
+        return reference
+
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
         try:
             weight = getattr(self._model.get_input_embeddings(), 'weight', None)
@@ -99,9 +110,9 @@ class HuggingFaceExporter(Exporter):
 
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
         expected = {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
-        ignored = [*(getattr(self._model, '_keys_to_ignore_on_load_missing', None) or ())]
+        ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_missing', None) or ())]
         missing = [n for n in expected if n not in own and not _matches(ignored, n)]
-        ignored = [*(getattr(self._model, '_keys_to_ignore_on_load_unexpected', None) or ())]
+        ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_unexpected', None) or ())]
         unexpected = [n for n in own if n not in expected and not _matches(ignored, n)]
         other_shape = [
             f'{n} expected {expected[n]}, found {own[n].shape}'
@@ -126,7 +137,7 @@ class HuggingFaceExporter(Exporter):
         """
         from transformers.modeling_utils import _get_tied_weight_keys
 
-        ignored = set(getattr(self._model, '_keys_to_ignore_on_save', None) or ())
+        ignored = set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
         declared = _get_tied_weight_keys(self._reference)
         redundant = [name for name in own if name in ignored]
         names_of: dict[str, list[str]] = {}
@@ -139,7 +150,12 @@ class HuggingFaceExporter(Exporter):
         return redundant
 
 
-def _find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
+def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
+    """The path and the PreTrainedModel to export: ``module``, else ``llm``, else the only one.
+
+    Raises:
+        ModelError: There is none, or it is not clear which.
+    """
     from transformers import PreTrainedModel
 
     if module is not None:
@@ -173,14 +189,10 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
-def _build_on_meta(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """The class that ``from_pretrained`` will build, without memory."""
+def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without memory."""
     with torch.device('meta'):
-        reference = type(model)(copy.deepcopy(config))  # a model's __init__ may edit its config
-    conversions = getattr(model, '_weight_conversions', None)
-    if conversions is not None:
-        reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
-    return reference
+        return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from xhf_hooks.records import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import nn
 
 #: peft's SAFETENSORS_WEIGHTS_NAME; it reads this one file.
 _ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
@@ -103,3 +105,29 @@ class AdapterExporter:
         """As peft's ``save_pretrained`` finds it."""
         recorded = self._config.base_model_name_or_path
         return recorded if recorded is not None else self._model.__dict__.get('name_or_path') or None
+
+
+def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
+    """Every PeftModel in the trained model, by path."""
+    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # whoever built one has imported it
+    if peft_model is None:
+        return {}
+    return {path: child for path, child in model.named_modules() if isinstance(child, peft_model)}
+
+
+def trained_adapter(path: str, peft_model: PeftModel) -> str:
+    """The name of the one adapter of the PeftModel at ``path``.
+
+    Raises:
+        ModelError: There are several, it is of another kind than LoRA, or nothing of it is trained.
+    """
+    kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
+    if list(kinds.values()) != ['LORA']:
+        raise ModelError(f'expected a PeftModel with one adapter of type LORA, found {kinds}')
+    (name,) = kinds
+    if not any(parameter.requires_grad for parameter in peft_model.parameters()):
+        raise ModelError(
+            f'the adapter {name!r} at {path or "the root"!r} has no trained tensor; load it with '
+            f'is_trainable=True, or make it with get_peft_model'
+        )
+    return name

@@ -15,6 +15,7 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import OptionError, TargetError, XhfError
 from xhf_hooks.exporters import chat_template as chat_templates
+from xhf_hooks.exporters.llava import LLAVA_FORMATS
 from xhf_hooks.exporters.lora import LORA_MODES
 from xhf_hooks.exporters.sidecar import load_tokenizer
 from xhf_hooks.hooks import options
@@ -53,6 +54,9 @@ class HFCheckpointHook(Hook):
         lora (str, optional): For a model with a LoRA adapter, 'adapter' (as peft saves it), 'merge' (a complete
             model with the adapter merged into its weights) or 'both' (the merged model, with the adapter in
             ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one.
+        llava_format (str, optional): For XTuner's LLaVAModel, 'xtuner' (its own layout, frozen parts left out),
+            'xtuner_complete' (frozen parts, too) or 'huggingface' (transformers' LlavaForConditionalGeneration,
+            complete, adapters merged). Defaults to None, which means 'xtuner'.
         tokenizer (object, dict, str, optional): A tokenizer, its MMEngine config, or its folder. Defaults to
             None: ``cfg.tokenizer``, else the base model's own files, else none, with a warning.
         chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
@@ -93,6 +97,7 @@ class HFCheckpointHook(Hook):
         max_keep_ckpts: int = 1,
         module: str | None = None,
         lora: str | None = None,
+        llava_format: str | None = None,
         tokenizer: Any | None = None,
         chat_template: bool = True,
         dtype: str | None = None,
@@ -119,6 +124,7 @@ class HFCheckpointHook(Hook):
             module=options.check_module(module),
             dtype=options.parse_dtype(dtype),
             lora=options.check_choice('lora', lora, (None, *LORA_MODES)),
+            llava_format=options.check_choice('llava_format', llava_format, (None, *LLAVA_FORMATS)),
             max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
             bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
             in_background=options.check_switch('async_save', async_save),
@@ -174,6 +180,8 @@ class HFCheckpointHook(Hook):
         if left_out:
             some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
             runner.logger.info(f'HFCheckpointHook: not exported: {len(left_out)} tensors ({some})')
+        for note in self._saver.exporter.notes:
+            runner.logger.info(f'HFCheckpointHook: {note}')
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
