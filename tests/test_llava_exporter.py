@@ -189,6 +189,20 @@ def test_one_model(options, words, tmp_path):
     assert all('lora_' in name or 'original' in name or 'base_layer' in name for name in exporter.left_out)
 
 
+def test_while_transformers_partitions_new_models(bases, tmp_path):
+    """As in every run of XTuner at ZeRO-3; what is built for comparison must be whole."""
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    model = TinyLlava(bases)
+    turned_on = HfDeepSpeedConfig({'zero_optimization': {'stage': 3}})
+    assert is_deepspeed_zero3_enabled()
+    exporter = exporter_for(model, None, llava_format='huggingface')
+    assert len(exporter.entries(source_for(model).specs(), None)) == len(model.state_dict())
+    assert is_deepspeed_zero3_enabled()
+    del turned_on
+    assert not is_deepspeed_zero3_enabled()
+
+
 def test_new_rows_are_the_mean(bases, tmp_path):
     model = TinyLlava(bases)
     path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,9 +192,25 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without memory."""
-    with torch.device('meta'):
+    """A model without memory, none of it partitioned."""
+    with _without_zero_init(), torch.device('meta'):
         return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
+
+
+@contextmanager
+def _without_zero_init() -> Iterator[None]:
+    """At ZeRO-3 transformers partitions whatever a model builds with ``from_config`` inside of it; not here."""
+    integration = sys.modules.get('transformers.integrations.deepspeed')  # not imported: nobody has turned it on
+    reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
+    active = None if reference is None else reference()
+    if active is None:
+        yield
+        return
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration.set_hf_deepspeed_config(active)
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,8 @@ def write(
         warnings += _write_generation_config(folder, model, stop_token_ids)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    _copy_processor_files(folder, base_dir)
+    replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
+    _copy_processor_files(folder, base_dir, with_template=not replaced)
     return warnings
 
 
@@ -114,9 +116,18 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_id
     return [f'generation_config.json: do_sample set to True, because {set_options} are set: {problem}']
 
 
-def _copy_processor_files(folder: Path, base_dir: str) -> None:
+def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
+    """That of the base model's tokenizer, which is not built for this."""
+    if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
+        return jinja.read_text(encoding='utf-8')
+    config = base_file(base_dir, 'tokenizer_config.json')
+    template = None if config is None else json.loads(config.read_text(encoding='utf-8')).get('chat_template')
+    return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
+
+
+def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
-    if names:
+    if names and with_template:  # one that training replaced must not come back by way of the processor
         names.append('chat_template.json')  # a processor's template, transformers < 5
     for name in names:
         path = base_file(base_dir, name)
