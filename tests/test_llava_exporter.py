@@ -15,6 +15,7 @@ from tests.helpers.adapted import around
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
+from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
@@ -78,7 +79,7 @@ def test_all_trained(bases, tmp_path):
 
 
 def test_projector_loads_with_its_own_code(bases, tmp_path, monkeypatch):
-    monkeypatch.setattr('transformers.dynamic_module_utils.HF_MODULES_CACHE', str(tmp_path / 'modules'))
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
     model = TinyLlava(bases, hidden_act='relu', bias=False, depth=3)
     path, _ = saved(model, tmp_path / 'hf_model')
     loaded = AutoModel.from_pretrained(path / 'projector', trust_remote_code=True)

@@ -14,6 +14,7 @@ from tests.helpers.adapted import adapt, around
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.internvl import CODE, load_internvl
+from tests.helpers.remote_code import use_modules_cache
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, LoraInsideExporter, exporter_for
 
@@ -29,7 +30,7 @@ ADAPTED = {
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     """Transformers' copies of the code go to tmp_path, too."""
-    monkeypatch.setattr('transformers.dynamic_module_utils.HF_MODULES_CACHE', str(tmp_path / 'modules'))
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
     return tmp_path / 'internvl'
 
 
