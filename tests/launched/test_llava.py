@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SAVES: dict[str, dict[str, str]] = {
     'xtuner': {},
     'huggingface': dict(llava_format='huggingface'),
+    'positional': dict(llava_format='huggingface', writer='positional'),
 }
 
 
@@ -105,7 +106,8 @@ def test_one_model_is_that_of_the_whole_model(saved, name):
     root, results = saved
     check(results, name)
     folder = root / name
-    assert_same_folder_tensors(folder / 'whole', folder / 'huggingface')
+    for how in ('huggingface', 'positional'):
+        assert_same_folder_tensors(folder / 'whole', folder / how)
     assert_rounded_once(folder_tensors(folder / 'huggingface'), folder_tensors(folder / 'exact'))
     assert_loads_clean(folder / 'huggingface', LlavaForConditionalGeneration)
 
