@@ -46,7 +46,7 @@ def gather(
         with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
             for group in ours:
                 _check(group, tensors)
-                yield from _chunks(group, tensors, rank, to_host)
+                yield from _chunks(group, tensors, rank, to_host, meter)
             meter.sample()
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
@@ -62,7 +62,11 @@ def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _chunks(
-    group: Group, tensors: Mapping[str, torch.Tensor], rank: int, to_host: Callable[[torch.Tensor], memoryview]
+    group: Group,
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    to_host: Callable[[torch.Tensor], memoryview],
+    meter: MemoryMeter,
 ) -> Iterator[Chunk]:
     if group.combine is None:
         outputs = {group.placements[0].hf_name: tensors[group.reads[0].name]}
@@ -72,6 +76,8 @@ def _chunks(
         if placement.owner != rank:
             continue
         tensor, overflows = cast(outputs[placement.hf_name], placement.dtype)
+        if group.combine is not None:
+            meter.sample()  # nowhere is there more: what was read, what was made of it, and that cast
         if tuple(tensor.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
         yield Chunk(placement, to_host(tensor), overflows=overflows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
@@ -10,6 +12,8 @@ from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.llava import LlavaExporter
 from xhf_hooks.exporters.lora import LoraExporter
 from xhf_hooks.exporters.lora_inside import LoraInsideExporter
+from xhf_hooks.exporters.reward import RewardExporter, RewardLoraExporter
+from xhf_hooks.exporters.sharded_moe import ShardedMoeExporter
 from xhf_hooks.registry import EXPORTERS
 
 __all__ = [
@@ -18,11 +22,14 @@ __all__ = [
     'LlavaExporter',
     'LoraExporter',
     'LoraInsideExporter',
+    'RewardExporter',
+    'RewardLoraExporter',
+    'ShardedMoeExporter',
     'exporter_for',
 ]
 
 
-def exporter_for(model: nn.Module, module: str | None, **options: str | None) -> Exporter:
+def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Exporter:
     """The exporter of a trained model: the one registered last among those that accept it.
 
     Args:

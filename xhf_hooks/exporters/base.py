@@ -22,6 +22,8 @@ class Exporter(ABC):
         base_dir: Folder or hub name that the model was loaded from, '' when there is none.
         left_out: Tensors of the source that do not go out, by decision. Known after :meth:`entries`.
         notes: What the log should say about these decisions.
+        combine_nbytes: The most memory that one ``combine`` takes beside what it reads, apart from views. Known
+            after :meth:`entries`.
         options: The hook's options that are for this kind of model alone; the constructor takes them by name.
     """
 
@@ -29,6 +31,7 @@ class Exporter(ABC):
     base_dir: str = ''
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    combine_nbytes: int = 0
 
     @classmethod
     @abstractmethod

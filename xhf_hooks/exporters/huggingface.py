@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+_FP32_NBYTES = 4  # what is derived is computed in fp32
 
 
 @EXPORTERS.register_module()
@@ -62,10 +65,12 @@ class HuggingFaceExporter(Exporter):
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
             del own[alias]
-        entries = convert_specs(self._reference, own)
+        entries = self._convert(own)
         if dtype is not None:
             entries = [replace(e, dtype=dtype) if is_float(e.dtype) else e for e in entries]
         entries = derive(entries, self._derived)
+        made = [entry for entry in entries if not self._derived.keys().isdisjoint(entry.reads)]
+        self.combine_nbytes = max((math.prod(e.shape) * _FP32_NBYTES + e.nbytes for e in made), default=0)
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
@@ -81,7 +86,14 @@ class HuggingFaceExporter(Exporter):
         return sidecar.load_tokenizer(self.base_dir, trust_remote_code=trusted)
 
     def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
-        return sidecar.write(folder, self._model, self._config, tokenizer, stop_token_ids, self.base_dir)
+        return self._write_sidecar_of(self._model, folder, tokenizer, stop_token_ids)
+
+    def _write_sidecar_of(
+        self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]
+    ) -> list[str]:
+        text = self._config.get_text_config()
+        sidecar.require_vocabulary(tokenizer, getattr(text, 'vocab_size', None))
+        return sidecar.write(folder, model, self._config, tokenizer, stop_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Every name of every tensor below the exported module, relative to it, in state-dict order."""
@@ -110,8 +122,15 @@ class HuggingFaceExporter(Exporter):
         rows = (spec.shape[0] for spec in own.values() if live_name in (spec.name, *spec.aliases))
         return next(rows, None)
 
+    def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
+        return convert_specs(self._reference, own)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names that :meth:`_own_names` should have found."""
+        return {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
+
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
-        expected = {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
+        expected = self._expected_shapes()
         ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_missing', None) or ())]
         missing = [n for n in expected if n not in own and not _matches(ignored, n)]
         ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_unexpected', None) or ())]
@@ -124,7 +143,7 @@ class HuggingFaceExporter(Exporter):
         if missing or unexpected or other_shape:
             hint = ''
             if any('lora_' in name for name in unexpected):
-                hint = ' These are LoRA weights: this exporter saves complete models only.'
+                hint = ' These are LoRA weights outside of a PeftModel; adapt the model with get_peft_model.'
             raise ModelError(
                 f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
                 f'{self._path or "its root"!r} differ: missing {_some(missing)}, unexpected {_some(unexpected)}, '

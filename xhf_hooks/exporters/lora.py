@@ -40,15 +40,21 @@ class LoraExporter(PartsExporter):
         name = trained_adapter(path, peft_model)
         self.parts = {}
         if lora in ('merge', 'both'):
-            self.parts[''] = MergedExporter(model, path, peft_model, name)
+            self.parts[''] = self._merged(model, path, peft_model, name)
         if lora in ('adapter', 'both'):
             folder = ADAPTER_FOLDER if self.parts else ''
-            self.parts[folder] = AdapterExporter(path, peft_model, name, alone=lora == 'adapter')
+            self.parts[folder] = self._adapter(path, peft_model, name, alone=lora == 'adapter')
         self.base_dir = self.parts[''].base_dir
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
         return _find_adapter(model, module) is not None
+
+    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> MergedExporter:
+        return MergedExporter(model, path, peft_model, adapter)
+
+    def _adapter(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> AdapterExporter:
+        return AdapterExporter(path, peft_model, adapter, alone=alone)
 
 
 def _find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:

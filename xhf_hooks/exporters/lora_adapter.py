@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class AdapterExporter:
     """
 
     n_parameters = None
+    combine_nbytes = 0
 
     def __init__(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> None:
         self._path, self._peft_model, self._adapter, self._alone = path, peft_model, adapter, alone
@@ -56,6 +57,9 @@ class AdapterExporter:
         if self._alone:
             self._require_complete(specs, read)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
+        return self._entries_of(found, dtype)
+
+    def _entries_of(self, found: Mapping[str, TensorSpec], dtype: str | None) -> list[ExportEntry]:
         return [
             ExportEntry(
                 name,

@@ -110,6 +110,11 @@ class MergedExporter(HuggingFaceExporter):
 
     def __init__(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> None:
         require_not_quantized(peft_model.get_base_model())
+        if getattr(peft_model.get_base_model().config, 'moe_implementation', None) == 'shard':
+            raise ModelError(
+                "an adapter cannot be merged into XTuner's sharded experts here; set lora to 'adapter', or train with "
+                "moe_implementation='origin'"
+            )
         super().__init__(model, base_path(path))
         self._adapters = {'': adapter}  # the name of the adapter below each path
 

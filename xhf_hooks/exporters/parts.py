@@ -30,6 +30,7 @@ class PartsExporter(Exporter):
         for folder, part in self.parts.items():
             for entry in part.entries(specs, dtype):
                 entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
+        self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
         left_out = [set(part.left_out) for part in self.parts.values()]
         self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
         return entries

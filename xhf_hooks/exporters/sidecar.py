@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -150,6 +151,23 @@ def base_file(base_dir: str, name: str) -> Path | None:
     except HFValidationError:  # not a hub name either
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for. Runs on: rank 0.
+
+    Fewer are fine: embeddings are often padded.
+
+    Raises:
+        ModelError: It has.
+    """
+    if embedding_rows is None or not hasattr(tokenizer, '__len__'):
+        return
+    if len(tokenizer) > embedding_rows:
+        raise ModelError(
+            f'the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {embedding_rows}: set the '
+            f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
+        )
 
 
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:

@@ -17,6 +17,7 @@ from xhf_hooks.errors import OptionError, TargetError, XhfError
 from xhf_hooks.exporters import chat_template as chat_templates
 from xhf_hooks.exporters.llava import LLAVA_FORMATS
 from xhf_hooks.exporters.lora import LORA_MODES
+from xhf_hooks.exporters.reward import has_head
 from xhf_hooks.exporters.sidecar import load_tokenizer
 from xhf_hooks.hooks import options
 from xhf_hooks.hooks.best_metric import BestMetric
@@ -53,7 +54,8 @@ class HFCheckpointHook(Hook):
             the model itself, ``llm``, or the only one there is.
         lora (str, optional): For a model with a LoRA adapter, 'adapter' (as peft saves it), 'merge' (a complete
             model with the adapter merged into its weights) or 'both' (the merged model, with the adapter in
-            ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one.
+            ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one, and for a reward
+            model 'merge', unless its base model is quantized.
         llava_format (str, optional): For XTuner's LLaVAModel, 'xtuner' (its own layout, frozen parts left out),
             'xtuner_complete' (frozen parts, too) or 'huggingface' (transformers' LlavaForConditionalGeneration,
             complete, adapters merged). Defaults to None, which means 'xtuner'.
@@ -150,7 +152,9 @@ class HFCheckpointHook(Hook):
         self._collective = Collective()
         final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
         writer = self._choose_writer(runner, final.parent)
-        self._saver = Saver(model, SaveOptions(writer=writer, facts=facts, **self._save_options), self._collective)
+        token_id = runner.cfg.get('reward_token_id') if has_head(model) else None
+        save_options = SaveOptions(writer=writer, facts=facts, reward_token_id=token_id, **self._save_options)
+        self._saver = Saver(model, save_options, self._collective)
         plan = self._saver.prepare()
         self._newest = CheckpointFolder(final, self._max_keep)
         suffixes = [] if self._best is None else self._best.folder_suffixes()
