@@ -8,6 +8,7 @@ in ``xtuner/utils/handle_moe_load_and_save.py``.
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,8 @@ class ShardedMoeExporter(HuggingFaceExporter):
         official = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if official:
             return build_on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-        config = type(config).from_dict({**config.to_dict(), 'moe_implementation': 'origin'})
+        config = copy.deepcopy(config)
+        config.moe_implementation = 'origin'
         return build_on_meta(type(self._model), config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
