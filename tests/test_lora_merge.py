@@ -162,3 +162,20 @@ def test_merged_live():
     model = adapted('llama')
     model.merge_adapter()
     assert 'merged into the live model already' in refusal(model, 'merge')
+
+
+def test_memory_of_a_merge_is_told(tmp_path):
+    """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.save import SaveOptions, Saver
+
+    model = adapted('llama', BF16, target_modules=['q_proj', 'up_proj'])
+    expected = {}
+    for lora in ('adapter', 'merge', 'both'):
+        collective = Collective(timeout_secs=60)
+        saver = Saver(model, SaveOptions(lora=lora), collective)
+        saver.prepare()
+        collective.close()
+        expected[lora] = saver.exporter.combine_nbytes
+        assert saver.expected_extra_nbytes == saver.plan.largest_bucket_nbytes + expected[lora]
+    assert expected == {'adapter': 0, 'merge': 77 * 35 * 8, 'both': 77 * 35 * 8}

@@ -1,6 +1,6 @@
-"""A full fine-tune as XTuner's own configs have it; one import differs: where HFCheckpointHook comes from.
+"""A fine-tune, full or LoRA, as XTuner's own configs have it; one import differs: where HFCheckpointHook comes from.
 
-tests/xtuner_stack/test_train.py fills in PART 1 and runs it.
+tests/xtuner_stack/launches.py fills in PART 1 and runs it.
 """
 
 from datasets import load_dataset
@@ -13,6 +13,7 @@ from mmengine.hooks import (
     ParamSchedulerHook,
 )
 from mmengine.optim import CosineAnnealingLR, LinearLR, OptimWrapper
+from peft import LoraConfig
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtuner.dataset import process_hf_dataset
@@ -32,6 +33,7 @@ from xhf_hooks import HFCheckpointHook
 # Model
 pretrained_model_name_or_path = None
 use_varlen_attn = False
+with_lora = False
 
 # Data
 data_path = None
@@ -74,6 +76,9 @@ model = dict(
         pretrained_model_name_or_path=pretrained_model_name_or_path,
         trust_remote_code=True,
     ),
+    lora=dict(type=LoraConfig, r=8, lora_alpha=16, lora_dropout=0.1, bias='none', task_type='CAUSAL_LM')
+    if with_lora
+    else None,
 )
 
 #######################################################################

@@ -7,47 +7,19 @@ transformers finds flash_attn only where there is a GPU.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.ranks import REPO_ROOT
 from tests.xtuner_stack.base_models import FAMILIES, make_base_model, make_dataset
+from tests.xtuner_stack.launches import Launch, Runs, export_of, log_of, partitioning_config, saves_in
 
-HERE = Path(__file__).parent
-TIMEOUT_SECS = 300
-OUTPUT_TAIL = 6000
 PARTITIONED = 'partitioned.json'  # made from XTuner's deepspeed_zero3
-TORCHRUN = [
-    *(sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'),
-    *('-m', 'xtuner.tools.train'),
-]
 LAST = 4
 RESUMED_FROM = 2
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One `xtuner train`.
-
-    Attributes:
-        deepspeed: What `--deepspeed` is given, with two processes; None is one process without DeepSpeed.
-        settings: Name to value in PART 1 of the config.
-    """
-
-    family: str
-    deepspeed: str | None
-    settings: dict[str, Any] = field(default_factory=dict)
-
 
 BESIDE_XTUNERS = {'with_xtuner_hook': True}
 LAUNCHES = {
@@ -58,88 +30,8 @@ LAUNCHES = {
     'qwen2_zero3': Launch('qwen2', PARTITIONED, BESIDE_XTUNERS),
     'no_deepspeed': Launch('llama', None),
 }
-RESUMED = 'qwen2_zero3'  # once more, from its middle, by the config that it dumped
+RESUMED = 'qwen2_zero3'
 RESULTS = [*LAUNCHES, 'resumed']
-
-
-class Runs:
-    """Launches each run once, when its result is first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._outcomes: dict[str, tuple[int | None, str]] = {}
-
-    def work_dir(self, name: str) -> Path:
-        """The folder of a finished run.
-
-        Raises:
-            AssertionError: It failed; the end of its output is in the message.
-        """
-        if name not in self._outcomes:
-            command = self._resume() if name == 'resumed' else self._train(LAUNCHES[name], name)
-            self._outcomes[name] = self._run([*command, '--work-dir', str(self._root / name)], name)
-        status, output = self._outcomes[name]
-        assert status == 0, f'{name}: exit status {status} (None: more than {TIMEOUT_SECS} s)\n{output[-OUTPUT_TAIL:]}'
-        return self._root / name
-
-    def _train(self, launch: Launch, name: str) -> list[str]:
-        base, data = str(self._root / launch.family), str(self._root / 'data.json')
-        config = self._root / f'{name}.py'
-        config.write_text(filled_in(pretrained_model_name_or_path=base, data_path=data, **launch.settings))
-        if launch.deepspeed is None:
-            return [sys.executable, '-m', 'xtuner.tools.train', str(config)]
-        return [*TORCHRUN, str(config), '--launcher', 'pytorch', '--deepspeed', launch.deepspeed]
-
-    def _resume(self) -> list[str]:
-        started = self.work_dir(RESUMED)
-        dumped, checkpoint = started / f'{RESUMED}.py', started / f'iter_{RESUMED_FROM}.pth'
-        return [*TORCHRUN, str(dumped), '--launcher', 'pytorch', '--resume', str(checkpoint)]
-
-    def _run(self, command: list[str], name: str) -> tuple[int | None, str]:
-        """Exit status (None after a time-out) and output. Runs in the folder that holds the inputs."""
-        file = self._root / f'{name}.output'
-        with file.open('wb') as output:
-            process = subprocess.Popen(
-                command, cwd=self._root, env=environment(self._root), stdout=output, stderr=subprocess.STDOUT
-            )
-            try:
-                status = process.wait(TIMEOUT_SECS)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                process.terminate()  # torchrun then ends its processes, too
-                process.wait()
-        return status, file.read_text(errors='replace')
-
-
-def filled_in(**settings: Any) -> str:
-    """The text of config.py with other values in PART 1."""
-    text = (HERE / 'config.py').read_text()
-    for name, value in settings.items():
-        text, count = re.subn(rf'^{name} = .*$', f'{name} = {value!r}', text, flags=re.MULTILINE)
-        assert count == 1, f'config.py sets {name} {count} times'
-    return text
-
-
-def partitioning_config() -> dict[str, Any]:
-    """XTuner's deepspeed_zero3, but tiny parameters, too, are partitioned and not kept whole on every rank."""
-    (xtuner,) = find_spec('xtuner').submodule_search_locations
-    config = json.loads(Path(xtuner, 'configs', 'deepspeed', 'deepspeed_zero3.json').read_text())
-    config['zero_optimization']['stage3_param_persistence_threshold'] = 0
-    return config
-
-
-def environment(cache: Path) -> dict[str, str]:
-    python_path = [str(HERE), str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
-    return os.environ | {
-        'PYTHONPATH': os.pathsep.join(python_path),
-        'DS_ACCELERATOR': 'cpu',
-        'CUDA_VISIBLE_DEVICES': '',
-        'OMP_NUM_THREADS': '1',
-        'HF_HOME': str(cache / 'hf_home'),
-        'HF_HUB_OFFLINE': '1',
-        'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1',  # XTuner 0.2.0 reads the seed of what it resumes as torch 2.5 did
-    }
 
 
 @pytest.fixture(scope='module')
@@ -149,22 +41,7 @@ def runs(tmp_path_factory):
         make_base_model(root / family, family)
     make_dataset(root / 'data.json')
     (root / PARTITIONED).write_text(json.dumps(partitioning_config()))
-    return Runs(root)
-
-
-def export_of(work_dir: Path) -> Path:
-    """The one export of a run: work_dir/<timestamp>/hf_model."""
-    (folder,) = work_dir.glob('*/hf_model')
-    return folder
-
-
-def log_of(work_dir: Path) -> str:
-    log_dir = export_of(work_dir).parent
-    return (log_dir / f'{log_dir.name}.log').read_text()
-
-
-def saves_in(log: str) -> list[str]:
-    return re.findall(r'HFCheckpointHook: saved (\w+) to', log)
+    return Runs(root, {**LAUNCHES, 'resumed': Launch('qwen2', None, resumes=(RESUMED, RESUMED_FROM))})
 
 
 def trained_weights(work_dir: Path) -> dict[str, torch.Tensor]:

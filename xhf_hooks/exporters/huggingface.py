@@ -28,7 +28,7 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_FP32_NBYTES = 4  # what is derived is computed in fp32
+_FP32_NBYTES = 4  # what is derived is computed in fp32, then cast, while the one before is being written
 
 
 @EXPORTERS.register_module()
@@ -70,7 +70,7 @@ class HuggingFaceExporter(Exporter):
             entries = [replace(e, dtype=dtype) if is_float(e.dtype) else e for e in entries]
         entries = derive(entries, self._derived)
         made = [entry for entry in entries if not self._derived.keys().isdisjoint(entry.reads)]
-        self.combine_nbytes = max((math.prod(e.shape) * _FP32_NBYTES + e.nbytes for e in made), default=0)
+        self.combine_nbytes = max((math.prod(e.shape) * _FP32_NBYTES + 2 * e.nbytes for e in made), default=0)
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries

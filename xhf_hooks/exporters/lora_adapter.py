@@ -46,6 +46,7 @@ class AdapterExporter:
         self._config = peft_model.peft_config[adapter]
         self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
         self.left_out: tuple[str, ...] = ()
+        self._embedding_rows: int | None = None  # known after entries() when alone
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         from peft import get_peft_model_state_dict
@@ -82,6 +83,25 @@ class AdapterExporter:
         base = Path(self._recorded_base() or '.')
         if base.is_absolute() and not base.is_dir():
             raise ModelError(f'the base model {base} is not there, and without it nothing loads the adapter')
+        embeddings = self._embeddings(specs)
+        self._embedding_rows = None if embeddings is None else embeddings.shape[0]
+        base_rows = sidecar.recorded_vocab_size(self._recorded_base() or '')
+        if None in (embeddings, base_rows) or embeddings.name in in_adapter or embeddings.shape[0] == base_rows:
+            return
+        raise ModelError(
+            f'the base model {self._recorded_base()} has {base_rows} tokens, but the one in training has embeddings '
+            f'for {embeddings.shape[0]} and the adapter does not hold them: record the right base_model_name_or_path, name '
+            f"the embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
+        )
+
+    def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:
+        """The input embeddings, unless an adapter or a copy took their place."""
+        try:
+            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
+        except (NotImplementedError, AttributeError):  # a model without token embeddings
+            return None
+        own = specs_below(self._path, specs)
+        return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
 
     def base_tokenizer(self) -> Any | None:
         """The tokenizer of the base model. Runs on: rank 0."""
@@ -99,6 +119,7 @@ class AdapterExporter:
             kind = type(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
+        sidecar.require_vocabulary(tokenizer, self._embedding_rows)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if config.base_model_name_or_path:

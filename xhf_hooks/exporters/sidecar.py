@@ -170,6 +170,15 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> Non
         )
 
 
+def recorded_vocab_size(base_dir: str) -> int | None:
+    """What the base model's config says; None when that is not on this machine, or says nothing."""
+    path = base_file(base_dir, 'config.json')
+    if path is None:
+        return None
+    config = json.loads(path.read_text(encoding='utf-8'))
+    return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
+
+
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
     """The base model's own tokenizer; None when the base has none. Runs on: rank 0."""
     if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
