@@ -48,10 +48,10 @@ class HuggingFaceExporter(Exporter):
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
         self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
-        if getattr(self._model, 'quantization_method', None) is not None:
+        quantized = quantization_of(self._model)
+        if quantized is not None:
             raise ModelError(
-                f'{type(self._model).__name__} is quantized ({self._model.quantization_method}); its weights '
-                f'cannot be exported as they are'
+                f'{type(self._model).__name__} is quantized ({quantized}); its weights cannot be exported as they are'
             )
 
     @classmethod
@@ -196,6 +196,17 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
             f'Choose one with the option module'
         )
     return next(iter(candidates.items()))
+
+
+def quantization_of(model: PreTrainedModel) -> str | None:
+    """The method by which transformers quantized the weights when it loaded them; None when it did not.
+
+    It marks the outermost model only; a backbone taken out of one still shares the config.
+    """
+    options = getattr(model.config, 'quantization_config', None) or {}
+    found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
+    found = getattr(model, 'quantization_method', None) or found
+    return None if found is None else str(getattr(found, 'value', found))
 
 
 def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:

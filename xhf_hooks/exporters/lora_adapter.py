@@ -90,8 +90,8 @@ class AdapterExporter:
             return
         raise ModelError(
             f'the base model {self._recorded_base()} has {base_rows} tokens, but the one in training has embeddings '
-            f'for {embeddings.shape[0]} and the adapter does not hold them: record the right base_model_name_or_path, name '
-            f"the embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
+            f'for {embeddings.shape[0]} and the adapter does not hold them: record the right base_model_name_or_path, '
+            f"name the embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
         )
 
     def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, quantization_of
 from xhf_hooks.records import TensorSpec
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def require_not_quantized(base_model: nn.Module) -> None:
     Raises:
         ModelError: They cannot.
     """
-    quantized = getattr(base_model, 'quantization_method', None)
+    quantized = quantization_of(base_model)
     if quantized is not None:
         raise ModelError(
             f'the base model is quantized ({quantized}), and an adapter cannot be merged into such weights '

@@ -17,7 +17,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import specs_below
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, pretrained_in
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, pretrained_in, quantization_of
 from xhf_hooks.exporters.lora import LoraExporter
 from xhf_hooks.exporters.lora_adapter import AdapterExporter
 from xhf_hooks.exporters.lora_merge import MergedExporter
@@ -191,7 +191,7 @@ class RewardLoraExporter(LoraExporter):
         self._reward_token_id = _reward_token_id(model, reward_token_id)
         if lora is None:
             (base,) = (m for path, m in pretrained_in(model).items() if path.startswith(f'{BACKBONE}.'))
-            lora = 'merge' if getattr(base, 'quantization_method', None) is None else 'adapter'
+            lora = 'merge' if quantization_of(base) is None else 'adapter'
         super().__init__(model, BACKBONE, lora)
 
     @classmethod
