@@ -80,6 +80,7 @@ def test_folder_is_the_official_one(official, tmp_path, dtype):
     config, expected = (json.loads((f / 'config.json').read_text()) for f in (committed.path, official))
     if dtype is None:
         assert_same_folder_tensors(official, committed.path)
+        config.pop('_name_or_path', None)  # transformers 4 writes where a model was loaded from
         assert config == expected
     else:
         found = folder_tensors(committed.path)
