@@ -17,6 +17,8 @@ from tests.helpers.ranks import REPO_ROOT
 HERE = Path(__file__).parent
 TIMEOUT_SECS = 300
 OUTPUT_TAIL = 6000
+#: The DeepSpeed config that :func:`partitioning_config` makes.
+PARTITIONED = 'partitioned.json'
 TORCHRUN = [
     *(sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'),
     *('-m', 'xtuner.tools.train'),

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.llava import N_PATCHES, VOCAB_SIZE, save_bases
-from tests.xtuner_stack.test_train import (
+from tests.xtuner_stack.launches import (
     OUTPUT_TAIL,
     PARTITIONED,
     TIMEOUT_SECS,

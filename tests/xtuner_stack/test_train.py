@@ -15,9 +15,8 @@ import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.xtuner_stack.base_models import FAMILIES, make_base_model, make_dataset
-from tests.xtuner_stack.launches import Launch, Runs, export_of, log_of, partitioning_config, saves_in
+from tests.xtuner_stack.launches import PARTITIONED, Launch, Runs, export_of, log_of, partitioning_config, saves_in
 
-PARTITIONED = 'partitioned.json'  # made from XTuner's deepspeed_zero3
 LAST = 4
 RESUMED_FROM = 2
 

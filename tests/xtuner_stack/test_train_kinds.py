@@ -10,9 +10,8 @@ import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.xtuner_stack.base_models import make_base_model, make_dataset, make_preferences
-from tests.xtuner_stack.launches import Launch, Runs, export_of, log_of, partitioning_config, saves_in
+from tests.xtuner_stack.launches import PARTITIONED, Launch, Runs, export_of, log_of, partitioning_config, saves_in
 
-PARTITIONED = 'partitioned.json'  # made from XTuner's deepspeed_zero3
 LAST = 4
 PREFERENCE = dict(config='preference.py', data='preferences.json')
 ORPO_LORA = {'kind': 'orpo', 'with_lora': True, 'export_options': {'lora': 'both'}}
