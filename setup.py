@@ -15,12 +15,14 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['xhf_hooks', 'xhf_hooks.*']),
+    entry_points={'console_scripts': ['xhf-convert = xhf_hooks.cli.convert:main']},
     python_requires='>=3.10',
     install_requires=[
         'torch>=2.6',
         'mmengine>=0.10.6',
         'transformers>=4.48',
         'safetensors>=0.4.3',
+        'isal>=1.6',
         'huggingface_hub>=0.26',
         # mmengine 0.10.7 imports deepspeed.runtime.fp16.onebit, which 0.19.7 removed.
         'deepspeed>=0.16.2,<0.19.7',

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
+MEASURED = ['save', 'stall', 'plan']
 COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', 'python tools/bench.py save']
 
 
@@ -105,13 +106,15 @@ def test_the_example_exporter_is_chosen():
 
 
 @pytest.mark.modern_only
-def test_the_table_is_the_one_measured(monkeypatch):
-    """docs/bench/save.json is what the benchmark wrote when the README's table was made."""
+@pytest.mark.parametrize('what', MEASURED)
+def test_the_table_is_the_one_measured(monkeypatch, what):
+    """docs/bench/WHAT.json is what the benchmark wrote when the README's table was made."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    import bench
+    from bench_report import table
 
-    measured = json.loads((ROOT / 'docs' / 'bench' / 'save.json').read_text())
-    assert bench.table(measured).strip() in README
+    measured = json.loads((ROOT / 'docs' / 'bench' / f'{what}.json').read_text())
+    assert table(what, measured).strip() in README
+    assert (ROOT / 'docs' / 'bench' / f'{what}.svg').is_file()
     assert measured['repeats'] >= 5
 
 

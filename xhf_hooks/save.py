@@ -31,7 +31,16 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
 from xhf_hooks.plan import describe_plan, make_plan
-from xhf_hooks.records import Chunk, CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
+from xhf_hooks.records import (
+    Chunk,
+    CommittedCheckpoint,
+    SaveCost,
+    SavePlan,
+    Step,
+    TensorSpec,
+    WriteReceipt,
+    WrittenTensor,
+)
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.slices import own_slices
 from xhf_hooks.snapshot import SnapshotMemory
@@ -261,7 +270,8 @@ class Saver:
             with collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
-                    folder.commit(plan, everyones, step, {**_versions(), **self._facts()})
+                    tensors = folder.commit(plan, everyones, step, {**_versions(), **self._facts()})
+                    warnings += _warn_of_non_finite(tensors)
         except XhfError:
             if is_rank0:
                 folder.abandon()
@@ -318,6 +328,15 @@ class Saver:
             'dtype': self._options.dtype or 'as trained',
             **self._options.facts,
         }
+
+
+def _warn_of_non_finite(tensors: list[WrittenTensor]) -> list[str]:
+    bad = [tensor for tensor in tensors if tensor.non_finite]
+    if not bad:
+        return []
+    some = ', '.join(f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad[:5])
+    more = f' and {len(bad) - 5} more' if len(bad) > 5 else ''
+    return [f'NaN or infinite values in {len(bad)} tensors: {some}{more}']
 
 
 class _Clock:
