@@ -61,7 +61,7 @@ def measure_saves(args: argparse.Namespace) -> dict[str, Any]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='what', required=True)
-    for what, sizes in (('save', list(LAYERS)), ('stall', [0.8])):
+    for what, sizes in (('save', [0.8, 1.6]), ('stall', [0.8])):
         command = commands.add_parser(what)
         command.add_argument('--billions', type=float, nargs='+', default=sizes, choices=list(LAYERS))
         command.add_argument('--repeats', type=int, default=5)

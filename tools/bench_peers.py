@@ -83,7 +83,7 @@ class AcceleratePeer:
             'bf16': {'enabled': True},
             'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
         }
-        return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 
 class DcpPeer:

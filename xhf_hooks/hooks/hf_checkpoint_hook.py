@@ -409,7 +409,7 @@ class ProgressLog:
 
 def _unwrap(model: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The bare module inside MMEngine's wrapper, DeepSpeed's engine or DDP, and what the manifest says of it."""
-    facts = {'engine': 'torch'}
+    facts: dict[str, Any] = {'engine': 'torch'}
     if is_model_wrapper(model):
         if hasattr(model, 'zero_optimization_stage'):
             facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
