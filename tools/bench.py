@@ -43,7 +43,7 @@ def run_worker(what: str, billions: float, args: argparse.Namespace, folder: Pat
     environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     if finished.returncode:
-        sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}')
+        sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}')
     return json.loads(result.read_text())
 
 

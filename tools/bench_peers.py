@@ -83,7 +83,9 @@ class AcceleratePeer:
             'bf16': {'enabled': True},
             'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
         }
-        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        accelerator.deepspeed_config = config  # as accelerator.prepare does, which would build another engine
+        return accelerator
 
 
 class DcpPeer:

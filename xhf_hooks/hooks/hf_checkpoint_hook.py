@@ -148,6 +148,7 @@ class HFCheckpointHook(Hook):
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
         model, facts = _unwrap(runner.model)
+        self._refuse_unreadable_masters(runner.model)
         self._schedule = self._resolve_schedule(runner)
         self._collective = Collective()
         final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
@@ -318,6 +319,16 @@ class HFCheckpointHook(Hook):
                     'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
                 },
                 step=committed.step.iteration,
+            )
+
+    def _refuse_unreadable_masters(self, engine: Any) -> None:
+        """DeepSpeed (0.19.6, ``_link_all_hp_params``) then gives the masters of other parameters."""
+        optimizer = getattr(engine, 'optimizer', None)
+        if self._save_options['dtype'] == 'F32' and getattr(optimizer, 'round_robin_gradients', False):
+            raise OptionError(
+                'dtype',
+                "no 'float32' with round_robin_gradients, which misnames the masters",
+                'float32',
             )
 
     def _choose_writer(self, runner: Any, folder: Path) -> str:
