@@ -64,6 +64,26 @@ def test_the_config_lines_configure_the_hook():
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
 
 
+def test_the_import_to_change_is_xtuners_name():
+    (lines,) = blocks('diff')
+    before, after = lines.splitlines()
+    assert before == '-from xtuner.engine.hooks import HFCheckpointHook'
+    namespace: dict[str, object] = {}
+    exec(after.removeprefix('+'), namespace)
+    from xhf_hooks import HFCheckpointHook
+
+    assert namespace['HFCheckpointHook'] is HFCheckpointHook
+
+
+def test_what_the_readme_counts_of_xtuners_configs():
+    """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
+    table = (ROOT / 'docs' / 'xtuner_configs.md').read_text()
+    n_configs, n_templates = re.search(r'^\| all \| \| \| (\d+) \| (\d+) \|$', table, flags=re.MULTILINE).groups()
+    assert f'each of the {n_configs} configs' in README.replace('\n', ' ')
+    assert f'({n_templates} do)' in README
+    assert 'seven of' in README and len(list((ROOT / 'configs' / 'xtuner').glob('*.py'))) == 7
+
+
 def test_the_options_table_is_the_hooks_signature():
     import inspect
 
@@ -111,7 +131,7 @@ def test_the_table_is_the_one_measured(monkeypatch):
     import bench
 
     measured = json.loads((ROOT / 'docs' / 'bench' / 'save.json').read_text())
-    assert bench.table(measured).strip() in README
+    assert bench.table('save', measured).strip() in README
     assert measured['repeats'] >= 5
 
 
@@ -120,4 +140,5 @@ def test_the_benchmark_runs(tmp_path):
     command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.8', '--repeats', '1', '--out', str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert '0.83 B parameters' in finished.stdout and (tmp_path / 'save.json').exists()
+    assert finished.stdout.startswith('0.83 B parameters'), 'what is pasted into the README is the table alone'
+    assert (tmp_path / 'save.json').exists()
