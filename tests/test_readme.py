@@ -65,6 +65,34 @@ def test_the_config_lines_configure_the_hook():
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
 
 
+def test_the_import_to_change_is_xtuners_name():
+    (lines,) = blocks('diff')
+    before, after = lines.splitlines()
+    assert before == '-from xtuner.engine.hooks import HFCheckpointHook'
+    namespace: dict[str, object] = {}
+    exec(after.removeprefix('+'), namespace)
+    from xhf_hooks import HFCheckpointHook
+
+    assert namespace['HFCheckpointHook'] is HFCheckpointHook
+
+
+def test_what_the_readme_counts_of_xtuners_configs():
+    """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
+    table = (ROOT / 'docs' / 'xtuner_configs.md').read_text()
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines() if line.startswith('| ')]
+    counts: dict[str, int] = {}
+    for _, _, exporter, count, _ in rows[1:-1]:
+        kind = exporter.split(':')[0] if 'Trainer' not in exporter else 'Trainer'
+        counts[kind] = counts.get(kind, 0) + int(count)
+    _, _, _, n_configs, n_templates = rows[-1]
+    trainer = counts.pop('Trainer')
+    words = ' '.join(README.split())
+    assert f'Of the {n_configs} configs that come with XTuner {sum(counts.values())} are saved' in words
+    assert f'{trainer} are for' in words and 'none' not in counts
+    assert f'({n_templates} do)' in words
+    assert 'seven of' in README and len(list((ROOT / 'configs' / 'xtuner').glob('*.py'))) == 7
+
+
 def test_the_options_table_is_the_hooks_signature():
     import inspect
 
@@ -123,4 +151,5 @@ def test_the_benchmark_runs(tmp_path):
     command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.2', '--repeats', '1', '--out', str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert '0.17 B parameters' in finished.stdout and (tmp_path / 'save.json').exists()
+    assert finished.stdout.startswith('0.17 B parameters'), 'what is pasted into the README is the table alone'
+    assert (tmp_path / 'save.json').exists()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # its import prints a warning to standard output, and that is for bench.py's table alone
+    import deepspeed
 
 FLOOR = 'floor: one process writes as many bytes'
 FLOOR_ALL = 'floor: all processes write as many bytes together'

@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from bench import LAYERS
 from bench_peers import DCP, FLOOR, FLOOR_ALL, PEERS, XTUNER, DcpPeer, floor, floor_on_all_ranks, xtuner_way
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,8 +27,6 @@ from xhf_hooks.memory import MemoryMeter, return_freed_memory
 from xhf_hooks.records import Step
 from xhf_hooks.save import SaveOptions, Saver
 
-#: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too.
-LAYERS = {0.2: 1, 0.8: 14, 1.6: 30}
 WRITERS = ('stream', 'parallel', 'positional')
 #: A training iteration of ``stall``: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
 N_TOKENS = 64
