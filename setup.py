@@ -15,6 +15,7 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['xhf_hooks', 'xhf_hooks.*']),
+    entry_points={'console_scripts': ['xhf-convert = xhf_hooks.cli.convert:main']},
     python_requires='>=3.10',
     install_requires=[
         'torch>=2.6',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 
@@ -36,8 +36,7 @@ def gather(
         wanted = {spec.name for group in ours for spec in group.reads}
         with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
             for group in ours:
-                _check(group, tensors)
-                yield from _chunks(group, tensors, owned)
+                yield from group_chunks(group, tensors, owned)
             meter.sample()
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
@@ -52,13 +51,21 @@ def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _chunks(group: Group, tensors: Mapping[str, torch.Tensor], owned: set[str]) -> Iterator[Chunk]:
+def group_chunks(
+    group: Group, tensors: Mapping[str, torch.Tensor], owned: Container[str] | None = None
+) -> Iterator[Chunk]:
+    """What is made of a group's tensors, cast; only what goes into the files ``owned``, if given.
+
+    Raises:
+        TensorError: A tensor is not what the plan says.
+    """
+    _check(group, tensors)
     if group.combine is None:
         outputs = {group.placements[0].hf_name: tensors[group.reads[0].name]}
     else:
         outputs = group.combine({spec.name: tensors[spec.name] for spec in group.reads})
     for placement in group.placements:
-        if placement.file not in owned:
+        if owned is not None and placement.file not in owned:
             continue
         tensor, overflows = cast(outputs[placement.hf_name], placement.dtype)
         if tuple(tensor.shape) != placement.shape:

@@ -30,7 +30,7 @@ from xhf_hooks.plan import describe_plan, make_plan
 from xhf_hooks.records import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.sources import source_for
-from xhf_hooks.version import __version__
+from xhf_hooks.version import package_versions
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Saver:
             receipts, overflows = self._write(folder, meter, on_progress)
             with self._collective.stage('commit'):
                 if is_rank0:
-                    folder.commit(self.plan, receipts, step, {**_versions(), **self._facts()})
+                    folder.commit(self.plan, receipts, step, {'packages': package_versions(), **self._facts()})
         except XhfError:
             if is_rank0:
                 folder.abandon()
@@ -199,10 +199,3 @@ class Saver:
             'dtype': self._options.dtype or 'as trained',
             **self._options.facts,
         }
-
-
-def _versions() -> dict[str, Any]:
-    import transformers
-
-    versions = {'xhf_hooks': __version__, 'torch': torch.__version__, 'transformers': transformers.__version__}
-    return {'packages': versions}
