@@ -27,6 +27,10 @@ class BaseModelError(XhfError):
     """The model that training started from is not there, or is not the one that training started from."""
 
 
+class CheckpointError(XhfError):
+    """A checkpoint on disk cannot be read: not one, incomplete, damaged, inconsistent or unsupported."""
+
+
 class PlanError(XhfError):
     """The plan of a save is impossible or differs between ranks."""
 

@@ -121,7 +121,7 @@ def _summarize(conversion: Conversion, committed: Any) -> None:
     print(f'wrote {committed.path}: {files}')
     print(
         f'{cost.nbytes / 1e9:.2f} GB in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
-        f'({conversion.converter.read_nbytes / 1e9:.2f} GB read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory for it'
+        f'({conversion.converter.read_nbytes / 1e9:.2f} GB read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
     )
 
 
@@ -164,5 +164,3 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f'a number of at least 1, not {text!r}')
     return int(text)
-
-

@@ -1,4 +1,4 @@
-"""The model that a checkpoint belongs to, rebuilt without memory, so that the hook's exporters can be asked about it."""
+"""The model that a checkpoint belongs to, rebuilt without memory, for the hook's exporters to look at."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def build_skeleton(
     if base is None and folder is None:
         found = 'no config was found' if config is None else f'{config.where} has no model that is known here'
         raise ConfigError(
-            f'{checkpoint}: {found}, and there is no config.json beside it. Name the run\'s config with --config, or a '
+            f"{checkpoint}: {found}, and there is no config.json beside it. Name the run's config with --config, or a "
             f'folder with the config.json of the model with --base'
         )
     return _of_transformers(folder, checkpoint, names, base, trust_remote_code)
@@ -156,7 +156,7 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
         model_class = pkgutil.resolve_name(f'{owner}:ProjectorModel')
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f'a LLaVAModel goes out with the code of its projector, which is xtuner\'s, and that cannot be imported '
+            f"a LLaVAModel goes out with the code of its projector, which is xtuner's, and that cannot be imported "
             f'({error}); convert where xtuner is installed'
         ) from None
     depth = model.get('projector_depth', 2)

@@ -49,7 +49,9 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
         tree = ast.parse(text)
         names = _Reader().read(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f'{where}: not a config: {type(error).__name__}: {error}; give another with --config') from None
+        raise ConfigError(
+            f'{where}: not a config: {type(error).__name__}: {error}; give another with --config'
+        ) from None
     if '_base_' in names:
         raise ConfigError(
             f'{where}: it inherits from {names["_base_"]!r}, which is not followed; give --config the whole config '

@@ -124,8 +124,8 @@ def _require_equal(held: Sequence[TensorSpec], source: SliceSource, skeleton: Sk
     for other in held[1:]:
         if not _same_bytes(held[0], other, source):
             raise BaseModelError(
-                f'the model of {skeleton.described_by} ties {held[0].name} and {other.name}, and in the checkpoint they '
-                f'differ; set tie_word_embeddings to false in the config.json of a folder, and name it with --base'
+                f'the model of {skeleton.described_by} ties {held[0].name} and {other.name}, and they '
+                f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
             )
 
 

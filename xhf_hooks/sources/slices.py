@@ -53,8 +53,7 @@ class JoinedSource(SliceSource):
 
     def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
         return sum(
-            source.stored_nbytes([there], masters=masters)
-            for source, there in (self._places[name] for name in names)
+            source.stored_nbytes([there], masters=masters) for source, there in (self._places[name] for name in names)
         )
 
     @contextmanager
