@@ -95,7 +95,7 @@ def trainer_run(stage: int, folder: Path) -> None:
 
 
 def accelerate_run(folder: Path) -> None:
-    """``accelerator.save_state(folder/state)``, the model's config in ``base`` and accelerate's own model in ``own``."""
+    """``accelerator.save_state(folder/state)``; the config is in ``base`` and what accelerate saves itself in ``own``."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 

@@ -13,6 +13,7 @@ from mmengine.hooks import (
     ParamSchedulerHook,
 )
 from mmengine.optim import CosineAnnealingLR, LinearLR, OptimWrapper
+from peft import LoraConfig
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtuner.dataset import process_hf_dataset
@@ -54,6 +55,7 @@ warmup_iters = 1
 # Save
 save_steps = 2
 save_total_limit = -1  # Maximum checkpoints to keep (-1 means unlimited)
+lora_rank = None  # a LoRA adapter on every linear layer, if set
 with_xtuner_hook = False  # XTuner's own hook, too, which needs DeepSpeed
 
 #######################################################################
@@ -75,6 +77,9 @@ model = dict(
         trust_remote_code=True,
     ),
 )
+
+if lora_rank is not None:
+    model['lora'] = dict(type=LoraConfig, r=lora_rank, lora_alpha=8, lora_dropout=0.0, bias='none', task_type='CAUSAL_LM')
 
 #######################################################################
 #                      PART 3  Dataset & Dataloader                   #

@@ -58,6 +58,10 @@ LAUNCHES = {
     'qwen2_zero3': Launch('qwen2', PARTITIONED, BESIDE_XTUNERS),
     'no_deepspeed': Launch('llama', None),
 }
+LORA_LAUNCHES = {
+    'lora_zero2': Launch('llama', 'deepspeed_zero2', {'lora_rank': 4}),
+    'lora_zero3': Launch('llama', PARTITIONED, {'lora_rank': 4}),
+}
 RESUMED = 'qwen2_zero3'  # once more, from its middle, by the config that it dumped
 RESULTS = [*LAUNCHES, 'resumed']
 
@@ -76,7 +80,7 @@ class Runs:
             AssertionError: It failed; the end of its output is in the message.
         """
         if name not in self._outcomes:
-            command = self._resume() if name == 'resumed' else self._train(LAUNCHES[name], name)
+            command = self._resume() if name == 'resumed' else self._train({**LAUNCHES, **LORA_LAUNCHES}[name], name)
             self._outcomes[name] = self._run([*command, '--work-dir', str(self._root / name)], name)
         status, output = self._outcomes[name]
         assert status == 0, f'{name}: exit status {status} (None: more than {TIMEOUT_SECS} s)\n{output[-OUTPUT_TAIL:]}'
@@ -258,3 +262,56 @@ def test_hook_survives_the_dump_of_the_config(runs):
     dumped = Config.fromfile(runs.work_dir('zero1') / 'zero1.py')
     assert [hook['type'] for hook in dumped.custom_hooks][-1] == 'xhf_hooks.HFCheckpointHook'
     assert type(HOOKS.build(dumped.custom_hooks[-1])) is HFCheckpointHook
+
+
+def convert(*args: str | Path) -> None:
+    """`xhf-convert`, which is given nothing that a user would not have."""
+    from xhf_hooks.cli.convert import main
+
+    assert main([str(arg) for arg in args]) == 0
+
+
+def assert_same_files(folder: Path, expected: Path) -> None:
+    """All but the manifest, which tells how a folder came about."""
+    names = [{path.name for path in each.iterdir()} - {'xhf_manifest.json'} for each in (folder, expected)]
+    assert names[0] == names[1]
+    differing = [name for name in names[0] if (folder / name).read_bytes() != (expected / name).read_bytes()]
+    assert differing == []
+
+
+@pytest.mark.parametrize('name', RESULTS)
+def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
+    """The config is the checkpoint's own text; the last one is found through `last_checkpoint`."""
+    convert(runs.work_dir(name), tmp_path / 'converted', '--verify')
+    assert_same_files(tmp_path / 'converted', export_of(runs.work_dir(name)))
+
+
+def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path):
+    """The lazy config that the user wrote is read, and xtuner's names in it are not imported."""
+    work_dir = runs.work_dir('zero3')
+    config = work_dir.parent / 'zero3.py'
+    convert(work_dir / 'iter_2.pth', tmp_path / 'converted', '--config', config)
+    converted = tmp_path / 'converted'
+    assert json.loads((converted / 'xhf_manifest.json').read_text())['iteration'] == 2
+    for name in ('config.json', 'tokenizer_config.json', 'generation_config.json'):
+        assert (converted / name).read_bytes() == (export_of(work_dir) / name).read_bytes()
+
+
+@pytest.mark.parametrize('name', LORA_LAUNCHES)
+def test_a_lora_checkpoint(runs, name, tmp_path):
+    """The adapter as the hook saved it; merged, with the base model's weights, as peft merges it."""
+    from peft import AutoPeftModelForCausalLM
+
+    work_dir = runs.work_dir(name)
+    convert(work_dir, tmp_path / 'adapter')
+    assert_same_files(tmp_path / 'adapter', export_of(work_dir))
+    convert(work_dir, tmp_path / 'merged', '--lora', 'merge', '--dtype', 'float32')
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / 'adapter', torch_dtype=torch.float32)
+    merged = adapted.merge_and_unload().state_dict()
+    found = folder_tensors(tmp_path / 'merged')
+    assert found.keys() == merged.keys()
+    moved = 0
+    for key, tensor in found.items():
+        assert torch.allclose(tensor, merged[key], atol=1e-2), key
+        moved += int('proj' in key)
+    assert moved == 14

@@ -36,8 +36,8 @@ def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
     return LoraConfig(**given)
 
 
-def adapter_config_in(folder: Path, where: str) -> PeftConfig:
-    """The ``adapter_config.json`` of a folder that Trainer wrote.
+def adapter_config_in(folder: Path) -> PeftConfig:
+    """The ``adapter_config.json`` of a folder that peft wrote.
 
     Raises:
         ConfigError: peft cannot read it.
@@ -47,7 +47,7 @@ def adapter_config_in(folder: Path, where: str) -> PeftConfig:
     try:
         return PeftConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{folder}/adapter_config.json ({where}): peft cannot read it ({error})') from None
+        raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({error})') from None
 
 
 def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:

@@ -182,12 +182,14 @@ def _of_transformers(
 ) -> Skeleton:
     described_by = folder if base is None else base
     adapter = None
-    if folder is not None and (folder / 'adapter_config.json').is_file():
-        adapter = adapters.adapter_config_in(folder, 'beside the checkpoint')
-        base = base or adapter.base_model_name_or_path
-        if not base:
-            raise BaseModelError(f'{folder}/adapter_config.json names no base model; name it with --base')
-        described_by = f'{folder}/adapter_config.json and {base}'
+    for place in (base, folder):
+        if place is not None and (Path(place) / 'adapter_config.json').is_file():
+            adapter = adapters.adapter_config_in(Path(place))
+            base = base if place == folder and base else adapter.base_model_name_or_path
+            if not base:
+                raise BaseModelError(f'{place}/adapter_config.json names no base model; name it with --base')
+            described_by = f'{place}/adapter_config.json and {base}'
+            break
     source = str(base if base is not None else folder)
     config = huggingface.load_config(source, trust_remote_code=trust_remote_code, why='the model')
     model: nn.Module = huggingface.build(config, None, trust_remote_code=trust_remote_code)

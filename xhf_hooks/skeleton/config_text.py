@@ -17,6 +17,7 @@ from xhf_hooks.errors import ConfigError
 
 _MOST_CHARACTERS = 10_000_000
 _MOST_DIGITS = 30  # of a computed number; a config has no use for more
+_MOST_VALUES = 1_000_000  # in a field; a few lines can name a list of lists of lists, and so on
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,17 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
         names = _Reader().read(tree)
+        if '_base_' not in names:
+            dump = _Dumper()
+            return {name: dump(value) for name, value in names.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f'{where}: not a config: {type(error).__name__}: {error}; give another with --config'
         ) from None
-    if '_base_' in names:
-        raise ConfigError(
-            f'{where}: it inherits from {names["_base_"]!r}, which is not followed; give --config the whole config '
-            f'that MMEngine dumped into the work_dir'
-        )
-    return {name: _as_text(value) for name, value in names.items()}
+    raise ConfigError(
+        f'{where}: it inherits from {names["_base_"]!r}, which is not followed; give --config the whole config '
+        f'that MMEngine dumped into the work_dir'
+    )
 
 
 class _Reader:
@@ -136,9 +138,13 @@ class _Reader:
         imported = self._names.get(name)
         is_dict = name == 'dict' and imported is None
         is_dict |= isinstance(imported, _Imported) and imported.path.endswith('.ConfigDict')
-        if not is_dict or node.args or any(keyword.arg is None for keyword in node.keywords):
+        if not is_dict or any(keyword.arg is None for keyword in node.keywords):
             return None
-        return ({keyword.arg: self._value(keyword.value) for keyword in node.keywords},)
+        given = [self._value(argument) for argument in node.args]  # where keys are no identifiers: dict({'a-b': 1})
+        if len(given) > 1 or not all(isinstance(value, dict) for value in given):
+            return None
+        named = {keyword.arg: self._value(keyword.value) for keyword in node.keywords}
+        return ({**(given[0] if given else {}), **named},)
 
     def _unaryop(self, node: ast.UnaryOp) -> tuple[Any] | None:
         value = self._value(node.operand)
@@ -150,7 +156,7 @@ class _Reader:
     def _binop(self, node: ast.BinOp) -> tuple[Any] | None:
         left, right = self._value(node.left), self._value(node.right)
         if isinstance(node.op, ast.Add) and type(left) is type(right) and isinstance(left, (str, list, tuple)):
-            return (left + right,)
+            return (left + right,) if len(left) + len(right) <= _MOST_VALUES else None
         if not all(type(side) in (int, float) and abs(side) < 10**_MOST_DIGITS for side in (left, right)):
             return None
         if isinstance(node.op, ast.Add):
@@ -170,12 +176,20 @@ def _has_star(items: list[ast.expr]) -> bool:
     return any(isinstance(item, ast.Starred) for item in items)
 
 
-def _as_text(value: Any) -> Any:
-    """Imported names as the dotted text that MMEngine dumps."""
-    if isinstance(value, _Imported):
-        return value.path
-    if isinstance(value, dict):
-        return {key: _as_text(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_as_text(item) for item in value)
-    return value
+class _Dumper:
+    """Gives imported names as the dotted text that MMEngine dumps."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_VALUES
+
+    def __call__(self, value: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f'more than {_MOST_VALUES} values')
+        if isinstance(value, _Imported):
+            return value.path
+        if isinstance(value, dict):
+            return {key: self(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self(item) for item in value)
+        return value
