@@ -65,9 +65,12 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
 def trainer_run(stage: int, folder: Path) -> None:
     """transformers.Trainer: ``folder/checkpoint-2``, which holds the model that Trainer saved, too."""
     import torch
+    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     from tests.helpers.zoo import build
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
 
     zero: dict[str, Any] = {'stage': stage}
     if stage == 3:
@@ -95,11 +98,14 @@ def trainer_run(stage: int, folder: Path) -> None:
 
 
 def accelerate_run(folder: Path) -> None:
-    """``accelerator.save_state(folder/state)``; the config is in ``base`` and what accelerate saves itself in ``own``."""
+    """``accelerator.save_state(folder/state)``; the config is in ``base`` and accelerate's own save in ``own``."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
 
     from tests.helpers.zoo import build
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
 
     plugin = DeepSpeedPlugin(
         hf_ds_config={
@@ -111,7 +117,7 @@ def accelerate_run(folder: Path) -> None:
             'zero_force_ds_cpu_optimizer': False,
         }
     )
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
     model = build('llama')
     engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     ids = torch.arange(24).reshape(2, 12) % 131

@@ -38,9 +38,11 @@ def finished(tmp_path_factory):
 def accelerated(tmp_path_factory):
     """Accelerate and Trainer set DeepSpeed up in ways of their own: a process for themselves."""
     root = tmp_path_factory.mktemp('accelerated')
-    scenarios: dict[str, Any] = {f'trainer{stage}': partial(trainer_run, stage, root / f'trainer{stage}') for stage in TRAINER_STAGES}
+    scenarios: dict[str, Any] = {
+        f'trainer{stage}': partial(trainer_run, stage, root / f'trainer{stage}') for stage in TRAINER_STAGES
+    }
     scenarios['accelerate'] = partial(accelerate_run, root / 'accelerate')
-    environment = {'ACCELERATE_USE_DEEPSPEED': 'true', 'ACCELERATE_USE_CPU': 'true'}
+    environment = {'ACCELERATE_USE_DEEPSPEED': 'true'}
     return root, run_scenarios(scenarios, 2, timeout_secs=300, env=environment)
 
 
@@ -91,9 +93,7 @@ def test_an_earlier_iteration_in_shards_is_another_model(finished, tmp_path):
 def test_float32_is_zero_to_fp32(finished, name, tmp_path):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    folder = convert(
-        finished[0] / name, tmp_path / 'out', '--base', export_of(finished, name), '--dtype', 'float32'
-    )
+    folder = convert(finished[0] / name, tmp_path / 'out', '--base', export_of(finished, name), '--dtype', 'float32')
     expected = get_fp32_state_dict_from_zero_checkpoint(str(finished[0] / name), tag='iter_4.pth')
     rounded = 0
     for key, tensor in folder_tensors(folder).items():
@@ -113,7 +113,9 @@ def test_float16_is_rounded_once_from_the_master(finished, tmp_path):
 def test_experts_are_unfused_as_the_hook_does(finished, tmp_path):
     check(finished[1], 'mixtral_zero2')
     folder = finished[0] / 'mixtral_zero2'
-    assert_same_files(convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base', '--verify'), folder / 'hook_full')
+    assert_same_files(
+        convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base', '--verify'), folder / 'hook_full'
+    )
 
 
 @pytest.mark.parametrize('mode', MODES)

@@ -79,7 +79,9 @@ model = dict(
 )
 
 if lora_rank is not None:
-    model['lora'] = dict(type=LoraConfig, r=lora_rank, lora_alpha=8, lora_dropout=0.0, bias='none', task_type='CAUSAL_LM')
+    model['lora'] = dict(
+        type=LoraConfig, r=lora_rank, lora_alpha=8, lora_dropout=0.0, bias='none', task_type='CAUSAL_LM'
+    )
 
 #######################################################################
 #                      PART 3  Dataset & Dataloader                   #

@@ -65,25 +65,30 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
 class _Reader:
     def __init__(self) -> None:
         self._names: dict[str, Any] = {}
+        self._modules: set[str] = set()  # names that an import statement made are no fields
 
     def read(self, tree: ast.Module) -> dict[str, Any]:
         for statement in tree.body:
             self._statement(statement)
-        return {name: value for name, value in self._names.items() if not isinstance(value, _Imported)}
+        return {name: value for name, value in self._names.items() if name not in self._modules}
 
     def _statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.ImportFrom):
             prefix = '.' * node.level + (node.module or '')
             for alias in node.names:
-                self._names[alias.asname or alias.name] = _Imported(f'{prefix}.{alias.name}')
+                name = alias.asname or alias.name
+                self._names[name] = _Imported(f'{prefix}.{alias.name}')
+                self._modules.add(name)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.partition('.')[0]
                 self._names[name] = _Imported(alias.name if alias.asname else name)
+                self._modules.add(name)
         elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
             value = self._value(node.value)
             for target in node.targets:
                 self._names[target.id] = value
+                self._modules.discard(target.id)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             self._names[node.target.id] = self._value(node.value)
         else:  # whatever it may change is not known any more
