@@ -1,10 +1,11 @@
-"""Measure a save side by side with its peers, in one run, interleaved.
+"""Measure a save, or a conversion, side by side with its peers, in one run, interleaved.
 
     python tools/bench.py save [--billions 0.8 1.6] [--repeats 5] [--bucket-size 128MB] [--out DIR]
+    python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
 
-Two gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns. Prints a table of
-medians and writes DIR/save.json. Memory is the extra anonymous memory of the busiest rank, sampled
-every 2 ms; freed memory is handed back before each run, so that each starts from the same state.
+For convert see bench_convert.py. For save, two gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way
+in turns. Prints a table of medians and writes DIR/save.json. Memory is the extra anonymous memory of the busiest
+rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from the same state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_worker import FLOOR, LAYERS, XTUNER
+import bench_convert
 
 from xhf_hooks.plan import parse_size
 
@@ -51,6 +52,8 @@ def medians(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, floa
 
 def table(measured: dict[str, Any]) -> str:
     """Markdown: seconds, ratio to XTuner's hook, ratio to the floor, extra memory."""
+    from bench_worker import FLOOR, XTUNER  # not at the top: it imports deepspeed, which prints
+
     lines = []
     for size in measured['sizes']:
         found = medians(size['runs'])
@@ -82,22 +85,30 @@ def describe_machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    save = parser.add_subparsers(required=True, metavar='save').add_parser('save', help='a save against its peers')
-    save.add_argument('--billions', type=float, nargs='+', default=list(LAYERS), choices=list(LAYERS))
-    save.add_argument('--repeats', type=int, default=5)
+    commands = parser.add_subparsers(required=True, dest='command', metavar='save|convert')
+    save = commands.add_parser('save', help='a save against its peers')
+    save.add_argument('--billions', type=float, nargs='+', default=[0.8, 1.6], choices=[0.8, 1.6])
     save.add_argument('--bucket-size', default='128MB')
-    save.add_argument('--out', type=Path, default=Path('work_dirs/bench'))
+    convert = commands.add_parser('convert', help='a conversion against its peers')
+    convert.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=[0.01, 0.5, 1.5])
+    for command in (save, convert):
+        command.add_argument('--repeats', type=int, default=5)
+        command.add_argument('--out', type=Path, default=Path('work_dirs/bench'))
     args = parser.parse_args()
 
+    args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     measured: dict[str, Any] = {'machine': describe_machine(), 'repeats': args.repeats, 'sizes': []}
     for billions in args.billions:
         print(f'{billions} B parameters, {args.repeats} repeats ...', file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=args.out) as folder:
-            size = run_worker(billions, args.repeats, parse_size(args.bucket_size), Path(folder))
+            if args.command == 'convert':
+                size = bench_convert.run(billions, args.repeats, Path(folder))
+            else:
+                size = run_worker(billions, args.repeats, parse_size(args.bucket_size), Path(folder))
         measured['sizes'].append(size)
-    (args.out / 'save.json').write_text(json.dumps(measured, indent=2) + '\n')
-    print(table(measured))
+    (args.out / f'{args.command}.json').write_text(json.dumps(measured, indent=2) + '\n')
+    print(table(measured) if args.command == 'save' else bench_convert.table(measured))
 
 
 if __name__ == '__main__':

@@ -125,6 +125,7 @@ def accelerate_run(folder: Path) -> None:
     accelerator.save_state(str(folder / 'state'))
     weights = accelerator.get_state_dict(engine)
     if accelerator.is_main_process:
+        model.config.architectures = [type(model).__name__]  # as in any model that was saved
         model.config.save_pretrained(folder / 'base')
         accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
     accelerator.wait_for_everyone()

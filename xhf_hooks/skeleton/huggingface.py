@@ -67,7 +67,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     if kind is None and not remote:
         raise BaseModelError(
             f'{config._name_or_path}: its config.json names the architecture {name!r}, which transformers '
-            f'{transformers.__version__} does not have; convert with the version that trained it'
+            f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
         )
     with torch.device('meta'):
         if kind is None:
