@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region, zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.records import Region, StoredTensor
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
@@ -97,7 +98,7 @@ def _assemble(
         if region is master:
             dtype = next((_dtype(file, n, state_dict[n]) for n in names if n in state_dict), trained_dtype)
         has_master = master is not None and master.dtype == _MASTER and dtype in _ROUNDED
-        pieces = master.pieces if has_master else ()
+        pieces = master.pieces if has_master else None
         found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
     return Assembled(tuple(found), tuple(named_only))
 
@@ -126,6 +127,8 @@ def _owners(names: Sequence[str], module: Mapping[str, LazyTensor], shared: Mapp
 
 def _region(file: str, name: str, tensor: LazyTensor) -> Region:
     dtype = _dtype(file, name, tensor)
+    if tensor.numel * DTYPE_NBYTES[dtype] > tensor.storage.nbytes:
+        raise CheckpointError(f'{file}: {name} has shape {tensor.shape}, but its bytes overlap; save a contiguous copy')
     return Region(tensor.shape, dtype, (tensor.piece(),) if tensor.numel else ())
 
 

@@ -76,7 +76,7 @@ class CheckpointSource(SliceSource):
         ``dtype`` is the training dtype. ``has_master``: an fp32 copy is in the files, and the training dtype is
         16-bit. ``aliases``: tied names (``shared_params``, or names of one storage).
         """
-        return [TensorSpec(t.name, t.shape, t.dtype, t.aliases, bool(t.master)) for t in self._tensors.values()]
+        return [TensorSpec(t.name, t.shape, t.dtype, t.aliases, t.master is not None) for t in self._tensors.values()]
 
     def pieces(self, name: str, *, masters: bool) -> tuple[Piece, ...]:
         """Where the values lie; one after the other they are the row-major tensor.
@@ -86,7 +86,7 @@ class CheckpointSource(SliceSource):
                 the files have them (stages 0 to 2), fp32 slices whose cast they are otherwise (stage 3).
         """
         tensor = self._tensors[name]
-        return tensor.master if masters and tensor.master else tensor.trained
+        return tensor.master if masters and tensor.master is not None else tensor.trained
 
     def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
         """Bytes in the files that reading these tensors reads."""
@@ -121,14 +121,14 @@ class CheckpointSource(SliceSource):
         for name in names:
             if name in wanted:
                 stored = self._tensors[name]
-                dtype = 'F32' if masters and stored.master else stored.dtype
+                dtype = 'F32' if masters and stored.master is not None else stored.dtype
                 tensors[name] = torch.empty(stored.shape, dtype=TORCH_DTYPES[dtype])
                 self._read(name, 0, tensors[name].view(-1), masters=masters)
         yield tensors
 
     def _read(self, name: str, start: int, out: torch.Tensor, *, masters: bool) -> int:
         stored = self._tensors[name]
-        use_master = masters and bool(stored.master)
+        use_master = masters and stored.master is not None
         through = None if use_master else TORCH_DTYPES[stored.dtype]
         return self._reader.read_into(self.pieces(name, masters=masters), start, out, through)
 
@@ -140,7 +140,7 @@ class CheckpointSource(SliceSource):
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
         models, optims = load_states(self.found)
-        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].content.get('ds_version'))
+        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].version)
         if not optims:
             masters, warning = stage0_masters(models[0], self._reader)
             self.warnings += [warning] if warning else []
@@ -151,18 +151,20 @@ class CheckpointSource(SliceSource):
             assembled = from_zero12(models[0], optims)
         return models[0].content, assembled
 
-    def _facts(self, engine: str, stage: int = 0, world_size: int | None = None, version: Any = None) -> dict[str, Any]:
+    def _facts(
+        self, engine: str, stage: int = 0, world_size: int | None = None, version: str | None = None
+    ) -> dict[str, Any]:
         facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'checkpoint': str(self.found.path)}
         if engine == 'deepspeed':
-            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': str(version)}
+            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': version}
         return facts
 
     def _check_sizes(self) -> None:
         """Every tensor has as many elements as its shape says, whatever it is read from."""
         for tensor in self._tensors.values():
             for pieces in (tensor.trained, tensor.master):
-                numel = sum(piece.numel for piece in pieces)
-                if numel != tensor.numel and (pieces or pieces is tensor.trained):
+                numel = sum(piece.numel for piece in pieces or ())
+                if pieces is not None and numel != tensor.numel:
                     raise CheckpointError(
                         f'{self.found.path}: {tensor.name} has {numel} elements, its shape {tensor.shape} '
                         f'{tensor.numel}; take another checkpoint'
