@@ -1,16 +1,15 @@
-"""What a process that `tests.helpers.ranks` starts runs.
-
-It imports torch and DeepSpeed late: from its first moments on it must be able to dump its stacks.
-"""
+"""What a process that `tests.helpers.ranks` starts runs."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
 import signal
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 
@@ -24,9 +23,19 @@ class RankFiles:
         self.output = folder / f'rank{index}.output'
 
 
-def main(folder: str, index: int) -> None:
-    """What a child process runs: makes the process group, calls the function, reports."""
+def main(folder: str, index: int, environment: dict[str, str], released: Connection) -> None:
+    """What a child process runs: makes the process group, calls the function, reports.
+
+    Args:
+        released: At its end when the process may exit.
+    """
+    os.setsid()  # what the function starts is killed with it
     files = RankFiles(Path(folder), index)
+    output = os.open(files.output, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
     stacks = files.stacks.open('w')
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -42,7 +51,8 @@ def main(folder: str, index: int) -> None:
         _write_whole(files.error, traceback.format_exc().encode())
         sys.stdout.flush()
         os._exit(1)  # at once, whatever threads and atexit handlers there are: peers may wait
-    sys.stdin.read()  # until the parent has seen that all ranks are done
+    with contextlib.suppress(EOFError):
+        released.recv()  # until the parent has seen that all ranks are done
     if setup['init']:
         import torch.distributed as dist
 

@@ -1,8 +1,9 @@
 """Runs a function on N real processes and fails loudly, with every rank's traceback.
 
-Each rank is a fresh interpreter, as under torchrun: nothing of the test process leaks into it by a
-fork. A launch costs the imports of torch and DeepSpeed, some 10 to 15 s: to share one between many
-tests see `tests.helpers.scenarios`.
+Each rank is a process of its own, forked from a server (multiprocessing's forkserver) that has done
+nothing but import torch, DeepSpeed and transformers: nothing of the test process leaks into it, and a
+launch does not cost some 10 s of imports on each rank. To share one between many tests see
+`tests.helpers.scenarios`.
 
 How a launch goes on:
 - a rank returned: it stays until all have, for rank 0 may host the process group's store;
@@ -14,31 +15,31 @@ How a launch goes on:
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.rank_child import RankFiles
+from tests.helpers.rank_child import RankFiles, main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_SECS = 30.0
 OUTPUT_TAIL_LINES = 40
 INITS = ('deepspeed', 'torch', None)
-# sys.path[0] is the current folder by default: it must not decide which `tests` is imported.
-CHILD_CODE = """import sys
-repo_root, folder, rank = sys.argv[1:]
-sys.path[0] = repo_root
-from tests.helpers.rank_child import main
-main(folder, int(rank))
-"""
+#: What the server imports; what an environment lacks is left out.
+PRELOADED = (
+    *('torch.distributed', 'deepspeed', 'mmengine._strategy', 'mmengine.runner', 'peft'),
+    *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
+)
+_CONTEXT = multiprocessing.get_context('forkserver')
+_CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 class RankFailures(AssertionError):
@@ -106,18 +107,15 @@ class _Rank:
         self._gave_up = False
         self._exit_status: int | None = None
         self._files.stacks.touch()
-        with self._files.output.open('wb') as output:
-            self._process = subprocess.Popen(
-                [sys.executable, '-c', CHILD_CODE, str(REPO_ROOT), str(folder), str(index)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
+        self._files.output.touch()
+        released, self._release = _CONTEXT.Pipe(duplex=False)
+        self._process = _CONTEXT.Process(target=main, args=(str(folder), index, dict(env), released))
+        with _environment(env):  # of the server, which the first launch starts
+            self._process.start()
+        released.close()
 
     def has_exited(self) -> bool:
-        self._exit_status = self._process.poll()
+        self._exit_status = self._process.exitcode
         return self._exit_status is not None
 
     def has_returned(self) -> bool:
@@ -127,21 +125,22 @@ class _Rank:
         return pickle.loads(self._files.result.read_bytes()) if self.has_returned() else None
 
     def release(self) -> None:
-        """Lets a rank that has returned exit: it waits for the end of its standard input."""
-        self._process.stdin.close()
+        """Lets a rank that has returned exit."""
+        self._release.close()
 
     def give_up(self) -> None:
         """Makes a rank that is still at work dump its stacks."""
         self._gave_up = not self.has_exited()
         if self._gave_up:
-            self._process.send_signal(signal.SIGUSR1)
+            os.kill(self._process.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         """Kills the whole process group: nothing that the function started may survive."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdin.close()
+        self._process.kill()  # should it not have a group of its own yet
+        self._process.join()
+        self._release.close()
 
     def problem(self) -> str | None:
         """Returns what is wrong with a rank that ended or was given up; None if nothing."""
@@ -204,6 +203,18 @@ def _exit_words(status: int | None) -> str:
     if status is not None and status < 0:
         return f'killed by {signal.Signals(-status).name}'
     return f'exit status {status}'
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _free_port() -> int:
