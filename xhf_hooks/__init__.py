@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmengine.registry import HOOKS
-
+from xhf_hooks.registry import HOOKS
 from xhf_hooks.version import __version__
 
 if TYPE_CHECKING:
