@@ -68,6 +68,22 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
     assert leftovers(tmp_path) == ['out']
 
 
+@pytest.mark.parametrize('block_nbytes', [4096, 3 * 4096])
+@pytest.mark.parametrize('dtype', ['keep', 'float16'])
+def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, block_nbytes, dtype):
+    """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
+    from xhf_hooks.writers import positional
+
+    checkpoint = str(trained / 'iter_7.pth')
+    assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
+    monkeypatch.setattr(positional, 'BLOCK_NBYTES', block_nbytes)
+    options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
+    assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE
+    whole, cut = folder_tensors(tmp_path / 'whole'), folder_tensors(tmp_path / 'cut')
+    assert whole.keys() == cut.keys() and len(list((tmp_path / 'cut').glob('*.safetensors'))) > 1
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+
+
 def test_a_dry_run_writes_nothing(trained, tmp_path, capsys):
     assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'deep' / 'out'), '--dry-run']) == DONE
     assert 'would write to' in capsys.readouterr().out

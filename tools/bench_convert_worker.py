@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -24,6 +25,9 @@ class Trained(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.llm = LlamaForCausalLM(config)
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.llm(**batch)
 
 
 def architecture(billions: float) -> LlamaConfig:
@@ -60,6 +64,10 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=1e-5), config=config)
     for group in engine.optimizer.fp32_partitioned_groups_flat:
         group.data += 1e-4 * torch.randn_like(group)  # masters that bf16 cannot hold
+    if SIZES[args.billions][1] == 'adamw':  # one step makes its states
+        ids = torch.arange(16).reshape(1, 16)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
     engine.save_checkpoint(str(args.folder), tag=TAG)
     if dist.get_rank() == 0:
         engine.module.llm.config.save_pretrained(args.folder / 'base')
