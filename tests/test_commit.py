@@ -191,7 +191,7 @@ def test_receipts_must_be_those_of_the_plan(folder, wrong):
         'other size': [WriteReceipt(first.file, first.nbytes - 1)],
         'other name': [WriteReceipt('other.safetensors', first.nbytes)],
     }
-    with pytest.raises(IncompleteError, match='expected files'):
+    with pytest.raises(IncompleteError, match='expected bytes'):
         folder.commit(plan, [*changed[wrong], *rest], iteration(1), {})
     assert not folder.final.exists()
 

@@ -72,11 +72,11 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
 @pytest.mark.parametrize('dtype', ['keep', 'float16'])
 def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, block_nbytes, dtype):
     """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
-    from xhf_hooks.writers import positional
+    from xhf_hooks.writers import blocks
 
     checkpoint = str(trained / 'iter_7.pth')
     assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
-    monkeypatch.setattr(positional, 'BLOCK_NBYTES', block_nbytes)
+    monkeypatch.setattr(blocks, 'BLOCK_NBYTES', block_nbytes)
     options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
     assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE
     whole, cut = folder_tensors(tmp_path / 'whole'), folder_tensors(tmp_path / 'cut')
@@ -184,7 +184,7 @@ def test_disk_too_small(trained, tmp_path, capsys):
 HALFWAY = """
 import os, signal, sys, time
 from xhf_hooks.cli.convert import main
-from xhf_hooks.writers.positional import PositionalFile
+from xhf_hooks.writers.blocks import BlockFile
 
 def halfway(self, block, buffer):
     os.pwrite(self._fd, b'half', 0)
@@ -194,7 +194,7 @@ def halfway(self, block, buffer):
     os.kill(os.getpid(), getattr(signal, action))
     time.sleep(1)
 
-PositionalFile.write_block = halfway
+BlockFile.write_block = halfway
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -217,14 +217,14 @@ def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, acti
 
 
 def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
-    from xhf_hooks.writers.positional import PositionalFile
+    from xhf_hooks.writers.blocks import BlockFile
 
     def spoil(self):
         import os
 
         os.pwrite(self._fd, b'\x7f', self.nbytes - 1)
 
-    monkeypatch.setattr(PositionalFile, 'drop_cache', spoil)
+    monkeypatch.setattr(BlockFile, 'drop_cache', spoil)
     arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
     assert main([*arguments, '--verify']) == FAILED
     assert 'read back' in errors(capsys)

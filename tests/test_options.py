@@ -27,6 +27,10 @@ BAD = {
     'max_shard_size': [0, -1, 1.5, '', 'GB', '5XB', '-5GB', None, True],
     'bucket_size': [0, -1, 1.5, '', 'MB', '5XB', '-5MB', None, True],
     'on_error': ['', 'ignore', None, True],
+    'writer': ['', 'fast', None, True],
+    'async_save': [None, 1, 'yes'],
+    'async_busy': ['', 'queue', None, True],
+    'exit_wait_secs': [-1, '5', None, True, float('nan')],
     'chat_template': [None, 1, 'llama3_chat'],
 }
 BAD_CASES = [
@@ -41,6 +45,7 @@ BAD_COMBINATIONS = [
     ('rule', dict(save_best='acc', rule='bigger')),
     ('rule', dict(save_best='acc', rule=5)),
     ('rule', dict(save_best=['acc', 'loss', 'mAP'], rule=['greater', 'less'])),
+    ('async_busy', dict(async_busy='skip')),
     ('save_last', dict(interval=-1, save_last=False)),  # would never save anything
 ]
 
@@ -56,6 +61,7 @@ GOOD = [
     dict(save_best=['x', 'y'], rule='less'),
     dict(max_keep_ckpts=-1),
     dict(module='llm.model'),
+    dict(writer='positional', async_save=True, async_busy='skip', exit_wait_secs=0),
     dict(lora='merge'),
     dict(tokenizer='folder'),
     dict(tokenizer=Path('folder')),

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile
+from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile, create_file
 
 MB = 2**20
 
@@ -45,7 +45,8 @@ def test_any_offset_and_length(tmp_path, way):
     cuts = sorted({0, len(content), 7, 4096, 3 * MB, *(order.randrange(len(content)) for _ in range(8))})
     parts = list(itertools.pairwise(cuts))
     order.shuffle(parts)
-    file, buffer = OutputFile(tmp_path / 'file', len(content)), AlignedBuffer(2 * MB)
+    create_file(tmp_path / 'file', b'', len(content))
+    file, buffer = OutputFile(tmp_path / 'file'), AlignedBuffer(2 * MB)
     for start, end in parts:
         file.write(memoryview(content)[start:end], start, buffer)
     file.fsync()
@@ -61,7 +62,8 @@ def test_large_parts_really_go_past_the_page_cache(tmp_path):
         os.close(fd)
     except OSError:
         possible = False
-    file = OutputFile(tmp_path / 'file', 4 * MB)
+    create_file(tmp_path / 'file', b'', 4 * MB)
+    file = OutputFile(tmp_path / 'file')
     file.write(memoryview(bytes(4 * MB)), 0, AlignedBuffer())
     assert (file._direct_fd is not None) == possible
     file.close()
@@ -70,12 +72,12 @@ def test_large_parts_really_go_past_the_page_cache(tmp_path):
 def test_existing_file_is_refused(tmp_path):
     (tmp_path / 'file').write_text('mine')
     with pytest.raises(FileExistsError):
-        OutputFile(tmp_path / 'file', 1)
+        create_file(tmp_path / 'file', b'', 1)
     assert (tmp_path / 'file').read_text() == 'mine'
 
 
 def test_failure_to_open_leaves_no_descriptor(tmp_path):
     before = len(os.listdir('/proc/self/fd'))
     with mock.patch('os.ftruncate', side_effect=OSError(errno.ENOSPC, 'full')), pytest.raises(OSError, match='full'):
-        OutputFile(tmp_path / 'file', 1)
+        create_file(tmp_path / 'file', b'', 1)
     assert len(os.listdir('/proc/self/fd')) == before

@@ -12,7 +12,7 @@ from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
-from xhf_hooks.plan import describe_bucket, describe_plan, make_plan, parse_size
+from xhf_hooks.plan import describe_group, describe_plan, make_plan, parse_size
 from xhf_hooks.records import ExportEntry, FileSet, SavePlan, TensorSpec
 
 HUGE = 10**12
@@ -78,7 +78,7 @@ def test_offsets_are_gapless_and_in_file_order():
         assert (placement.file, placement.offset) == (file.name, position)
         position += placement.nbytes
     assert position == file.nbytes == plan.nbytes
-    assert file.name == 'model.safetensors' and plan.indexes == {} and file.owner == 0
+    assert file.name == 'model.safetensors' and plan.indexes == {}
     assert [p.hf_name for p in plan.placements] == ['hf.n', 'hf.a', 'hf.b', 'hf.e']
 
 
@@ -251,9 +251,9 @@ def test_digest_covers_the_index():
 def test_describe_plan():
     plan = plan_of([spec('a', 4), spec('b', 2, 2)], bucket=16)
     lines = describe_plan(plan)
-    assert lines[0] == f'model.safetensors: {plan.nbytes} bytes, written by rank 0'
-    assert lines[1:] == ['bucket', *describe_bucket(plan.buckets[0]), 'bucket', *describe_bucket(plan.buckets[1])]
-    assert "('a', (4,), 'F32')" in lines[2] and "'hf.a'" in lines[2] and 'combined=False' in lines[2]
+    first, second = (describe_group(bucket.groups[0]) for bucket in plan.buckets)
+    assert lines == [f'model.safetensors: {plan.nbytes} bytes', 'in slices', 'bucket', first, 'bucket', second]
+    assert "('a', (4,), 'F32')" in first and "'hf.a'" in first and 'combined=False' in first
 
 
 # The same as save_pretrained
@@ -264,6 +264,7 @@ def test_describe_plan():
 def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     """Files, their bytes and the index of a real model, written through a plan and a StreamWriter."""
     from xhf_hooks.collective import Collective
+    from xhf_hooks.dtypes import host_bytes
     from xhf_hooks.sources.module import ModuleSource
     from xhf_hooks.writers.stream import StreamWriter
 
@@ -281,15 +282,16 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
         n_parameters=exporter.n_parameters,
     )
     writer = StreamWriter(pending_nbytes=10_000)
-    writer.open(plan, tmp_path / 'found', rank=0)
-    for chunk in gather(plan, source, Collective(), masters=False, meter=MemoryMeter()):
+    writer.create(plan, tmp_path / 'found')
+    writer.open(tmp_path / 'found')
+    for chunk in gather(plan, source, Collective(), masters=False, meter=MemoryMeter(), to_host=host_bytes):
         writer.write(chunk)
     receipts = writer.finish()
 
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}
     found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
     assert found == expected
-    assert {r.file: r.nbytes for r in receipts} == {name: len(data) for name, data in expected.items()}
+    assert {r.file: r.nbytes for r in receipts} == {f.name: f.nbytes - len(f.header) for f in plan.files}
     indexes = {path.name: path.read_text() for path in (tmp_path / 'expected').glob('*.index.json')}
     assert len(indexes) == (max_shard_size == '20KB')
     assert {n: json.dumps(index, indent=2, sort_keys=True) + '\n' for n, index in plan.indexes.items()} == indexes

@@ -1,11 +1,18 @@
-"""Measure a save, or a conversion, side by side with its peers, in one run, interleaved.
+"""Measure xhf_hooks side by side with its peers, in one run, interleaved.
 
-    python tools/bench.py save [--billions 0.8 1.6] [--repeats 5] [--bucket-size 128MB] [--out DIR]
+    python tools/bench.py save  [--billions 0.8 1.6] [--repeats 5] [--ranks 2] [--bucket-size 128MB] [--out DIR]
+    python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
+    python tools/bench.py plan  [--ranks 1024] [--out DIR]
     python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
 
-For convert see bench_convert.py. For save, two gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way
-in turns. Prints a table of medians and writes DIR/save.json. Memory is the extra anonymous memory of the busiest
-rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from the same state.
+save: gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns.
+stall: the same, while they iterate: for how long a save stops them, and how fast they are beside one.
+plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
+convert: the conversion of a checkpoint, with xtuner's environment (bench_convert.py).
+
+Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memory is the extra anonymous memory
+of the busiest rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from
+the same state.
 """
 
 from __future__ import annotations
@@ -13,8 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,19 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import bench_convert
+from bench_plan import measure_plans
+from bench_report import describe_machine, draw, table
+from bench_worker import LAYERS
 
 from xhf_hooks.plan import parse_size
 
 WORKER = Path(__file__).with_name('bench_worker.py')
-WORLD_SIZE = 2
 
 
-def run_worker(billions: float, repeats: int, bucket_nbytes: int, folder: Path) -> dict[str, Any]:
+def run_worker(what: str, billions: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One launch, one model size, all ways."""
     result = folder / 'result.json'
-    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', str(WORLD_SIZE)]
-    command += [str(WORKER), '--billions', str(billions), '--repeats', str(repeats)]
-    command += ['--bucket-size', str(bucket_nbytes), '--folder', str(folder / 'saves'), '--result', str(result)]
+    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', str(args.ranks)]
+    command += [str(WORKER), what, '--billions', str(billions), '--repeats', str(args.repeats)]
+    command += ['--bucket-size', str(parse_size(args.bucket_size))]
+    command += ['--folder', str(folder / 'saves'), '--result', str(result)]
     environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     if finished.returncode:
@@ -42,73 +50,51 @@ def run_worker(billions: float, repeats: int, bucket_nbytes: int, folder: Path) 
     return json.loads(result.read_text())
 
 
-def medians(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Median of each figure of each way."""
-    return {
-        way: {key: statistics.median(run[key] for run in repeated) for key in repeated[0]}
-        for way, repeated in runs.items()
-    }
+def measure_saves(args: argparse.Namespace) -> dict[str, Any]:
+    """``save`` and ``stall``."""
+    measured: dict[str, Any] = {'machine': describe_machine(), 'ranks': args.ranks, 'repeats': args.repeats}
+    measured['sizes'] = []
+    for billions in args.billions:
+        print(f'{billions} B parameters, {args.ranks} ranks, {args.repeats} repeats ...', file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=args.out) as folder:
+            measured['sizes'].append(run_worker(args.what, billions, args, Path(folder)))
+    return measured
 
 
-def table(measured: dict[str, Any]) -> str:
-    """Markdown: seconds, ratio to XTuner's hook, ratio to the floor, extra memory."""
-    from bench_worker import FLOOR, XTUNER  # not at the top: it imports deepspeed, which prints
-
-    lines = []
-    for size in measured['sizes']:
-        found = medians(size['runs'])
-        lines += [
-            f'{size["parameters"] / 1e9:.2f} B parameters, {size["nbytes"] / 1e9:.2f} GB:',
-            '',
-            "| way | seconds | times faster than XTuner's hook | times the floor | extra memory, MB |",
-            '|---|---|---|---|---|',
-        ]
-        for way, figures in found.items():
-            faster = found[XTUNER]['seconds'] / figures['seconds']
-            floors = figures['seconds'] / found[FLOOR]['seconds']
-            lines.append(
-                f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {floors:.1f} | {figures["peak_extra_mb"]:.0f} |'
-            )
-        lines.append('')
-    return '\n'.join(lines)
-
-
-def describe_machine() -> dict[str, Any]:
-    model = next((line for line in Path('/proc/cpuinfo').read_text().splitlines() if 'model name' in line), '')
-    return {
-        'cpu': model.partition(':')[2].strip() or platform.machine(),
-        'cores': os.cpu_count(),
-        'load': os.getloadavg()[0],
-        'python': platform.python_version(),
-    }
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest='what', required=True)
+    for what, sizes in (('save', list(LAYERS)), ('stall', [0.8])):
+        command = commands.add_parser(what)
+        command.add_argument('--billions', type=float, nargs='+', default=sizes, choices=list(LAYERS))
+        command.add_argument('--repeats', type=int, default=5)
+        command.add_argument('--ranks', type=int, default=2)
+        command.add_argument('--bucket-size', default='128MB')
+    commands.add_parser('plan').add_argument('--ranks', type=int, default=1024)
+    convert = commands.add_parser('convert')
+    convert.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=[0.01, 0.5, 1.5])
+    convert.add_argument('--repeats', type=int, default=5)
+    for command in commands.choices.values():
+        command.add_argument('--out', type=Path, default=Path('work_dirs/bench'))
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, dest='command', metavar='save|convert')
-    save = commands.add_parser('save', help='a save against its peers')
-    save.add_argument('--billions', type=float, nargs='+', default=[0.8, 1.6], choices=[0.8, 1.6])
-    save.add_argument('--bucket-size', default='128MB')
-    convert = commands.add_parser('convert', help='a conversion against its peers')
-    convert.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=[0.01, 0.5, 1.5])
-    for command in (save, convert):
-        command.add_argument('--repeats', type=int, default=5)
-        command.add_argument('--out', type=Path, default=Path('work_dirs/bench'))
-    args = parser.parse_args()
-
+    args = parse_args()
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
-    measured: dict[str, Any] = {'machine': describe_machine(), 'repeats': args.repeats, 'sizes': []}
-    for billions in args.billions:
-        print(f'{billions} B parameters, {args.repeats} repeats ...', file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=args.out) as folder:
-            if args.command == 'convert':
-                size = bench_convert.run(billions, args.repeats, Path(folder))
-            else:
-                size = run_worker(billions, args.repeats, parse_size(args.bucket_size), Path(folder))
-        measured['sizes'].append(size)
-    (args.out / f'{args.command}.json').write_text(json.dumps(measured, indent=2) + '\n')
-    print(table(measured) if args.command == 'save' else bench_convert.table(measured))
+    if args.what == 'convert':
+        measured = {'machine': describe_machine(), **bench_convert.measure_all(args.billions, args.repeats, args.out)}
+        (args.out / 'convert.json').write_text(json.dumps(measured, indent=2) + '\n')
+        print(bench_convert.table(measured))
+        return
+    if args.what == 'plan':
+        measured = {'machine': describe_machine(), 'ranks': args.ranks, 'plans': measure_plans(args.ranks)}
+    else:
+        measured = measure_saves(args)
+    (args.out / f'{args.what}.json').write_text(json.dumps(measured, indent=2) + '\n')
+    draw(args.what, measured, args.out / f'{args.what}.svg')
+    print(table(args.what, measured))
 
 
 if __name__ == '__main__':

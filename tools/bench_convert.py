@@ -15,6 +15,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,6 +166,16 @@ def _anonymous_nbytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('RssAnon:')), 0)
+
+
+def measure_all(billions: list[float], repeats: int, out: Path) -> dict[str, Any]:
+    """All sizes, one after the other; the files of each lie below ``out`` meanwhile."""
+    sizes = []
+    for size in billions:
+        print(f'{size} B parameters, {repeats} repeats ...', file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            sizes.append(run(size, repeats, Path(folder)))
+    return {'repeats': repeats, 'sizes': sizes}
 
 
 def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:

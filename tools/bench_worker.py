@@ -1,4 +1,4 @@
-"""One rank of ``tools/bench.py save``: builds a partitioned model and saves it in each way, in turns."""
+"""One rank of ``tools/bench.py save`` and ``stall``: a partitioned model, saved in each way, in turns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from bench_peers import DCP, FLOOR, FLOOR_ALL, PEERS, XTUNER, DcpPeer, floor, floor_on_all_ranks, xtuner_way
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.collective import Collective
@@ -26,8 +28,9 @@ from xhf_hooks.save import SaveOptions, Saver
 
 #: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too.
 LAYERS = {0.8: 14, 1.6: 30}
-FLOOR = 'floor: one process writes as many bytes'
-XTUNER = "XTuner's hook: consolidate, save_pretrained"
+WRITERS = ('stream', 'parallel', 'positional')
+#: A training iteration of ``stall``: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
+N_TOKENS = 64
 
 
 class PeakSampler:
@@ -71,25 +74,6 @@ def build_engine(billions: float) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
-def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """What xtuner 0.2.0's HFCheckpointHook.after_run does, without the tokenizer."""
-    state_dict = engine._zero3_consolidated_16bit_state_dict()
-    if dist.get_rank() == 0:
-        engine.module.save_pretrained(folder, state_dict=state_dict)
-    dist.barrier()
-
-
-def floor(nbytes: int, folder: Path) -> None:
-    """One process writes as many bytes, from memory that it already has."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-        block = memoryview(bytes(16 * 2**20))
-        with (folder / 'bytes').open('wb', buffering=0) as file:
-            for start in range(0, nbytes, len(block)):
-                file.write(block[: nbytes - start])
-    dist.barrier()
-
-
 def measure(way: Callable[[Path], None], folder: Path) -> dict[str, float]:
     """Seconds until all ranks are done, and extra anonymous bytes of the busiest."""
     if dist.get_rank() == 0:
@@ -108,36 +92,105 @@ def measure(way: Callable[[Path], None], folder: Path) -> dict[str, float]:
     return {'seconds': seconds, 'peak_extra_mb': max(peaks) / 1e6}
 
 
+def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
+    saver = Saver(engine.module, SaveOptions(writer=writer, bucket_nbytes=bucket_nbytes, **options), Collective())
+    saver.prepare()
+    return saver
+
+
+def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> dict[str, Any]:
+    """Every way in turns, so that no way always follows the same other one."""
+    savers = {writer: saver_of(engine, writer, args.bucket_size) for writer in WRITERS}
+    nbytes = savers['stream'].plan.nbytes
+    step = Step('iter', 1, 1)
+    ways: dict[str, Callable[[Path], None]] = {
+        FLOOR: lambda folder: floor(nbytes, folder),
+        FLOOR_ALL: lambda folder: floor_on_all_ranks(nbytes, folder),
+    }
+    ways.update((name, lambda folder, way=way: way(engine, folder)) for name, way in PEERS.items())
+    for fsync, words in ((False, 'without fsync'), (True, 'with fsync, as the hook')):
+        for writer, saver in savers.items():
+            ways[f'xhf_hooks {writer}, {words}'] = lambda folder, saver=saver, fsync=fsync: saver.save(
+                CheckpointFolder(folder, 1, fsync=fsync), step
+            )
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in [*ways, DCP]}
+    order = random.Random(0)
+    folder = args.folder / 'hf_model'
+    for _ in range(args.repeats):
+        for name in order.sample(list(runs), len(runs)):
+            if name == DCP:  # its tensors are made, and let go, around it: they would count as others' memory
+                dcp = DcpPeer(engine.module)
+                runs[name].append(measure(dcp.save, folder))
+                del dcp
+            else:
+                runs[name].append(measure(ways[name], folder))
+    return {'nbytes': nbytes, 'runs': runs}
+
+
+def iterate(engine: deepspeed.DeepSpeedEngine, until: Callable[[int], bool]) -> tuple[int, float]:
+    """Training iterations, and seconds, until all ranks are told to stop."""
+    tokens = torch.arange(N_TOKENS).reshape(1, -1)
+    n_done, started = 0, time.perf_counter()
+    while True:
+        with torch.no_grad():
+            engine(input_ids=tokens)
+        n_done += 1
+        stop = torch.tensor([int(until(n_done))])
+        dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+        if stop.item():
+            return n_done, time.perf_counter() - started
+
+
+def bench_stall(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> dict[str, Any]:
+    """For how long training stands still, and how fast it is while a save is written beside it."""
+    saver = saver_of(engine, 'positional', args.bucket_size, in_background=True)
+    saver.reserve_snapshot()
+    nbytes, step = saver.plan.nbytes, Step('iter', 1, 1)
+    folder = args.folder / 'hf_model'
+    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], 'xhf_hooks positional, async': [], 'no save': []}
+    order = random.Random(0)
+    iterate(engine, lambda n: n >= 2)  # DeepSpeed records the order of its gathers in the first
+    for _ in range(args.repeats):
+        for name in order.sample(list(runs), len(runs)):
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.sync()
+            dist.barrier()
+            found = {'stalled_secs': 0.0, 'save_secs': 0.0}
+            if name == XTUNER:
+                figures = measure(lambda to: xtuner_way(engine, to), folder)
+                found = {'stalled_secs': figures['seconds'], 'save_secs': figures['seconds']}
+            if name.startswith('xhf_hooks'):
+                started = time.perf_counter()
+                saver.start(CheckpointFolder(folder, 1), step)
+                dist.barrier()
+                found['stalled_secs'] = time.perf_counter() - started
+                n_done, seconds = iterate(engine, lambda n: saver.background.done)
+                found['save_secs'] = saver.background.outcome().cost.seconds
+            else:
+                n_done, seconds = iterate(engine, lambda n: n >= args.iterations)
+            runs[name].append({**found, 'iterations': n_done, 'iterations_per_sec': n_done / seconds})
+    saver.close()
+    return {'nbytes': nbytes, 'runs': runs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument('what', choices=['save', 'stall'])
     parser.add_argument('--billions', type=float, required=True)
     parser.add_argument('--repeats', type=int, required=True)
     parser.add_argument('--bucket-size', type=int, required=True)
     parser.add_argument('--folder', type=Path, required=True)
     parser.add_argument('--result', type=Path, required=True)
+    parser.add_argument('--iterations', type=int, default=4)
     args = parser.parse_args()
 
     deepspeed.init_distributed(dist_backend='gloo')
     engine = build_engine(args.billions)
-    saver = Saver(engine.module, SaveOptions(bucket_nbytes=args.bucket_size), Collective())
-    plan = saver.prepare()
-    step = Step('iter', 1, 1)
-    folder = args.folder / 'hf_model'
-    ways = {
-        FLOOR: lambda f: floor(plan.nbytes, f),
-        XTUNER: lambda f: xtuner_way(engine, f),
-        'xhf_hooks stream, without fsync': lambda f: saver.save(CheckpointFolder(f, 1, fsync=False), step),
-        'xhf_hooks stream, with fsync, as the hook': lambda f: saver.save(CheckpointFolder(f, 1), step),
-    }
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    order = random.Random(0)
-    for _ in range(args.repeats):
-        for name in order.sample(list(ways), len(ways)):  # no way always follows the same other one
-            results[name].append(measure(ways[name], folder))
+    content = (bench_save if args.what == 'save' else bench_stall)(engine, args)
     if dist.get_rank() == 0:
         parameters = sum(p.ds_numel for p in engine.module.parameters())
-        content = {'parameters': parameters, 'nbytes': plan.nbytes, 'runs': results}
-        args.result.write_text(json.dumps(content))
+        args.result.write_text(json.dumps({'parameters': parameters, **content}))
         shutil.rmtree(args.folder, ignore_errors=True)
     dist.barrier()
     dist.destroy_process_group()

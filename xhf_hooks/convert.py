@@ -4,7 +4,7 @@ CheckpointSource        what the files hold               names and shapes, no d
 Skeleton                the model that was trained        on the meta device, no data
 Exporter.entries()      what goes out, under which names  the hook's own exporters
 make_plan()             where each byte will lie
-PositionalFile          slices are read, cast, written    several threads, one block each
+BlockFile          slices are read, cast, written    several threads, one block each
 commit()                staging gets the final name
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.dtypes import is_float
+from xhf_hooks.dtypes import host_bytes, is_float
 from xhf_hooks.errors import TensorError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.gather import group_chunks
@@ -31,7 +31,7 @@ from xhf_hooks.records import CommittedCheckpoint, Group, SaveCost, SavePlan, St
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.slices import SliceSource
 from xhf_hooks.version import package_versions
-from xhf_hooks.writers.positional import Block, BlockBuffer, PositionalFile, cut_into_blocks
+from xhf_hooks.writers.blocks import Block, BlockBuffer, BlockFile, cut_into_blocks
 
 #: Reads of groups that are made together which may be in memory at once; a larger group is there alone.
 _GROUPS_NBYTES = 64 * 10**6
@@ -112,10 +112,10 @@ class Converter:
             staging = folder.open_staging()
             folder.require_room(self.plan.nbytes)
             warnings = self.exporter.write_sidecar(staging, tokenizer, stop_token_ids)
-            files: dict[str, PositionalFile] = {}
+            files: dict[str, BlockFile] = {}
             try:
                 for file in self.plan.files:
-                    files[file.name] = PositionalFile(staging / file.name, file.nbytes)
+                    files[file.name] = BlockFile(staging / file.name, file.nbytes)
                 overflows = self._walk(files, meter, on_progress, verifying=False)
                 for file in files.values():
                     file.finish(folder.fsync)
@@ -139,7 +139,7 @@ class Converter:
 
     def _walk(
         self,
-        files: dict[str, PositionalFile],
+        files: dict[str, BlockFile],
         meter: MemoryMeter,
         on_progress: Callable[[int, int], None] | None,
         *,
@@ -173,7 +173,7 @@ class _Work:
         self,
         source: SliceSource,
         plan: SavePlan,
-        files: dict[str, PositionalFile],
+        files: dict[str, BlockFile],
         *,
         masters: bool,
         verifying: bool,
@@ -209,7 +209,7 @@ class _Work:
             self._source.gathered(names, wanted=names, masters=self._masters) as tensors,
             torch.no_grad(),
         ):
-            for chunk in group_chunks(group, tensors):
+            for chunk in group_chunks(group, tensors, 0, host_bytes):
                 file = self._files[chunk.placement.file]
                 if self._verifying:
                     file.require(chunk.placement.offset, chunk.data)

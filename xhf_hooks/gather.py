@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.dtypes import TORCH_DTYPES, cast, host_bytes
+from xhf_hooks.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.errors import TensorError
 from xhf_hooks.memory import MemoryMeter, return_freed_memory
 from xhf_hooks.records import Chunk, Group, SavePlan
@@ -18,25 +18,34 @@ _SPARE_BUCKETS = 3
 
 
 def gather(
-    plan: SavePlan, source: Source, collective: Collective, *, masters: bool, meter: MemoryMeter
+    plan: SavePlan,
+    source: Source,
+    collective: Collective,
+    *,
+    masters: bool,
+    meter: MemoryMeter,
+    to_host: Callable[[torch.Tensor], memoryview],
 ) -> Iterator[Chunk]:
     """Gather bucket after bucket and yield the chunks that this rank writes.
 
     Runs on: all ranks, in step. Before each bucket they agree that nobody has failed; there, on gloo, the
     others wait for a writer whose disk is slow, never inside the collective that gathers.
 
+    Args:
+        to_host: Gives the bytes of a tensor that this rank writes.
+
     Raises:
         AgreedError: Some rank failed.
         TensorError: A tensor is not what the plan says.
     """
-    owned = {file.name for file in plan.files if file.owner == collective.rank}
+    rank = collective.rank
     for bucket in plan.buckets:
         collective.agree('gather')
-        ours = [group for group in bucket.groups if any(p.file in owned for p in group.placements)]
+        ours = [group for group in bucket.groups if any(p.owner == rank for p in group.placements)]
         wanted = {spec.name for group in ours for spec in group.reads}
         with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
             for group in ours:
-                yield from group_chunks(group, tensors, owned)
+                yield from group_chunks(group, tensors, rank, to_host)
             meter.sample()
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
@@ -52,9 +61,9 @@ def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def group_chunks(
-    group: Group, tensors: Mapping[str, torch.Tensor], owned: Container[str] | None = None
+    group: Group, tensors: Mapping[str, torch.Tensor], rank: int, to_host: Callable[[torch.Tensor], memoryview]
 ) -> Iterator[Chunk]:
-    """What is made of a group's tensors, cast; only what goes into the files ``owned``, if given.
+    """What is made of a group's tensors, cast, as far as ``rank`` writes it.
 
     Raises:
         TensorError: A tensor is not what the plan says.
@@ -65,9 +74,9 @@ def group_chunks(
     else:
         outputs = group.combine({spec.name: tensors[spec.name] for spec in group.reads})
     for placement in group.placements:
-        if owned is not None and placement.file not in owned:
+        if placement.owner != rank:
             continue
         tensor, overflows = cast(outputs[placement.hf_name], placement.dtype)
         if tuple(tensor.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
-        yield Chunk(placement, host_bytes(tensor), overflows)
+        yield Chunk(placement, to_host(tensor), overflows=overflows)

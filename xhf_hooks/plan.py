@@ -7,10 +7,13 @@ Files, their names and the index are those of ``save_pretrained`` (huggingface_h
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -58,6 +61,8 @@ def make_plan(
     max_shard_nbytes: int,
     bucket_nbytes: int,
     n_parameters: int | None = None,
+    n_writers: int = 1,
+    sliced: Collection[str] = (),
 ) -> SavePlan:
     """Decide every file, offset and bucket of a save.
 
@@ -67,6 +72,9 @@ def make_plan(
         entries: What goes out, in the order in which ``save_pretrained`` would write it.
         specs: What the source holds.
         n_parameters: For the index's ``total_parameters``; None leaves it out (transformers < 5).
+        n_writers: Ranks that write what is gathered.
+        sliced: Tensors of which every rank has, and is to write, a slice. What is made of several tensors
+            is gathered all the same.
 
     Raises:
         PlanError: Two entries have one name, or an entry reads a tensor that the source lacks.
@@ -92,8 +100,10 @@ def make_plan(
         groups += _group(placements, entry_of, spec_of)
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
-    buckets = _fill_buckets(groups, bucket_nbytes)
-    return SavePlan(tuple(files), buckets, indexes, _digest(files, buckets, indexes))
+    in_slices = [group for group in groups if group.combine is None and group.reads[0].name in sliced]
+    whole = [group for group in groups if group.combine is not None or group.reads[0].name not in sliced]
+    buckets = _fill_buckets(_share_out(whole, files, n_writers), bucket_nbytes)
+    return SavePlan(tuple(files), tuple(in_slices), buckets, indexes, _digest(files, in_slices, buckets, indexes))
 
 
 def _lay_out(
@@ -113,7 +123,7 @@ def _lay_out(
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start))
-        files.append(OutputFile(file, header, laid_out[-1].end, owner=0))
+        files.append(OutputFile(file, header, laid_out[-1].end))
     index = None
     if split.is_sharded:
         total = {} if n_parameters is None else {'total_parameters': n_parameters}
@@ -155,6 +165,35 @@ def _check_group(
             raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, from other reads')
 
 
+def _share_out(groups: list[Group], files: list[OutputFile], n_writers: int) -> list[Group]:
+    """Give each group an owner, and order them so that all owners have something to write all the time.
+
+    A file has one owner where there are enough of them: ranks on one file share its locks on a network
+    file system. Else the bytes are spread evenly.
+    """
+    if n_writers == 1:
+        return groups
+    owner_of_file = {file.name: i % n_writers for i, file in enumerate(files)}
+    loads = [(0, rank) for rank in range(n_writers)]
+    of_owner: list[deque[Group]] = [deque() for _ in range(n_writers)]
+    for group in groups:
+        if len(files) >= n_writers:
+            owner = owner_of_file[group.placements[0].file]
+        else:
+            load, owner = heapq.heappop(loads)
+            heapq.heappush(loads, (load + group.read_nbytes, owner))
+        owned = tuple(replace(placement, owner=owner) for placement in group.placements)
+        of_owner[owner].append(replace(group, placements=owned))
+    ordered = []
+    done = [(0, rank) for rank in range(n_writers) if of_owner[rank]]
+    while done:
+        nbytes, owner = heapq.heappop(done)
+        ordered.append(of_owner[owner].popleft())
+        if of_owner[owner]:
+            heapq.heappush(done, (nbytes + ordered[-1].read_nbytes, owner))
+    return ordered
+
+
 def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]:
     """Consecutive groups up to ``bucket_nbytes`` of reads; a larger group is a bucket of its own."""
     buckets: list[Bucket] = []
@@ -171,31 +210,36 @@ def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]
     return tuple(buckets)
 
 
-def _digest(files: Sequence[OutputFile], buckets: Sequence[Bucket], indexes: dict[str, dict[str, Any]]) -> str:
+def _digest(
+    files: Sequence[OutputFile],
+    sliced: Sequence[Group],
+    buckets: Sequence[Bucket],
+    indexes: dict[str, dict[str, Any]],
+) -> str:
     sha = hashlib.sha256(json.dumps(indexes, sort_keys=True).encode())
     for file in files:
-        sha.update(repr((file.name, file.nbytes, file.owner)).encode())
+        sha.update(repr((file.name, file.nbytes)).encode())
         sha.update(file.header)
-    for bucket in buckets:
-        for line in describe_bucket(bucket):
-            sha.update(line.encode())
+    for groups in (sliced, *(bucket.groups for bucket in buckets)):
+        for group in groups:
+            sha.update(describe_group(group).encode())
         sha.update(b'|')
     return sha.hexdigest()
 
 
-def describe_bucket(bucket: Bucket) -> list[str]:
-    """One line a group: what is read and where it goes. Equal lines mean equal work."""
-    return [
+def describe_group(group: Group) -> str:
+    """What is read, where it goes, and who writes it. Equal lines mean equal work."""
+    return (
         f'{[(s.name, s.shape, s.dtype) for s in group.reads]} -> '
-        f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset) for p in group.placements]} '
+        f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner) for p in group.placements]} '
         f'combined={group.combine is not None}'
-        for group in bucket.groups
-    ]
+    )
 
 
 def describe_plan(plan: SavePlan) -> list[str]:
     """The whole plan as lines, for naming the first difference between two ranks."""
-    lines = [f'{file.name}: {file.nbytes} bytes, written by rank {file.owner}' for file in plan.files]
+    lines = [f'{file.name}: {file.nbytes} bytes' for file in plan.files]
+    lines += ['in slices', *(describe_group(group) for group in plan.sliced)]
     for bucket in plan.buckets:
-        lines += ['bucket', *describe_bucket(bucket)]
+        lines += ['bucket', *(describe_group(group) for group in bucket.groups)]
     return lines

@@ -79,7 +79,11 @@ class ExportEntry:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one output tensor lies: ``nbytes`` at ``offset`` (bytes from the start of ``file``)."""
+    """Where one output tensor lies: ``nbytes`` at ``offset`` (bytes from the start of ``file``).
+
+    Attributes:
+        owner: The rank that writes it, unless every rank writes its own slice.
+    """
 
     hf_name: str
     shape: tuple[int, ...]
@@ -87,6 +91,7 @@ class Placement:
     file: str
     offset: int
     nbytes: int
+    owner: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,12 +124,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One safetensors file, named relative to the checkpoint: its header bytes, whole size and writing rank."""
+    """One safetensors file, named relative to the checkpoint: its header bytes and whole size."""
 
     name: str
     header: bytes
     nbytes: int
-    owner: int
 
 
 @dataclass(frozen=True)
@@ -132,18 +136,22 @@ class SavePlan:
     """Everything about a save that can be known before a tensor is touched.
 
     Attributes:
+        sliced: Groups of which every rank writes its own slice; they need no gathering.
+        buckets: All other groups.
         indexes: Content of each index file (``model.safetensors.index.json``); a set of one file has none.
         digest: Hash of all the above; equal on all ranks, or the save does not start.
     """
 
     files: tuple[OutputFile, ...]
+    sliced: tuple[Group, ...]
     buckets: tuple[Bucket, ...]
     indexes: dict[str, dict[str, Any]]
     digest: str
 
     @property
     def placements(self) -> list[Placement]:
-        return [p for bucket in self.buckets for group in bucket.groups for p in group.placements]
+        gathered = [group for bucket in self.buckets for group in bucket.groups]
+        return [p for group in (*self.sliced, *gathered) for p in group.placements]
 
     @property
     def nbytes(self) -> int:
@@ -156,20 +164,22 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The bytes of one placement, in host memory, on the rank that writes them.
+    """Bytes of one placement, in host memory, on the rank that writes them.
 
     Attributes:
+        start: Where in the placement they begin, in bytes.
         overflows: Finite elements that a cast made infinite.
     """
 
     placement: Placement
     data: memoryview
+    start: int = 0
     overflows: int = 0
 
 
 @dataclass(frozen=True)
 class WriteReceipt:
-    """A file that a writer has finished: its name and size."""
+    """How many bytes of tensors one rank has written into a file."""
 
     file: str
     nbytes: int
@@ -190,10 +200,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save cost. Memory is the extra anonymous memory of the busiest rank, in bytes."""
+    """What a save cost. Memory is the extra anonymous memory of the busiest rank, in bytes.
+
+    Attributes:
+        stalled_secs: For how long training stood still; less than ``seconds`` for a save in the background.
+    """
 
     nbytes: int
     seconds: float
+    stalled_secs: float
     peak_extra_nbytes: int
     overflows: int
 

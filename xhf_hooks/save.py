@@ -3,34 +3,44 @@
 Source.specs()      what there is                     names and full shapes, no data
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
-gather()            one bucket at a time              under deepspeed.zero.GatheredParameters at ZeRO-3
-Writer.write()      into a staging folder             while the next bucket is gathered
+own_slices()        what each rank has of a tensor     with writer='positional', where it is possible
+gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
+Writer.write()      into a staging folder             while the next slice or bucket is read
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from xhf_hooks import writers as _builtin_writers  # noqa: F401  (registers them)
+from xhf_hooks.background import Background
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.dtypes import host_bytes
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
 from xhf_hooks.plan import describe_plan, make_plan
-from xhf_hooks.records import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
+from xhf_hooks.records import Chunk, CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
 from xhf_hooks.registry import WRITERS
+from xhf_hooks.slices import own_slices
+from xhf_hooks.snapshot import SnapshotMemory
 from xhf_hooks.sources import source_for
 from xhf_hooks.version import package_versions
+from xhf_hooks.writers import Writer
+
+#: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (slices.py, writers/).
+_SLICES_NBYTES = 32 * 10**6
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class SaveOptions:
         dtype: Element-type code that floats are cast to; None keeps them as trained. ``'F32'`` takes the
             fp32 master weights where there are any.
         lora: 'adapter', 'merge' or 'both' for a model with a LoRA adapter; None for any other.
+        writer: Name in WRITERS.
+        in_background: Whether :meth:`Saver.start` will be used.
         facts: What else the manifest says, such as engine and ZeRO stage.
     """
 
@@ -51,6 +63,7 @@ class SaveOptions:
     max_shard_nbytes: int = 5 * 10**9
     bucket_nbytes: int = 128 * 10**6
     writer: str = 'stream'
+    in_background: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,6 +76,7 @@ class Saver:
     Attributes:
         exporter: Set by :meth:`prepare`.
         plan: Set by :meth:`prepare`, renewed when the model's tensors change.
+        background: Where a save that :meth:`start` began goes on; its outcome is the same on every rank.
     """
 
     def __init__(self, model: nn.Module, options: SaveOptions, collective: Collective) -> None:
@@ -73,6 +87,15 @@ class Saver:
         self.plan: SavePlan | None = None
         self._tokenizer: Any | None = None
         self._stop_token_ids: Sequence[int] = ()
+        self.background: Background[CommittedCheckpoint] = Background('xhf-save')
+        self._snapshot = SnapshotMemory()
+        # A group of its own: training and the next save's first stages use the other one meanwhile
+        self._in_background = Collective() if options.in_background else None
+
+    @property
+    def in_background(self) -> bool:
+        """Whether :meth:`start` may be used."""
+        return self._options.in_background
 
     def set_tokenizer(self, tokenizer: Any | None, stop_token_ids: Sequence[int] = ()) -> None:
         """What to write beside the weights, and the tokens that end an answer. Runs on: rank 0."""
@@ -95,7 +118,7 @@ class Saver:
     @property
     def expected_extra_nbytes(self) -> int:
         """About how much memory a save takes on the busiest rank."""
-        return self._source.memory_factor * self.plan.largest_bucket_nbytes
+        return self._source.memory_factor * self.plan.largest_bucket_nbytes + _SLICES_NBYTES * bool(self.plan.sliced)
 
     def rehearse(self, folder: CheckpointFolder) -> list[str]:
         """Write and remove the files around the weights, where they will go. Runs on: rank 0.
@@ -114,40 +137,82 @@ class Saver:
         """Write and commit one checkpoint.
 
         Args:
-            on_progress: Called after each tensor, on ranks that write, with bytes written and bytes in all.
+            on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
+                rank has handed to the writer, and about how many it will.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
             PlanError: Ranks hold different models.
         """
-        started, meter = time.perf_counter(), MemoryMeter()
+        clock = _Clock()
+        self._renew_plan()
+        chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
+        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress)
+
+    def start(
+        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Copy what is to be saved, and write and commit it in the background.
+
+        Only while this runs must training not go on. The save before must have ended, and :attr:`background`
+        have been asked for its outcome.
+
+        Raises:
+            AgreedError: A rank failed while copying; nothing goes on in the background.
+            PlanError: Ranks hold different models.
+        """
+        clock = _Clock()
+        self._renew_plan()
+        held = self._take_snapshot(clock.meter)
+        clock.training_goes_on()
+        self.background.start(
+            lambda: self._write_and_commit(folder, step, nullcontext(held), self._in_background, clock, on_progress)
+        )
+
+    def reserve_snapshot(self) -> int:
+        """Take a snapshot for nothing, so that its memory is there, and known to suffice, before training.
+
+        Returns:
+            Bytes that snapshots take on this rank.
+        """
+        self._take_snapshot(MemoryMeter())
+        return self._snapshot.nbytes
+
+    def close(self) -> None:
+        """Give the process group of background saves back. None may be in flight."""
+        if self._in_background is not None:
+            self._in_background.close()
+
+    def _renew_plan(self) -> None:
         self._source = source_for(self._model)
         if any(self._collective.all_gather(self._source.specs() != self._specs)):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
-        is_rank0 = self._collective.rank == 0
-        warnings: list[str] = []
-        try:
-            with self._collective.stage('staging'):
-                if is_rank0:
-                    staging = folder.open_staging()
-                    folder.require_room(self.plan.nbytes)
-                    warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
-            receipts, overflows = self._write(folder, meter, on_progress)
-            with self._collective.stage('commit'):
-                if is_rank0:
-                    folder.commit(self.plan, receipts, step, {'packages': package_versions(), **self._facts()})
-        except XhfError:
-            if is_rank0:
-                folder.abandon()
-            raise
-        peak, overflows = self._busiest(meter, overflows)
-        cost = SaveCost(self.plan.nbytes, time.perf_counter() - started, peak, overflows)
-        if overflows:
-            warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
-        return CommittedCheckpoint(folder.final, step, cost, tuple(warnings))
+
+    @contextmanager
+    def _live_chunks(
+        self, collective: Collective, meter: MemoryMeter, to_host: Callable[[torch.Tensor], memoryview]
+    ) -> Iterator[Iterator[Chunk]]:
+        """What this rank writes, out of the model. All ranks enter and leave together, whatever happens inside."""
+        how = dict(masters=self._masters, meter=meter, to_host=to_host)
+        # What every rank has at hand needs no gathering, and DeepSpeed no getting ready for it
+        with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
+            slices = own_slices(self.plan, self._source, **how)
+            gathered = gather(self.plan, self._source, collective, **how)
+            with closing(slices), closing(gathered):
+                yield chain(slices, gathered)
+
+    def _take_snapshot(self, meter: MemoryMeter) -> list[Chunk]:
+        self._snapshot.clear()
+        live = self._live_chunks(self._collective, meter, self._snapshot.hold)
+        with live as chunks, self._collective.stage('snapshot'):
+            held = list(chunks)
+            self._snapshot.synchronize()
+        meter.sample()
+        return held
 
     def _make_plan(self, specs: list[TensorSpec]) -> None:
         self._specs = specs
+        writer = WRITERS.get(self._options.writer)
         if self._masters:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
         self.plan = make_plan(
@@ -156,28 +221,75 @@ class Saver:
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=self._half_bucket,
             n_parameters=self.exporter.n_parameters,
+            n_writers=self._collective.world_size if writer.all_ranks else 1,
+            sliced=self._source.sliceable(self._masters) if writer.in_slices else (),
         )
 
-    def _write(
-        self, folder: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None] | None
-    ) -> tuple[list[WriteReceipt], int]:
+    def _write_and_commit(
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        chunks: AbstractContextManager[Iterable[Chunk]],
+        collective: Collective,
+        clock: _Clock,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> CommittedCheckpoint:
+        """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
+        plan, is_rank0 = self.plan, collective.rank == 0
         writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
-        overflows = done_nbytes = 0
+        warnings: list[str] = []
         try:
-            # All ranks enter and leave the source together, so its collectives match even on failure.
-            with self._source.opened(), self._collective.stage('write'), torch.no_grad():
-                writer.open(self.plan, folder.staging, self._collective.rank)
-                chunks = gather(self.plan, self._source, self._collective, masters=self._masters, meter=meter)
-                with closing(chunks):
-                    for chunk in chunks:
-                        overflows += chunk.overflows
-                        writer.write(chunk)
-                        done_nbytes += chunk.placement.nbytes
-                        if on_progress is not None:
-                            on_progress(done_nbytes, self.plan.nbytes)
-                return writer.finish(), overflows
+            with collective.stage('staging'):
+                if is_rank0:
+                    staging = folder.open_staging()
+                    folder.require_room(plan.nbytes)
+                    warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
+                    writer.create(plan, staging)
+            receipts, overflows = self._write(writer, folder.staging, chunks, collective, on_progress)
+            reports = collective.all_gather((receipts, overflows, clock.meter.peak_extra_nbytes))
+            with collective.stage('commit'):
+                if is_rank0:
+                    everyones = [receipt for report in reports for receipt in report[0]]
+                    folder.commit(plan, everyones, step, {'packages': package_versions(), **self._facts()})
+        except XhfError:
+            if is_rank0:
+                folder.abandon()
+            raise
         finally:
             writer.abort()
+        overflows = sum(report[1] for report in reports)
+        if overflows:
+            warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
+        peak = max(report[2] for report in reports)
+        cost = SaveCost(plan.nbytes, clock.seconds, clock.stalled_secs, peak, overflows)
+        return CommittedCheckpoint(folder.final, step, cost, tuple(warnings))
+
+    def _write(
+        self,
+        writer: Writer,
+        staging: Path,
+        chunks: AbstractContextManager[Iterable[Chunk]],
+        collective: Collective,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> tuple[list[WriteReceipt], int]:
+        overflows = done_nbytes = 0
+        total_nbytes = self._own_nbytes(collective)
+        with chunks as some, collective.stage('write'):
+            writer.open(staging)
+            for chunk in some:
+                overflows += chunk.overflows
+                done_nbytes += chunk.data.nbytes
+                writer.write(chunk)
+                del chunk  # the next is made while this one waits for the disk
+                if on_progress is not None:
+                    on_progress(done_nbytes, total_nbytes)
+            return writer.finish(), overflows
+
+    def _own_nbytes(self, collective: Collective) -> int:
+        """About what this rank writes."""
+        gathered = (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements)
+        in_slices = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
+        return sum(p.nbytes for p in gathered if p.owner == collective.rank) + in_slices // collective.world_size
 
     @property
     def _half_bucket(self) -> int:
@@ -188,10 +300,6 @@ class Saver:
     def _masters(self) -> bool:
         return self._options.dtype == 'F32'
 
-    def _busiest(self, meter: MemoryMeter, overflows: int) -> tuple[int, int]:
-        reports = self._collective.all_gather((meter.peak_extra_nbytes, overflows))
-        return max(peak for peak, _ in reports), sum(count for _, count in reports)
-
     def _facts(self) -> dict[str, Any]:
         return {
             'world_size': self._collective.world_size,
@@ -199,3 +307,23 @@ class Saver:
             'dtype': self._options.dtype or 'as trained',
             **self._options.facts,
         }
+
+
+class _Clock:
+    """Times one save, and its memory."""
+
+    def __init__(self) -> None:
+        self.meter = MemoryMeter()
+        self._started = time.perf_counter()
+        self._stalled_secs: float | None = None
+
+    def training_goes_on(self) -> None:
+        self._stalled_secs = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    @property
+    def stalled_secs(self) -> float:
+        return self.seconds if self._stalled_secs is None else self._stalled_secs

@@ -68,8 +68,13 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     with collective.stage('claim'):
         if collective.rank == 0:
             folder.claim()
+    step = Step('iter', STEP_NUMBER, STEP_NUMBER)
     try:
-        return plan, saver.save(folder, Step('iter', STEP_NUMBER, STEP_NUMBER))
+        if not saver.in_background:
+            return plan, saver.save(folder, step)
+        saver.start(folder, step)
+        return plan, saver.background.outcome()
     finally:
         folder.release()
+        saver.close()
         collective.close()

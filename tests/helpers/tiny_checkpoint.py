@@ -27,7 +27,8 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
 def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WriteReceipt]:
     """Fill the staging folder: every byte of every tensor is ``number``."""
     writer = StreamWriter(pending_nbytes=1)
-    writer.open(plan, folder.open_staging(), rank=0)
+    writer.create(plan, folder.open_staging())
+    writer.open(folder.staging)
     for placement in plan.placements:
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
     return writer.finish()

@@ -94,7 +94,8 @@ def failing_save(on_error: str, work_dir: Path) -> list[Any]:
 
     with mock.patch.object(Zero3Source, '_masters', fail_in_second_save):
         try:
-            log_dir = run(dict(hook=dict(on_error=on_error, max_keep_ckpts=-1), stage=3, max_iters=6), work_dir)
+            hook = dict(on_error=on_error, max_keep_ckpts=-1, writer='stream')
+            log_dir = run(dict(hook=hook, stage=3, max_iters=6), work_dir)
             return ['ended', log_dir]
         except AgreedError as error:
             return ['raised', str(error)]

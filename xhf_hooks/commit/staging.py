@@ -151,10 +151,12 @@ class CheckpointFolder:
         self._lock.release()
 
     def _check_complete(self, plan: SavePlan, receipts: list[WriteReceipt]) -> None:
-        written = {receipt.file: receipt.nbytes for receipt in receipts}
-        planned = {file.name: file.nbytes for file in plan.files}
+        planned = {file.name: file.nbytes - len(file.header) for file in plan.files}
+        written = dict.fromkeys(planned, 0)
+        for receipt in receipts:
+            written[receipt.file] = written.get(receipt.file, 0) + receipt.nbytes
         if written != planned:
-            raise IncompleteError(f'{self.staging}: expected files {planned}, written were {written}')
+            raise IncompleteError(f'{self.staging}: expected bytes of tensors {planned}, written were {written}')
         for file in plan.files:
             check_file(self.staging / file.name, file.header, file.nbytes)
 

@@ -19,10 +19,12 @@ from xhf_hooks.exporters.lora import LORA_MODES
 from xhf_hooks.exporters.sidecar import load_tokenizer
 from xhf_hooks.hooks import options
 from xhf_hooks.hooks.best_metric import BestMetric
+from xhf_hooks.hooks.exit_wait import ExitWait
 from xhf_hooks.hooks.schedule import Schedule
 from xhf_hooks.records import CommittedCheckpoint, Step
-from xhf_hooks.registry import BUILDER
+from xhf_hooks.registry import BUILDER, WRITERS
 from xhf_hooks.save import SaveOptions, Saver
+from xhf_hooks.shared_folder import is_shared
 
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
@@ -60,6 +62,15 @@ class HFCheckpointHook(Hook):
             'float16'. Defaults to None: as trained.
         max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
         bucket_size (int, str): How much is gathered at once; memory follows it. Defaults to '128MB'.
+        writer (str): 'positional' (every rank writes its own slices; nothing is gathered), 'parallel' (every
+            rank writes a part of what is gathered), 'stream' (rank 0 writes) or 'auto': 'positional' where all
+            ranks see the folder, else 'stream'. The files are the same. Defaults to 'auto'.
+        async_save (bool): Copy what is to be saved to host memory, which takes as many bytes on each rank as it
+            writes, and write it while training goes on. Defaults to False.
+        async_busy (str): 'wait' or 'skip' a save that is due while the one before is being written.
+            Defaults to 'wait'.
+        exit_wait_secs (float): How long the end of the process (an exception, SIGTERM) waits for a save that
+            is being written. Defaults to 600.
         on_error (str): 'continue' or 'raise', when a save fails. Defaults to 'continue'.
 
     Examples:
@@ -87,6 +98,10 @@ class HFCheckpointHook(Hook):
         dtype: str | None = None,
         max_shard_size: int | str = '5GB',
         bucket_size: int | str = '128MB',
+        writer: str = 'auto',
+        async_save: bool = False,
+        async_busy: str = 'wait',
+        exit_wait_secs: float = 600,
         on_error: str = 'continue',
     ) -> None:
         options.check_schedule(interval, by_epoch, save_begin, save_last, save_best)
@@ -106,9 +121,17 @@ class HFCheckpointHook(Hook):
             lora=options.check_choice('lora', lora, (None, *LORA_MODES)),
             max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
             bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
+            in_background=options.check_switch('async_save', async_save),
         )
+        self._writer = options.check_choice('writer', writer, ('auto', *WRITERS.module_dict))
+        self._async = async_save
+        self._async_busy = options.check_choice('async_busy', async_busy, ('wait', 'skip'))
+        if async_busy != 'wait' and not async_save:
+            raise OptionError('async_busy', "'wait' when async_save is False", async_busy)
+        self._exit_wait_secs = options.check_seconds('exit_wait_secs', exit_wait_secs)
         self._saver: Saver | None = None  # there is one while training goes on
         self._saved_at: int | None = None
+        self._best_in_flight: tuple[str, float] | None = None
 
     def before_train(self, runner: Any) -> None:
         """Prove that the save will work. Runs on: all ranks.
@@ -119,9 +142,10 @@ class HFCheckpointHook(Hook):
         model, facts = _unwrap(runner.model)
         self._schedule = self._resolve_schedule(runner)
         self._collective = Collective()
-        self._saver = Saver(model, SaveOptions(facts=facts, **self._save_options), self._collective)
-        plan = self._saver.prepare()
         final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
+        writer = self._choose_writer(runner, final.parent)
+        self._saver = Saver(model, SaveOptions(writer=writer, facts=facts, **self._save_options), self._collective)
+        plan = self._saver.prepare()
         self._newest = CheckpointFolder(final, self._max_keep)
         suffixes = [] if self._best is None else self._best.folder_suffixes()
         self._best_folders = {
@@ -133,10 +157,18 @@ class HFCheckpointHook(Hook):
                 self._saver.set_tokenizer(*self._with_chat_template(runner, self._find_tokenizer(runner)))
                 for warning in self._saver.rehearse(self._newest):
                     runner.logger.warning(f'HFCheckpointHook: {warning}')
+        if self._async:
+            with self._collective.stage('preflight'):
+                reserved = self._saver.reserve_snapshot()
+            runner.logger.info(
+                f'HFCheckpointHook: saves go on in the background, from {reserved / 1e6:.0f} MB of host memory on '
+                f'this rank'
+            )
+            self._exit_wait = ExitWait(lambda: self._wait_at_exit(runner))
         runner.logger.info(
             f'HFCheckpointHook: {len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
             f'file(s), about {self._saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
-            f'{self._schedule}, to {final}'
+            f'{self._schedule}, by the {writer} writer, to {final}'
         )
         left_out = self._saver.exporter.left_out
         if left_out:
@@ -147,6 +179,8 @@ class HFCheckpointHook(Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         done = runner.iter + 1
+        if self._saver.background.succeeded:
+            self._collect(runner)
         if self._schedule.is_due_after_iter(done):
             self._save(runner, Step('iter', done, done), self._newest)
 
@@ -158,6 +192,8 @@ class HFCheckpointHook(Hook):
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         if self._best is None or not metrics or self._saver is None:
             return
+        if self._best_in_flight is not None:  # whether it was saved decides what the best is
+            self._collect(runner)
         try:
             improved = self._best.improved(metrics, runner.message_hub)
         except XhfError as error:
@@ -165,31 +201,77 @@ class HFCheckpointHook(Hook):
             return
         for metric, score in improved.items():
             folder = self._best_folders[self._best.folder_suffix(metric)]
-            if self._save(runner, Step('iter', runner.iter, runner.iter), folder):
-                self._best.remember(metric, score, runner.message_hub)
-                runner.logger.info(f'HFCheckpointHook: best {metric} so far, {score:.4f}')
+            self._save(runner, Step('iter', runner.iter, runner.iter), folder, best=(metric, score))
 
     def after_train(self, runner: Any) -> None:
+        self._collect(runner)
         if self.save_last and self._saved_at != runner.iter:
             unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
             self._save(runner, Step(unit, number, runner.iter), self._newest)
+            self._collect(runner)
         if self._collective.rank == 0:
             for folder in (self._newest, *self._best_folders.values()):
                 folder.release()
+        if self._async:
+            self._exit_wait.close()
+        self._saver.close()
         self._saver = None
         self._collective.close()
 
-    def _save(self, runner: Any, step: Step, folder: CheckpointFolder) -> bool:
-        """One save; whether it was committed. Runs on: all ranks."""
+    def _save(self, runner: Any, step: Step, folder: CheckpointFolder, best: tuple[str, float] | None = None) -> None:
+        """One save, of a metric's best score if ``best`` says so. Runs on: all ranks."""
+        if self._async and not self._make_way(
+            runner, step, may_skip=best is None and step.iteration < runner.max_iters
+        ):
+            return
+        committed, progress = None, ProgressLog(runner.logger, step.label)
         try:
-            committed = self._saver.save(folder, step, ProgressLog(runner.logger, step.label))
+            if self._async:
+                self._saver.start(folder, step, progress)
+            else:
+                committed = self._saver.save(folder, step, progress)
         except XhfError as error:
             self._handle(runner, error, f'the save of {step.label}')
-            return False
+            return
         if folder is self._newest:
             self._saved_at = step.iteration
-        self._report(runner, committed)
+        self._best_in_flight = best
+        if committed is not None:
+            self._report(runner, committed)
+
+    def _make_way(self, runner: Any, step: Step, *, may_skip: bool) -> bool:
+        """End the save that is in flight; False when this one is to be skipped instead."""
+        background = self._saver.background
+        ranks_agree_on_it = self._async_busy == 'skip' and may_skip
+        if ranks_agree_on_it and any(self._collective.all_gather(background.busy and not background.done)):
+            runner.logger.warning(
+                f'HFCheckpointHook: skipped the save of {step.label}: the one before is still being written'
+            )
+            return False
+        self._collect(runner)
         return True
+
+    def _collect(self, runner: Any) -> None:
+        """Wait for the save in flight, if any, and report it. All ranks get the same outcome."""
+        if not self._saver.background.busy:
+            return
+        try:
+            committed = self._saver.background.outcome()
+        except XhfError as error:
+            self._best_in_flight, self._saved_at = None, None
+            self._handle(runner, error, 'the save in the background')
+        else:
+            self._report(runner, committed)
+
+    def _wait_at_exit(self, runner: Any) -> None:
+        background = self._saver.background
+        if background.busy and not background.done:
+            runner.logger.warning('HFCheckpointHook: the process ends, but a save is being written: waiting for it')
+            if not background.wait(self._exit_wait_secs):
+                runner.logger.error(
+                    f'HFCheckpointHook: it was not written within exit_wait_secs={self._exit_wait_secs} s. The '
+                    f'previous save is untouched.'
+                )
 
     def _handle(self, runner: Any, error: XhfError, what: str) -> None:
         """An error that all ranks have: end the run or go on, as ``on_error`` says."""
@@ -201,23 +283,41 @@ class HFCheckpointHook(Hook):
 
     def _report(self, runner: Any, committed: CommittedCheckpoint) -> None:
         cost = committed.cost
+        if self._best_in_flight is not None:
+            metric, score = self._best_in_flight
+            self._best_in_flight = None
+            self._best.remember(metric, score, runner.message_hub)
+            runner.logger.info(f'HFCheckpointHook: best {metric} so far, {score:.4f}')
         for warning in committed.warnings:
             runner.logger.warning(f'HFCheckpointHook: {warning}')
         runner.logger.info(
             f'HFCheckpointHook: saved {committed.step.label} to {committed.path}: {cost.nbytes / 1e6:.1f} MB in '
-            f'{cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s, {cost.peak_extra_nbytes / 1e6:.0f} MB of extra '
+            f'{cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s, training stalled for {cost.stalled_secs:.2f} s, '
+            f'{cost.peak_extra_nbytes / 1e6:.0f} MB of extra '
             f'memory on the busiest rank'
         )
         if self._collective.rank == 0:
             runner.visualizer.add_scalars(
                 {
                     'hf_checkpoint/seconds': cost.seconds,
+                    'hf_checkpoint/stalled_seconds': cost.stalled_secs,
                     'hf_checkpoint/nbytes': cost.nbytes,
                     'hf_checkpoint/gbytes_per_sec': cost.gbytes_per_sec,
                     'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
                 },
                 step=committed.step.iteration,
             )
+
+    def _choose_writer(self, runner: Any, folder: Path) -> str:
+        """What ``writer`` comes to on this file system. Runs on: all ranks."""
+        wanted = 'positional' if self._writer == 'auto' else self._writer
+        if not WRITERS.get(wanted).all_ranks or is_shared(folder, self._collective):
+            return wanted
+        runner.logger.warning(
+            f'HFCheckpointHook: not all ranks see {folder}, so rank 0 writes: the writer is stream, not {wanted}. '
+            f'Set out_dir to a folder on a shared file system to let every rank write'
+        )
+        return 'stream'
 
     def _resolve_schedule(self, runner: Any) -> Schedule:
         own = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)

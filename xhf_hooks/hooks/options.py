@@ -74,6 +74,13 @@ def check_switch(option: str, value: Any) -> bool:
     return value
 
 
+def check_seconds(option: str, value: Any) -> float:
+    """An option that is a time of at least 0 s."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise OptionError(option, 'seconds, at least 0', value)
+    return float(value)
+
+
 def check_module(value: Any) -> str | None:
     """``module``; whether the model has it is known before the first step."""
     if value is not None and (not isinstance(value, str) or not value):

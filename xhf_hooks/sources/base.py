@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xhf_hooks.records import TensorSpec
@@ -14,11 +15,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Source(ABC):
-    """Tensors by name, whole, whatever way they are spread over ranks.
+@dataclass(frozen=True)
+class Slice:
+    """What one rank has of a tensor: consecutive elements, in row-major order, from number ``start`` on."""
 
-    A save calls, on all ranks and in this order: :meth:`specs`, then inside one :meth:`opened` any
-    number of :meth:`gathered`, one at a time.
+    start: int
+    elements: torch.Tensor
+
+
+class Source(ABC):
+    """Tensors by name, whole or this rank's slices of them, whatever way they are spread over ranks.
+
+    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`sliceable`, then inside one
+    :meth:`opened` any number of :meth:`own_slice`, then any number of :meth:`gathered`, one at a time.
 
     Attributes:
         memory_factor: About how many times its bytes reading a bucket takes; for telling the user beforehand.
@@ -37,6 +46,20 @@ class Source(ABC):
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
         """Every tensor that a state dict would hold, with its full shape. Touches no data."""
+
+    def sliceable(self, masters: bool) -> set[str]:
+        """Tensors of which :meth:`own_slice` works. The same on every rank, as long as the specs are."""
+        return set()
+
+    def own_slice(self, name: str, masters: bool) -> Slice:
+        """This rank's slice. Without communication; over all ranks the slices are the tensor, without overlap.
+
+        The elements may alias live memory.
+
+        Raises:
+            TensorError: The tensor is not spread as it should be.
+        """
+        raise NotImplementedError
 
     @contextmanager
     def opened(self) -> Iterator[None]:

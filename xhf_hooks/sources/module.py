@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from xhf_hooks.dtypes import dtype_code
 from xhf_hooks.module_tensors import module_tensors
 from xhf_hooks.records import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.base import Slice, Source
 
 
 @SOURCES.register_module()
@@ -43,6 +44,19 @@ class ModuleSource(Source):
             for name, tensor in self._tensors.items()
         ]
 
+    def sliceable(self, masters: bool) -> set[str]:
+        return set(self._tensors)
+
+    def own_slice(self, name: str, masters: bool) -> Slice:
+        tensor = self._tensors[name]
+        if masters and self._has_master(tensor):
+            return self._own_master_slice(tensor)
+        rank, world_size = rank_and_world_size()
+        if not isinstance(tensor, nn.Parameter):  # buffers need not be the same on every rank
+            return Slice(0, tensor.detach().reshape(-1) if rank == 0 else tensor.new_empty(0))
+        start, end = share(tensor.numel(), rank, world_size)
+        return Slice(start, tensor.detach().reshape(-1)[start:end])
+
     @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], masters: bool
@@ -65,11 +79,31 @@ class ModuleSource(Source):
                 found[name] = master
         return found
 
+    def _own_master_slice(self, tensor: torch.Tensor) -> Slice:
+        """DeepSpeed's mapping of a parameter to this rank's part of the flat masters (``utils/tensor_fragment.py``)."""
+        mapping = tensor._hp_mapping
+        if mapping is None:  # its master is on other ranks altogether
+            return Slice(0, torch.empty(0, dtype=torch.float32))
+        return Slice(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
+
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
 
     def _has_master(self, tensor: torch.Tensor) -> bool:
         return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """0 and 1 where there is no process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First and end of a rank's elements, as ZeRO-3 splits a parameter: ceil(numel / world_size) each."""
+    each = -(-numel // world_size)
+    return min(rank * each, numel), min((rank + 1) * each, numel)
 
 
 def _by_identity(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:

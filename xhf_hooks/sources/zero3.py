@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from xhf_hooks.errors import TensorError
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.module import ModuleSource
+from xhf_hooks.sources.base import Slice
+from xhf_hooks.sources.module import ModuleSource, rank_and_world_size, share
 
 
 @SOURCES.register_module()
@@ -27,6 +29,40 @@ class Zero3Source(ModuleSource):
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         return any(_is_partitioned(parameter) for parameter in model.parameters())
+
+    def sliceable(self, masters: bool) -> set[str]:
+        """What is in memory here, and spread over all ranks."""
+        return {name for name, tensor in self._tensors.items() if self._is_sliceable(tensor, masters)}
+
+    def _is_sliceable(self, tensor: torch.Tensor, masters: bool) -> bool:
+        import torch.distributed as dist
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+        if not _is_partitioned(tensor):
+            return True
+        if dist.get_world_size(tensor.ds_process_group) != rank_and_world_size()[1]:
+            return False
+        if masters and self._has_master(tensor):
+            return not tensor._z3_optimizer.swap_optimizer
+        return tensor.ds_tensor.final_location != OffloadDeviceEnum.nvme
+
+    def own_slice(self, name: str, masters: bool) -> Slice:
+        tensor = self._tensors[name]
+        if not _is_partitioned(tensor):
+            return super().own_slice(name, masters)
+        rank, world_size = rank_and_world_size()
+        start, end = share(tensor.ds_numel, rank, world_size)
+        partition = tensor.ds_tensor.data
+        if masters and self._has_master(tensor):
+            from deepspeed.utils import safe_get_local_fp32_param
+
+            partition = safe_get_local_fp32_param(tensor)
+        each = share(tensor.ds_numel, 0, world_size)[1]
+        if partition.numel() != each:  # padded at its end where the parameter ends before
+            raise TensorError(
+                f'{name}: expected a partition of {each} elements on rank {rank}, found {partition.numel()}'
+            )
+        return Slice(start, partition.reshape(-1)[: end - start])
 
     @contextmanager
     def opened(self) -> Iterator[None]:

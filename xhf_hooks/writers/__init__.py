@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from xhf_hooks.writers.base import Writer
+from xhf_hooks.writers.parallel import ParallelWriter
+from xhf_hooks.writers.positional import PositionalWriter
 from xhf_hooks.writers.stream import StreamWriter
 
-__all__ = ['StreamWriter', 'Writer']
+__all__ = ['ParallelWriter', 'PositionalWriter', 'StreamWriter', 'Writer']

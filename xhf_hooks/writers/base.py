@@ -11,13 +11,24 @@ from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
 class Writer(ABC):
     """Puts chunks at their places in the planned files.
 
-    A save calls, on each rank: :meth:`open`, :meth:`write` any number of times, then :meth:`finish`;
-    or :meth:`abort` at any point.
+    A save calls :meth:`create` on rank 0; when all ranks know that it is done, on each rank :meth:`open`,
+    :meth:`write` any number of times, then :meth:`finish`; or :meth:`abort` at any point.
+
+    Attributes:
+        all_ranks: Every rank writes, so the folder must be on a file system that all of them see.
+        in_slices: Every rank writes its own slices where that can be; only the rest is gathered.
     """
 
+    all_ranks = False
+    in_slices = False
+
     @abstractmethod
-    def open(self, plan: SavePlan, folder: Path, rank: int) -> None:
-        """Create this rank's files in the staging folder."""
+    def create(self, plan: SavePlan, folder: Path) -> None:
+        """Make the planned files, with their headers, in the staging folder. Runs on: rank 0."""
+
+    @abstractmethod
+    def open(self, folder: Path) -> None:
+        """Get ready to write into those files."""
 
     @abstractmethod
     def write(self, chunk: Chunk) -> None:
@@ -29,7 +40,7 @@ class Writer(ABC):
 
     @abstractmethod
     def finish(self) -> list[WriteReceipt]:
-        """Wait for all chunks and close the files.
+        """Wait for all chunks, close the files, and say what this rank has written into each.
 
         Raises:
             OSError: A chunk could not be written.

@@ -31,18 +31,28 @@ class AlignedBuffer:
         return aligned
 
 
-class OutputFile:
-    """A file of a known size, written at any offsets, by one thread.
+def create_file(path: Path, header: bytes, nbytes: int) -> None:
+    """Make a new file of a known size, with nothing in it yet but its header.
 
     Raises:
         OSError: The file exists, or cannot be made.
     """
+    with path.open('xb', buffering=0) as file:
+        os.ftruncate(file.fileno(), nbytes)
+        _write_all(file.fileno(), memoryview(header), 0)
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+class OutputFile:
+    """A file that exists, written at any offsets, by one thread.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY)
         self._direct_fd: int | None = None
         try:
-            os.ftruncate(self._fd, nbytes)
             self._direct_fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:  # which means: this file system has no direct I/O

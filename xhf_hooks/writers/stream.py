@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from pathlib import Path
 
 from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
-from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile
+from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile, create_file
 
 
 @WRITERS.register_module(name='stream')
@@ -29,21 +30,18 @@ class StreamWriter(Writer):
         self._room = threading.Condition()
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._files: dict[str, OutputFile] = {}
+        self._folder = Path()
+        self._files: dict[str, OutputFile] = {}  # opened when the first chunk for it comes
         self._buffer: AlignedBuffer | None = None
-        self._receipts: list[WriteReceipt] = []
+        self._written: Counter[str] = Counter()
         self._thread: threading.Thread | None = None
 
-    def open(self, plan: SavePlan, folder: Path, rank: int) -> None:
-        owned = [file for file in plan.files if file.owner == rank]
-        if owned:
-            self._buffer = AlignedBuffer()
-            for file in owned:
-                output = self._files[file.name] = OutputFile(folder / file.name, file.nbytes)
-                output.write(memoryview(file.header), 0, self._buffer)
-                self._receipts.append(WriteReceipt(file.name, file.nbytes))
-            self._thread = threading.Thread(target=self._work, name='xhf-stream-writer', daemon=True)
-            self._thread.start()
+    def create(self, plan: SavePlan, folder: Path) -> None:
+        for file in plan.files:
+            create_file(folder / file.name, file.header, file.nbytes)
+
+    def open(self, folder: Path) -> None:
+        self._folder = folder
 
     def write(self, chunk: Chunk) -> None:
         nbytes = chunk.data.nbytes
@@ -52,6 +50,10 @@ class StreamWriter(Writer):
             if self._error:
                 raise self._error
             self._pending += nbytes
+        if self._thread is None:
+            self._buffer = AlignedBuffer()
+            self._thread = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
+            self._thread.start()
         self._queue.put(chunk)
 
     def finish(self) -> list[WriteReceipt]:
@@ -62,7 +64,7 @@ class StreamWriter(Writer):
         self._close()
         if self._error:
             raise self._error
-        return self._receipts
+        return [WriteReceipt(file, nbytes) for file, nbytes in self._written.items()]
 
     def abort(self) -> None:
         self._error = self._error or OSError('the save was given up')
@@ -89,8 +91,7 @@ class StreamWriter(Writer):
             error = None
             if self._error is None:
                 try:
-                    place = chunk.placement
-                    self._files[place.file].write(chunk.data, place.offset, self._buffer)
+                    self._write(chunk)
                 except Exception as caught:  # the thread must live on, or write() would wait for ever
                     error = caught
                     if isinstance(error, OSError):
@@ -101,3 +102,10 @@ class StreamWriter(Writer):
                 self._error = self._error or error
                 self._pending -= nbytes
                 self._room.notify()
+
+    def _write(self, chunk: Chunk) -> None:
+        name = chunk.placement.file
+        if name not in self._files:
+            self._files[name] = OutputFile(self._folder / name)
+        self._files[name].write(chunk.data, chunk.placement.offset + chunk.start, self._buffer)
+        self._written[name] += chunk.data.nbytes

@@ -1,0 +1,129 @@
+"""The other ways to save a ZeRO-3 model as a Hugging Face folder, and what a disk allows, for ``tools/bench.py``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+FLOOR = 'floor: one process writes as many bytes'
+FLOOR_ALL = 'floor: all processes write as many bytes together'
+XTUNER = "XTuner's hook: consolidate, save_pretrained"
+DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
+ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
+DCP = 'PyTorch DCP: HuggingFaceStorageWriter, consolidated'
+_BLOCK_NBYTES = 16 * 2**20
+
+
+def floor(nbytes: int, folder: Path) -> None:
+    """One process writes as many bytes, from memory that it already has."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        _write_zeros(folder / 'bytes', nbytes)
+    dist.barrier()
+
+
+def floor_on_all_ranks(nbytes: int, folder: Path) -> None:
+    """Each process writes its part into a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_zeros(folder / f'bytes{dist.get_rank()}', nbytes // dist.get_world_size())
+    dist.barrier()
+
+
+def _write_zeros(path: Path, nbytes: int) -> None:
+    block = memoryview(bytes(_BLOCK_NBYTES))
+    with path.open('wb', buffering=0) as file:
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - start])
+
+
+def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+    """What xtuner 0.2.0's HFCheckpointHook.after_run does, without the tokenizer."""
+    state_dict = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(folder, state_dict=state_dict)
+    dist.barrier()
+
+
+def deepspeed_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+    """What ``engine.save_16bit_model`` does; called by its parts, because it wants an optimizer."""
+    state_dict = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        torch.save(state_dict, folder / 'pytorch_model.bin')
+    dist.barrier()
+
+
+class AcceleratePeer:
+    """``accelerator.get_state_dict`` and ``save_pretrained``, as Accelerate's documentation has it."""
+
+    def __init__(self) -> None:
+        self._accelerator = None
+
+    def __call__(self, engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+        if self._accelerator is None:
+            self._accelerator = self._make(engine)
+        state_dict = self._accelerator.get_state_dict(engine)
+        engine.module.save_pretrained(
+            folder, is_main_process=dist.get_rank() == 0, save_function=self._accelerator.save, state_dict=state_dict
+        )
+        dist.barrier()
+
+    def _make(self, engine: deepspeed.DeepSpeedEngine) -> object:
+        os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        config = {
+            'train_micro_batch_size_per_gpu': 1,
+            'bf16': {'enabled': True},
+            'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
+        }
+        return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+class DcpPeer:
+    """PyTorch's distributed checkpoint of a model of the same names and shapes, sharded as FSDP2 shards it.
+
+    It cannot read ZeRO-3's partitions; each rank is given its rows of every tensor.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._state: dict[str, torch.Tensor] = {}
+        for name, parameter in _parameters(model):
+            shape = parameter.ds_shape
+            each = -(-shape[0] // world_size)
+            rows = max(0, min(each, shape[0] - rank * each))
+            local = torch.zeros(rows, *shape[1:], dtype=torch.bfloat16)
+            self._state[name] = DTensor.from_local(
+                local, mesh, [Shard(0)], shape=shape, stride=torch.empty(shape, device='meta').stride()
+            )
+
+    def save(self, folder: Path) -> None:
+        """Runs on: all ranks."""
+        import torch.distributed.checkpoint as dcp
+
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = dcp.HuggingFaceStorageWriter(
+            path=str(folder),
+            fqn_to_index_mapping=dict.fromkeys(self._state, 1),
+            save_distributed=True,
+            enable_consolidation=True,
+        )
+        dcp.save(self._state, storage_writer=writer)
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(model.named_parameters())
+
+
+PEERS = {XTUNER: xtuner_way, DEEPSPEED: deepspeed_way, ACCELERATE: AcceleratePeer()}

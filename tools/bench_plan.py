@@ -1,0 +1,115 @@
+"""The planner alone, for the shapes of models that fit no machine here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xhf_hooks.plan import make_plan
+from xhf_hooks.records import ExportEntry, TensorSpec
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+
+_PART_NBYTES = 8 * 2**20  # what xhf_hooks/slices.py writes at once, of 2-byte elements
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def llama_405b() -> Shapes:
+    """meta-llama/Llama-3.1-405B: 126 layers, hidden 16384, 128 heads, 8 key-value heads, FFN 53248."""
+    hidden, ffn, kv, vocab = 16384, 53248, 1024, 128256
+    yield 'model.embed_tokens.weight', (vocab, hidden)
+    for i in range(126):
+        layer = f'model.layers.{i}'
+        for name, rows, columns in (('q', hidden, hidden), ('k', kv, hidden), ('v', kv, hidden), ('o', hidden, hidden)):
+            yield f'{layer}.self_attn.{name}_proj.weight', (rows, columns)
+        yield f'{layer}.mlp.gate_proj.weight', (ffn, hidden)
+        yield f'{layer}.mlp.up_proj.weight', (ffn, hidden)
+        yield f'{layer}.mlp.down_proj.weight', (hidden, ffn)
+        yield f'{layer}.input_layernorm.weight', (hidden,)
+        yield f'{layer}.post_attention_layernorm.weight', (hidden,)
+    yield 'model.norm.weight', (hidden,)
+    yield 'lm_head.weight', (vocab, hidden)
+
+
+def deepseek_v3() -> Shapes:
+    """deepseek-ai/DeepSeek-V3 in bf16: 61 layers, 58 of them with 256 routed experts and a shared one, MLA."""
+    hidden, ffn, expert, vocab, heads = 7168, 18432, 2048, 129280, 128
+    yield 'model.embed_tokens.weight', (vocab, hidden)
+    for i in range(61):
+        layer = f'model.layers.{i}'
+        yield f'{layer}.self_attn.q_a_proj.weight', (1536, hidden)
+        yield f'{layer}.self_attn.q_a_layernorm.weight', (1536,)
+        yield f'{layer}.self_attn.q_b_proj.weight', (heads * 192, 1536)
+        yield f'{layer}.self_attn.kv_a_proj_with_mqa.weight', (576, hidden)
+        yield f'{layer}.self_attn.kv_a_layernorm.weight', (512,)
+        yield f'{layer}.self_attn.kv_b_proj.weight', (heads * 256, 512)
+        yield f'{layer}.self_attn.o_proj.weight', (hidden, heads * 128)
+        yield f'{layer}.input_layernorm.weight', (hidden,)
+        yield f'{layer}.post_attention_layernorm.weight', (hidden,)
+        if i < 3:
+            blocks = [(f'{layer}.mlp', ffn)]
+        else:
+            yield f'{layer}.mlp.gate.weight', (256, hidden)
+            yield f'{layer}.mlp.gate.e_score_correction_bias', (256,)
+            blocks = [(f'{layer}.mlp.experts.{j}', expert) for j in range(256)]
+            blocks.append((f'{layer}.mlp.shared_experts', expert))
+        for block, width in blocks:
+            yield f'{block}.gate_proj.weight', (width, hidden)
+            yield f'{block}.up_proj.weight', (width, hidden)
+            yield f'{block}.down_proj.weight', (hidden, width)
+    yield 'model.norm.weight', (hidden,)
+    yield 'lm_head.weight', (vocab, hidden)
+
+
+MODELS: dict[str, Callable[[], Shapes]] = {'Llama-3.1-405B': llama_405b, 'DeepSeek-V3': deepseek_v3}
+
+
+def measure_plans(n_ranks: int) -> list[dict[str, Any]]:
+    """Each model, planned as one of ``n_ranks`` ranks does it."""
+    return [_measure(name, shapes, n_ranks) for name, shapes in MODELS.items()]
+
+
+def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str, Any]:
+    specs = [TensorSpec(name, shape, 'BF16') for name, shape in shapes()]
+    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
+    how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, n_writers=n_ranks)
+    sliced = {spec.name for spec in specs}
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        plan = make_plan(entries, specs, sliced=sliced, **how)
+        seconds.append(time.perf_counter() - started)
+    tracemalloc.start()
+    plan = make_plan(entries, specs, sliced=sliced, **how)
+    memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    writes = _writes_of_rank(1, plan.placements, n_ranks)
+    return {
+        'model': name,
+        'parameters': sum(math.prod(spec.shape) for spec in specs),
+        'nbytes': plan.nbytes,
+        'tensors': len(specs),
+        'files': len(plan.files),
+        'seconds': statistics.median(seconds),
+        'memory_mb': memory / 1e6,
+        'writes_per_rank': len(writes),
+        'opens_per_rank': len({file for file, _ in writes}),
+        'median_write_nbytes': statistics.median(nbytes for _, nbytes in writes),
+        'nbytes_per_rank': sum(nbytes for _, nbytes in writes),
+    }
+
+
+def _writes_of_rank(rank: int, placements: list[Any], n_ranks: int) -> list[tuple[str, int]]:
+    """File and bytes of each write, as ZeRO-3 splits a parameter: ceil(numel / ranks) elements each."""
+    writes = []
+    for placement in placements:
+        width = DTYPE_NBYTES[placement.dtype]
+        numel = placement.nbytes // width
+        each = -(-numel // n_ranks)
+        own = max(0, min(each, numel - rank * each)) * width
+        writes += [(placement.file, min(_PART_NBYTES, own - start)) for start in range(0, own, _PART_NBYTES)]
+    return writes

@@ -1,0 +1,56 @@
+"""From partitions to bytes without a gather: every rank reads its own slice of each tensor.
+
+A ZeRO partition is a run of consecutive elements of a row-major tensor, so it is one run of bytes in the
+output file, whatever the element type there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from xhf_hooks.dtypes import TORCH_DTYPES, cast
+from xhf_hooks.errors import TensorError
+from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.records import Chunk, Group, SavePlan
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.sources.base import Slice, Source
+
+#: A slice that must be cast or copied from a device goes through host memory in parts of so many elements.
+_PART_NUMEL = 4 * 2**20
+
+
+def own_slices(
+    plan: SavePlan,
+    source: Source,
+    *,
+    masters: bool,
+    meter: MemoryMeter,
+    to_host: Callable[[torch.Tensor], memoryview],
+) -> Iterator[Chunk]:
+    """Yield the bytes of this rank's slices. Runs on: all ranks, each at its own pace.
+
+    Raises:
+        TensorError: A slice is not what the plan says.
+    """
+    for group in plan.sliced:
+        own = source.own_slice(group.reads[0].name, masters)
+        _check(group, own)
+        placement = group.placements[0]
+        width = DTYPE_NBYTES[placement.dtype]
+        for first in range(0, own.elements.numel(), _PART_NUMEL):
+            part, overflows = cast(own.elements[first : first + _PART_NUMEL], placement.dtype)
+            yield Chunk(placement, to_host(part), (own.start + first) * width, overflows)
+        meter.sample()
+
+
+def _check(group: Group, own: Slice) -> None:
+    spec = group.reads[0]
+    numel, end = math.prod(spec.shape), own.start + own.elements.numel()
+    if own.elements.dim() != 1 or not 0 <= own.start <= end <= numel or own.elements.dtype != TORCH_DTYPES[spec.dtype]:
+        raise TensorError(
+            f'{spec.name}: expected consecutive {spec.dtype} of its {numel} elements, found '
+            f'{own.elements.dtype} {tuple(own.elements.shape)} from {own.start} on'
+        )
