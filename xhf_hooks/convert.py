@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,9 @@ from xhf_hooks.writers.blocks import Block, BlockBuffer, BlockFile, cut_into_blo
 
 #: Reads of groups that are made together which may be in memory at once; a larger group is there alone.
 _GROUPS_NBYTES = 64 * 10**6
+
+_Result = tuple[Mapping[str, int], int]
+_Job = Callable[[], _Result]
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Converter:
             try:
                 for file in self.plan.files:
                     files[file.name] = BlockFile(staging / file.name, file.nbytes)
-                overflows = self._walk(files, meter, on_progress, verifying=False)
+                written, overflows = self._walk(files, meter, on_progress, verifying=False)
                 for file in files.values():
                     file.finish(folder.fsync)
                 if self._options.verify:
@@ -126,7 +130,7 @@ class Converter:
             finally:
                 for file in files.values():
                     file.close()
-            receipts = [WriteReceipt(file.name, file.nbytes) for file in self.plan.files]
+            receipts = [WriteReceipt(file, nbytes) for file, nbytes in written.items()]
             facts = {'dtype': self._options.dtype or 'as trained', **self._options.facts}
             folder.commit(self.plan, receipts, step, {'packages': package_versions(), **facts})
         except BaseException:  # a signal, too, must leave nothing
@@ -134,7 +138,8 @@ class Converter:
             raise
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
-        cost = SaveCost(self.plan.nbytes, time.perf_counter() - started, meter.peak_extra_nbytes, overflows)
+        seconds = time.perf_counter() - started
+        cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes, overflows)
         return CommittedCheckpoint(folder.final, step, cost, tuple(warnings))
 
     def _walk(
@@ -144,22 +149,28 @@ class Converter:
         on_progress: Callable[[int, int], None] | None,
         *,
         verifying: bool,
-    ) -> int:
-        """Make every byte of every file, and write it, or compare it with what was written."""
-        total = self.plan.nbytes * (2 if self._options.verify else 1)
-        done = self.plan.nbytes if verifying else 0
+    ) -> tuple[Counter[str], int]:
+        """Make every byte of every file, and write it, or compare it with what was written.
+
+        Returns:
+            Bytes of tensors by file, and elements that overflowed.
+        """
+        nbytes = sum(placement.nbytes for placement in self.plan.placements)
+        done, total = (nbytes, 2 * nbytes) if verifying else (0, nbytes * (1 + self._options.verify))
+        made: Counter[str] = Counter()
         overflows = 0
         work = _Work(self._source, self.plan, files, masters=self._masters, verifying=verifying)
         with closing(_run(self._jobs(work), self._options.workers)) as results:
-            for nbytes, job_overflows in results:
+            for job_made, job_overflows in results:
                 meter.sample()
-                done += nbytes
+                made.update(job_made)
+                done += sum(job_made.values())
                 overflows += job_overflows
                 if on_progress is not None:
                     on_progress(done, total)
-        return overflows
+        return made, overflows
 
-    def _jobs(self, work: _Work) -> Iterator[Callable[[], tuple[int, int]]]:
+    def _jobs(self, work: _Work) -> Iterator[_Job]:
         for group in self._groups:  # the longest first
             yield lambda group=group: work.group(group)
         for block in cut_into_blocks(self.plan):
@@ -167,7 +178,7 @@ class Converter:
 
 
 class _Work:
-    """What the threads do; each result is (bytes made, elements that overflowed)."""
+    """What the threads do; each result is bytes of tensors made, by file, and elements that overflowed."""
 
     def __init__(
         self,
@@ -183,8 +194,9 @@ class _Work:
         self._own = threading.local()
         self._budget = _Budget(_GROUPS_NBYTES)
 
-    def block(self, block: Block) -> tuple[int, int]:
-        buffer, overflows = self._buffer(), 0
+    def block(self, block: Block) -> tuple[dict[str, int], int]:
+        buffer = self._buffer()
+        nbytes = overflows = 0
         for part in block.parts:
             out = buffer.data[part.start - block.start : part.end - block.start]
             if part.group is None:
@@ -194,16 +206,18 @@ class _Work:
             first = (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
             name = part.group.reads[0].name
             overflows += self._source.read_into(name, first, out, place.dtype, masters=self._masters)
+            nbytes += out.nbytes
         file = self._files[block.file]
         if self._verifying:
             file.require_block(block, buffer)
         else:
             file.write_block(block, buffer)
-        return block.nbytes, overflows
+        return {block.file: nbytes}, overflows
 
-    def group(self, group: Group) -> tuple[int, int]:
+    def group(self, group: Group) -> tuple[Counter[str], int]:
         names = [spec.name for spec in group.reads]
-        nbytes = overflows = 0
+        made: Counter[str] = Counter()
+        overflows = 0
         with (
             self._budget.taken(group.read_nbytes),
             self._source.gathered(names, wanted=names, masters=self._masters) as tensors,
@@ -215,9 +229,9 @@ class _Work:
                     file.require(chunk.placement.offset, chunk.data)
                 else:
                     file.write_anywhere(chunk.placement.offset, chunk.data, self._buffer())
-                nbytes += chunk.placement.nbytes
+                made[chunk.placement.file] += chunk.data.nbytes
                 overflows += chunk.overflows
-        return nbytes, overflows
+        return made, overflows
 
     def _buffer(self) -> BlockBuffer:
         if not hasattr(self._own, 'buffer'):
@@ -244,12 +258,12 @@ class _Budget:
                 self._changed.notify_all()
 
 
-def _run(jobs: Iterator[Callable[[], tuple[int, int]]], workers: int) -> Iterator[tuple[int, int]]:
+def _run(jobs: Iterator[_Job], workers: int) -> Iterator[_Result]:
     """Results in the order in which they come; the first error ends it."""
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # each worker is one thread already
     executor = ThreadPoolExecutor(workers, thread_name_prefix='xhf-convert')
-    waiting: set[Future[tuple[int, int]]] = set()
+    waiting: set[Future[_Result]] = set()
     try:
         for job in jobs:
             waiting.add(executor.submit(job))

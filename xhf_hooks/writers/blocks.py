@@ -40,10 +40,6 @@ class Block:
     start: int
     parts: tuple[Part, ...]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.end - part.start for part in self.parts)
-
 
 def cut_into_blocks(plan: SavePlan) -> Iterator[Block]:
     """All that is read as it is, and the headers; not what groups with a ``combine`` make."""
