@@ -225,6 +225,18 @@ def test_base_model_is_gone(tmp_path):
     assert f'the base model {tmp_path / "gone"} is not there' in refusal(model)
 
 
+def test_base_model_has_another_vocabulary(tmp_path):
+    """peft saves resized embeddings where the config tells of them; here it does not."""
+    build('llama').save_pretrained(tmp_path / 'base')
+    model = adapted('llama')
+    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'base')
+    save_folder(model, tmp_path / 'hf_model')
+    model.get_base_model().model.embed_tokens = nn.Embedding(137, 35)
+    model.get_base_model().model.embed_tokens.requires_grad_(False)
+    found = refusal(model)
+    assert 'has 131 tokens, but the one in training has embeddings for 137' in found and 'modules_to_save' in found
+
+
 def test_base_model_is_not_recorded(tmp_path):
     _, committed = save_folder(adapted('llama'), tmp_path / 'hf_model')
     assert any('names no base model' in warning for warning in committed.warnings)

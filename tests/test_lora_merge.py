@@ -13,7 +13,9 @@ from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.derived import derive
 from xhf_hooks.exporters.lora_merge import WeightMerge
+from xhf_hooks.records import ExportEntry
 from xhf_hooks.sources import source_for
 
 BF16 = torch.bfloat16
@@ -85,12 +87,13 @@ def test_fp32_adapter_on_a_16_bit_base(tmp_path):
 
 def test_merge_before_a_conversion():
     """Weights that transformers stacks, splits or transposes on the way out are merged first."""
-    from xhf_hooks.exporters.lora_merge import _MergeFirst
-
     merge = WeightMerge('w', 'a', 'b', None, 2.0, transposed=False)
     tensors = {'w': torch.randn(4, 3), 'a': torch.randn(2, 3), 'b': torch.randn(4, 2), 'v': torch.randn(4, 3)}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    made = _MergeFirst((merge,), lambda t: {'stacked': torch.stack([t['w'], t['v']])})(tensors)
+    entry = ExportEntry('stacked', (2, 4, 3), 'F32', ('w', 'v'), lambda t: {'stacked': torch.stack([t['w'], t['v']])})
+    (derived,) = derive([entry], {'w': merge})
+    assert derived.reads == ('w', 'v', 'a', 'b')
+    made = derived.combine(tensors)
     expected = tensors['w'] + tensors['b'] @ tensors['a'] * 2.0
     assert torch.equal(made['stacked'], torch.stack([expected, tensors['v']]))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
@@ -159,3 +162,20 @@ def test_merged_live():
     model = adapted('llama')
     model.merge_adapter()
     assert 'merged into the live model already' in refusal(model, 'merge')
+
+
+def test_memory_of_a_merge_is_told(tmp_path):
+    """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.save import SaveOptions, Saver
+
+    model = adapted('llama', BF16, target_modules=['q_proj', 'up_proj'])
+    expected = {}
+    for lora in ('adapter', 'merge', 'both'):
+        collective = Collective(timeout_secs=60)
+        saver = Saver(model, SaveOptions(lora=lora), collective)
+        saver.prepare()
+        collective.close()
+        expected[lora] = saver.exporter.combine_nbytes
+        assert saver.expected_extra_nbytes == saver.plan.largest_bucket_nbytes + expected[lora]
+    assert expected == {'adapter': 0, 'merge': 77 * 35 * 8, 'both': 77 * 35 * 8}

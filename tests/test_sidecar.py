@@ -224,6 +224,7 @@ def test_tokenizer_of_the_base(tokenizer, tmp_path):
 
 def test_processor_files_come_from_the_base(tokenizer, tmp_path):
     model = with_base(build('llava'), tmp_path / 'base')
+    tokenizer.save_pretrained(tmp_path / 'base')
     files = {'preprocessor_config.json': '{"size": 8}', 'processor_config.json': '{"patch_size": 4}'}
     for name, text in {**files, 'chat_template.json': '{"chat_template": "x"}', 'README.md': 'no'}.items():
         (tmp_path / 'base' / name).write_text(text)
@@ -232,6 +233,10 @@ def test_processor_files_come_from_the_base(tokenizer, tmp_path):
         assert (tmp_path / 'found' / name).read_text() == text
     assert (tmp_path / 'found' / 'chat_template.json').exists()
     assert not (tmp_path / 'found' / 'README.md').exists()
+
+    tokenizer.chat_template = 'replaced'
+    written(tmp_path / 'replaced', model, tokenizer=tokenizer)
+    assert not (tmp_path / 'replaced' / 'chat_template.json').exists()
 
 
 def test_a_processor_does_not_replace_what_is_written(tmp_path):

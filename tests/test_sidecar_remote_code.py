@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
 
+from tests.helpers.remote_code import use_modules_cache
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.sources import source_for
 
@@ -58,7 +59,7 @@ CODE = {'configuration_remote.py': CONFIGURATION, 'modeling_remote.py': MODELING
 @pytest.fixture
 def remote_base(tmp_path, monkeypatch):
     """A folder with its own modelling code in several files; transformers' copy of the code goes to tmp_path too."""
-    monkeypatch.setattr('transformers.dynamic_module_utils.HF_MODULES_CACHE', str(tmp_path / 'modules'))
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
     base = tmp_path / 'remote_base'
     base.mkdir()
     for name, code in CODE.items():

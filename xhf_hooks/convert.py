@@ -159,7 +159,7 @@ class Converter:
         done, total = (nbytes, 2 * nbytes) if verifying else (0, nbytes * (1 + self._options.verify))
         made: Counter[str] = Counter()
         overflows = 0
-        work = _Work(self._source, self.plan, files, masters=self._masters, verifying=verifying)
+        work = _Work(self._source, self.plan, files, masters=self._masters, verifying=verifying, meter=meter)
         with closing(_run(self._jobs(work), self._options.workers)) as results:
             for job_made, job_overflows in results:
                 meter.sample()
@@ -188,7 +188,9 @@ class _Work:
         *,
         masters: bool,
         verifying: bool,
+        meter: MemoryMeter,
     ) -> None:
+        self._meter = meter
         self._source, self._files, self._masters, self._verifying = source, files, masters, verifying
         self._headers = {file.name: file.header for file in plan.files}
         self._own = threading.local()
@@ -223,7 +225,7 @@ class _Work:
             self._source.gathered(names, wanted=names, masters=self._masters) as tensors,
             torch.no_grad(),
         ):
-            for chunk in group_chunks(group, tensors, 0, host_bytes):
+            for chunk in group_chunks(group, tensors, 0, host_bytes, self._meter):
                 file = self._files[chunk.placement.file]
                 if self._verifying:
                     file.require(chunk.placement.offset, chunk.data)

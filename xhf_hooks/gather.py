@@ -45,7 +45,7 @@ def gather(
         wanted = {spec.name for group in ours for spec in group.reads}
         with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
             for group in ours:
-                yield from group_chunks(group, tensors, rank, to_host)
+                yield from group_chunks(group, tensors, rank, to_host, meter)
             meter.sample()
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
@@ -61,7 +61,11 @@ def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def group_chunks(
-    group: Group, tensors: Mapping[str, torch.Tensor], rank: int, to_host: Callable[[torch.Tensor], memoryview]
+    group: Group,
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    to_host: Callable[[torch.Tensor], memoryview],
+    meter: MemoryMeter,
 ) -> Iterator[Chunk]:
     """What is made of a group's tensors, cast, as far as ``rank`` writes it.
 
@@ -77,6 +81,8 @@ def group_chunks(
         if placement.owner != rank:
             continue
         tensor, overflows = cast(outputs[placement.hf_name], placement.dtype)
+        if group.combine is not None:
+            meter.sample()  # nowhere is there more: what was read, what was made of it, and that cast
         if tuple(tensor.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
         yield Chunk(placement, to_host(tensor), overflows=overflows)

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -60,7 +60,7 @@ def make_plan(
     *,
     max_shard_nbytes: int,
     bucket_nbytes: int,
-    n_parameters: int | None = None,
+    n_parameters: int | Mapping[str, int | None] | None = None,
     n_writers: int = 1,
     sliced: Collection[str] = (),
 ) -> SavePlan:
@@ -71,7 +71,8 @@ def make_plan(
     Args:
         entries: What goes out, in the order in which ``save_pretrained`` would write it.
         specs: What the source holds.
-        n_parameters: For the index's ``total_parameters``; None leaves it out (transformers < 5).
+        n_parameters: For ``total_parameters`` of the index; None leaves it out (transformers < 5). By folder where
+            the file sets hold different models.
         n_writers: Ranks that write what is gathered.
         sliced: Tensors of which every rank has, and is to write, a slice. What is made of several tensors
             is gathered all the same.
@@ -95,7 +96,8 @@ def make_plan(
     groups: list[Group] = []
     indexes: dict[str, dict[str, Any]] = {}
     for file_set, entry_of in sets.items():
-        set_files, placements, index = _lay_out(file_set, entry_of, max_shard_nbytes, n_parameters)
+        total = n_parameters.get(file_set.folder) if isinstance(n_parameters, Mapping) else n_parameters
+        set_files, placements, index = _lay_out(file_set, entry_of, max_shard_nbytes, total)
         files += set_files
         groups += _group(placements, entry_of, spec_of)
         if index is not None:

@@ -52,6 +52,8 @@ class SaveOptions:
         dtype: Element-type code that floats are cast to; None keeps them as trained. ``'F32'`` takes the
             fp32 master weights where there are any.
         lora: 'adapter', 'merge' or 'both' for a model with a LoRA adapter; None for any other.
+        llava_format: 'xtuner', 'xtuner_complete' or 'huggingface' for XTuner's LLaVAModel; None for any other.
+        reward_token_id: Of a reward model that is told by the config of the run; None for any other.
         writer: Name in WRITERS.
         in_background: Whether :meth:`Saver.start` will be used.
         facts: What else the manifest says, such as engine and ZeRO stage.
@@ -60,6 +62,8 @@ class SaveOptions:
     module: str | None = None
     dtype: str | None = None
     lora: str | None = None
+    llava_format: str | None = None
+    reward_token_id: int | None = None
     max_shard_nbytes: int = 5 * 10**9
     bucket_nbytes: int = 128 * 10**6
     writer: str = 'stream'
@@ -110,7 +114,13 @@ class Saver:
         """
         with self._collective.stage('plan'):
             self._source = source_for(self._model)
-            self.exporter = exporter_for(self._model, self._options.module, lora=self._options.lora)
+            self.exporter = exporter_for(
+                self._model,
+                self._options.module,
+                lora=self._options.lora,
+                llava_format=self._options.llava_format,
+                reward_token_id=self._options.reward_token_id,
+            )
             self._make_plan(self._source.specs())
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
@@ -118,7 +128,8 @@ class Saver:
     @property
     def expected_extra_nbytes(self) -> int:
         """About how much memory a save takes on the busiest rank."""
-        return self._source.memory_factor * self.plan.largest_bucket_nbytes + _SLICES_NBYTES * bool(self.plan.sliced)
+        gathered = self._source.memory_factor * self.plan.largest_bucket_nbytes + self.exporter.combine_nbytes
+        return gathered + _SLICES_NBYTES * bool(self.plan.sliced)
 
     def rehearse(self, folder: CheckpointFolder) -> list[str]:
         """Write and remove the files around the weights, where they will go. Runs on: rank 0.

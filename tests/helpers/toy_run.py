@@ -20,12 +20,16 @@ class ToyLM(BaseModel):
     """A Llama of some thousand parameters as ``llm``, as XTuner has it.
 
     Args:
-        freeze (str): Parameters whose name contains it are frozen; '' freezes none.
+        freeze (str): Parameters whose name contains it are frozen; '' freezes none. When nothing else is left to
+            train, there is a parameter beside ``llm``.
         use_cache (bool): Set on the live config, as training code does.
         base (str): Folder that the model says it was loaded from.
+        lora (bool): Train an adapter instead.
     """
 
-    def __init__(self, tied: bool = False, freeze: str = '', use_cache: bool = False, base: str = '') -> None:
+    def __init__(
+        self, tied: bool = False, freeze: str = '', use_cache: bool = False, base: str = '', lora: bool = False
+    ) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,9 +46,15 @@ class ToyLM(BaseModel):
         torch.manual_seed(0)
         self.llm = LlamaForCausalLM(config)
         self.llm.config.use_cache = use_cache
-        self.llm.config._name_or_path = base
+        self.llm.config._name_or_path = self.llm.name_or_path = base
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            self.llm = get_peft_model(self.llm, LoraConfig(r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'))
         for name, parameter in self.llm.named_parameters():
-            parameter.requires_grad_(not (freeze and freeze in name))
+            parameter.requires_grad_((not lora or 'lora_' in name) and not (freeze and freeze in name))
+        if not any(parameter.requires_grad for parameter in self.llm.parameters()):
+            self.beside = torch.nn.Parameter(torch.zeros(3))
 
     def init_weights(self) -> None:
         """They are initialised by transformers."""

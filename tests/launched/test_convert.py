@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.old_runs import MMENGINE_RUNS, accelerate_run, mmengine_run, plain_deepspeed, trainer_run
 from tests.helpers.scenarios import check, run_scenarios
-from xhf_hooks.cli.convert import main
 
 MODES = ('adapter', 'merge', 'both')
 #: Name to (family, stage, LoRA options).
@@ -46,24 +46,8 @@ def accelerated(tmp_path_factory):
     return root, run_scenarios(scenarios, 2, timeout_secs=300, env=environment)
 
 
-def convert(*args: str | Path) -> Path:
-    """The command, which must succeed; OUT."""
-    assert main([str(arg) for arg in args]) == 0
-    return Path(args[1])
-
-
 def export_of(finished: Any, name: str) -> Path:
     return Path(check(finished[1], name)[0]) / 'hf_model'
-
-
-def assert_same_files(folder: Path, expected: Path) -> None:
-    """All but the manifest, which tells how a folder came about."""
-    names = [
-        {str(path.relative_to(each)) for path in each.rglob('*') if path.is_file()} - {'xhf_manifest.json'}
-        for each in (folder, expected)
-    ]
-    assert names[0] == names[1]
-    assert [name for name in names[0] if (folder / name).read_bytes() != (expected / name).read_bytes()] == []
 
 
 @pytest.mark.parametrize('name', MMENGINE_RUNS)

@@ -169,6 +169,23 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     'no_such_module': ('target', 'nothing', dict(module='llm.nothing'), 'option module'),
     'no_tokenizer_there': ('target', 'nothing', dict(tokenizer='/nowhere'), 'option tokenizer'),
 }
+#: Name to (options of `run_config`, in which {root} is filled in; expected in the message).
+REFUSED_INPUT: dict[str, tuple[dict[str, Any], str]] = {
+    'adapter_not_trained': (dict(model=dict(lora=True, freeze='lora_')), "'default' at 'llm' has no trained tensor"),
+    'base_is_gone': (dict(model=dict(lora=True, base='{root}/gone')), 'gone is not there'),
+    'vocabulary_too_large': (
+        dict(hook=dict(tokenizer='{root}/large_tokenizer')),
+        'the tokenizer has 140 tokens, but the model has embeddings for 131: set the option tokenizer',
+    ),
+    'vocabulary_too_large_for_the_base': (
+        dict(model=dict(lora=True), hook=dict(tokenizer='{root}/large_tokenizer')),
+        'the tokenizer has 140 tokens, but the model has embeddings for 131: set the option tokenizer',
+    ),
+    'no_such_template': (
+        dict(prompt_template='xtuner.utils.PROMPT_TEMPLATE.nope'),
+        'option prompt_template: expected ',
+    ),
+}
 
 
 TOKENIZER_SOURCES = ('option_folder', 'option_config', 'run_config', 'base_model', 'chat_template_off')
@@ -176,11 +193,12 @@ PROMPT_TEMPLATE = dict(INSTRUCTION='user: {input} bot: ', SUFFIX='', SUFFIX_AS_E
 CHAT_TEMPLATE = '{{ messages[0].content }}'
 
 
-def _make_tokenizer(folder: Path) -> None:
+def _make_tokenizer(folder: Path, *more: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({'<unk>': 0, 'hello': 1, 'world': 2}, unk_token='<unk>'))
+    vocabulary = {word: i for i, word in enumerate(['<unk>', 'hello', 'world', *more])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token='<unk>'))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>')
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -192,6 +210,7 @@ def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('runs')
     scenarios: dict[str, Any] = {name: partial(run, options, root / name) for name, options in RUNS.items()}
     _make_tokenizer(root / 'tokenizer')
+    _make_tokenizer(root / 'large_tokenizer', *(f'word{i}' for i in range(137)))
     for source in (*TOKENIZER_SOURCES, 'prompt_template'):
         scenarios[source] = partial(with_tokenizer, source, root / source)
     scenarios['progress'] = partial(progress_is_logged, root / 'progress')
@@ -201,8 +220,17 @@ def finished(tmp_path_factory):
     for name, (out_dir, prepare, options, _) in REFUSED.items():
         hook = dict(out_dir=str(root / name / out_dir), **options)
         scenarios[name] = partial(refused, dict(hook=hook), prepare, root / name)
+    for name, (options, _) in REFUSED_INPUT.items():
+        options = _filled_in({'hook': {}, **options}, str(root))
+        scenarios[name] = partial(refused, options, 'nothing', root / name)
     yield root, run_scenarios(scenarios, 2, timeout_secs=900)
     _unmount(root)
+
+
+def _filled_in(options: Any, root: str) -> Any:
+    if isinstance(options, dict):
+        return {name: _filled_in(value, root) for name, value in options.items()}
+    return options.replace('{root}', root) if isinstance(options, str) else options
 
 
 def _unmount(root: Path) -> None:
@@ -343,3 +371,9 @@ def test_refused_before_training(finished, name):
     messages = set(check(finished[1], name))
     assert len(messages) == 1
     assert REFUSED[name][3] in messages.pop()
+
+
+@pytest.mark.parametrize('name', REFUSED_INPUT)
+def test_wrong_input_is_refused_before_training(finished, name):
+    (message,) = set(check(finished[1], name))
+    assert REFUSED_INPUT[name][1] in message

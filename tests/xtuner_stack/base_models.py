@@ -54,6 +54,16 @@ def make_dataset(file: Path) -> None:
     file.write_text(json.dumps(_samples(), indent=1))
 
 
+def make_preferences(file: Path) -> None:
+    """A json file in the style of orpo-dpo-mix-40k: the same sums, with a wrong answer beside each right one."""
+    pairs = []
+    for sample in _samples():
+        question = {'role': 'user', 'content': f'{sample["instruction"]} {sample["input"]}'}
+        answers = {'chosen': sample['output'], 'rejected': 'I do not know.'}
+        pairs.append({kind: [question, {'role': 'assistant', 'content': text}] for kind, text in answers.items()})
+    file.write_text(json.dumps(pairs, indent=1))
+
+
 def _samples() -> list[dict[str, str]]:
     pairs = [(i * 37 % 100, i * 53 % 100) for i in range(_N_SAMPLES)]
     return [

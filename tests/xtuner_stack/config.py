@@ -1,6 +1,6 @@
-"""A full fine-tune as XTuner's own configs have it; one import differs: where HFCheckpointHook comes from.
+"""A fine-tune, full or LoRA, as XTuner's own configs have it; one import differs: where HFCheckpointHook comes from.
 
-tests/xtuner_stack/test_train.py fills in PART 1 and runs it.
+tests/xtuner_stack/launches.py fills in PART 1 and runs it.
 """
 
 from datasets import load_dataset
@@ -33,6 +33,7 @@ from xhf_hooks import HFCheckpointHook
 # Model
 pretrained_model_name_or_path = None
 use_varlen_attn = False
+with_lora = False
 
 # Data
 data_path = None
@@ -55,7 +56,6 @@ warmup_iters = 1
 # Save
 save_steps = 2
 save_total_limit = -1  # Maximum checkpoints to keep (-1 means unlimited)
-lora_rank = None  # a LoRA adapter on every linear layer, if set
 with_xtuner_hook = False  # XTuner's own hook, too, which needs DeepSpeed
 
 #######################################################################
@@ -76,12 +76,10 @@ model = dict(
         pretrained_model_name_or_path=pretrained_model_name_or_path,
         trust_remote_code=True,
     ),
+    lora=dict(type=LoraConfig, r=8, lora_alpha=16, lora_dropout=0.1, bias='none', task_type='CAUSAL_LM')
+    if with_lora
+    else None,
 )
-
-if lora_rank is not None:
-    model['lora'] = dict(
-        type=LoraConfig, r=lora_rank, lora_alpha=8, lora_dropout=0.0, bias='none', task_type='CAUSAL_LM'
-    )
 
 #######################################################################
 #                      PART 3  Dataset & Dataloader                   #

@@ -24,6 +24,7 @@ class BeforeImport(importlib.abc.MetaPathFinder):
             declare_torchvision_ops()
         elif fullname == 'xtuner':
             fill_in_for_cuda()
+            wait_for_gathers()
         return None
 
 
@@ -43,6 +44,27 @@ def fill_in_for_cuda():
     if not torch.cuda.is_available():
         torch.cpu.is_bf16_supported = lambda: True
         torch.cuda.set_device = lambda device: None
+
+
+def wait_for_gathers():
+    """DeepSpeed starts several gathers and waits for the last of them only, which gloo does not keep in order.
+
+    While transformers loads a model at ZeRO-3, what comes late overwrites weights that were just loaded.
+    """
+    import torch.distributed
+
+    original = torch.distributed.all_gather_into_tensor
+    if hasattr(original, 'waits'):
+        return
+
+    def gather(*args, **kwargs):
+        work = original(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    gather.waits = True
+    torch.distributed.all_gather_into_tensor = gather
 
 
 sys.meta_path.insert(0, BeforeImport())

@@ -8,6 +8,7 @@ from pathlib import Path
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.convert import Converter, ConvertOptions
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.reward import has_head
 from xhf_hooks.records import CommittedCheckpoint, Step
 from xhf_hooks.skeleton import build_skeleton, find_run_config, fit
 from xhf_hooks.skeleton.tokenizer import find_tokenizer
@@ -34,6 +35,7 @@ class Conversion:
         base: str | None,
         module: str | None,
         lora: str | None,
+        llava_format: str | None,
         dtype: str | None,
         max_shard_nbytes: int,
         workers: int,
@@ -50,13 +52,19 @@ class Conversion:
             self._config, self._found.path, names, base=base, trust_remote_code=trust_remote_code
         )
         fitted, notes = fit(self._skeleton, self._source, _trained_dtype(self._source.ds_config))
-        exporter = exporter_for(self._skeleton.module, module, lora=lora)
+        exporter = exporter_for(
+            self._skeleton.module, module, lora=lora, llava_format=llava_format, reward_token_id=self._reward_token_id()
+        )
         options = ConvertOptions(dtype, max_shard_nbytes, workers, verify, facts=self._source.facts)
         self.converter = Converter(fitted, exporter, options)
-        self.warnings = [*self._source.warnings, *notes]
+        self.warnings = [*self._source.warnings, *notes, *exporter.notes]
         if exporter.left_out:
             some = ', '.join(exporter.left_out[:3]) + (', ...' if len(exporter.left_out) > 3 else '')
             self.warnings.append(f'not exported: {len(exporter.left_out)} tensors ({some})')
+
+    def _reward_token_id(self) -> int | None:
+        found = None if self._config is None else self._config.fields.get('reward_token_id')
+        return found if type(found) is int and has_head(self._skeleton.module) else None
 
     @property
     def step(self) -> Step:

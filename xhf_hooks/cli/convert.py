@@ -52,7 +52,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="keep: the training dtype, as the hook saves it. float32: the exact master weights. Default: 'keep'",
     )
     add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
-    add('--lora', choices=['adapter', 'merge', 'both'], help="for a LoRA run; default: 'adapter'")
+    add(
+        '--lora',
+        choices=['adapter', 'merge', 'both'],
+        help="for a LoRA run; default: as the hook's, 'adapter' for most",
+    )
+    add(
+        '--llava-format',
+        choices=['xtuner', 'xtuner_complete', 'huggingface'],
+        help="for XTuner's LLaVAModel; default: 'xtuner'",
+    )
     add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')
     add('--workers', type=_count, metavar='N', help='threads that read and write; default: one for each core')
     add('--verify', action='store_true', help='read everything back and compare, before OUT gets its name')
@@ -97,6 +106,7 @@ def _run(args: argparse.Namespace) -> int:
             base=args.base,
             module=args.module,
             lora=args.lora,
+            llava_format=args.llava_format,
             dtype=_DTYPES[args.dtype],
             max_shard_nbytes=args.max_shard_size,
             workers=args.workers or min(_MOST_WORKERS, _cores()),

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.llava import LlavaExporter
 from xhf_hooks.exporters.lora import LoraExporter
+from xhf_hooks.exporters.lora_inside import LoraInsideExporter
+from xhf_hooks.exporters.reward import RewardExporter, RewardLoraExporter
+from xhf_hooks.exporters.sharded_moe import ShardedMoeExporter
 from xhf_hooks.registry import EXPORTERS
 
-__all__ = ['Exporter', 'HuggingFaceExporter', 'LoraExporter', 'exporter_for']
+__all__ = [
+    'Exporter',
+    'HuggingFaceExporter',
+    'LlavaExporter',
+    'LoraExporter',
+    'LoraInsideExporter',
+    'RewardExporter',
+    'RewardLoraExporter',
+    'ShardedMoeExporter',
+    'exporter_for',
+]
 
 
-def exporter_for(model: nn.Module, module: str | None, **options: str | None) -> Exporter:
+def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Exporter:
     """The exporter of a trained model: the one registered last among those that accept it.
 
     Args:

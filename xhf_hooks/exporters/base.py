@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,17 @@ class Exporter(ABC):
     Attributes:
         base_dir: Folder or hub name that the model was loaded from, '' when there is none.
         left_out: Tensors of the source that do not go out, by decision. Known after :meth:`entries`.
+        notes: What the log should say about these decisions.
+        combine_nbytes: The most memory that one ``combine`` takes beside what it reads, apart from views. Known
+            after :meth:`entries`.
         options: The hook's options that are for this kind of model alone; the constructor takes them by name.
     """
 
     options: tuple[str, ...] = ()
     base_dir: str = ''
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    combine_nbytes: int = 0
 
     @classmethod
     @abstractmethod
@@ -50,8 +55,8 @@ class Exporter(ABC):
 
     @property
     @abstractmethod
-    def n_parameters(self) -> int | None:
-        """For the index file; None leaves it out. Known after :meth:`entries`."""
+    def n_parameters(self) -> int | Mapping[str, int | None] | None:
+        """For the index file, or by folder for several; None leaves it out. Known after :meth:`entries`."""
 
     @abstractmethod
     def base_tokenizer(self) -> Any | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +20,15 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import sidecar
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.conversion import convert_specs
+from xhf_hooks.exporters.derived import Derived, derive
 from xhf_hooks.module_tensors import module_tensors
 from xhf_hooks.records import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+_FP32_NBYTES = 4  # what is derived is computed in fp32, then cast, while the one before is being written
 
 
 @EXPORTERS.register_module()
@@ -37,14 +43,15 @@ class HuggingFaceExporter(Exporter):
     """
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
-        self._path, self._model = _find_pretrained(model, module)
+        self._path, self._model = find_pretrained(model, module)
+        self._derived: dict[str, Derived] = {}  # what is not written as it is, by its name in the source
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
         self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
-        if getattr(self._model, 'quantization_method', None) is not None:
+        quantized = quantization_of(self._model)
+        if quantized is not None:
             raise ModelError(
-                f'{type(self._model).__name__} is quantized ({self._model.quantization_method}); its weights '
-                f'cannot be exported as they are'
+                f'{type(self._model).__name__} is quantized ({quantized}); its weights cannot be exported as they are'
             )
 
     @classmethod
@@ -53,16 +60,19 @@ class HuggingFaceExporter(Exporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._own_names(specs)
-        exported = {spec.name for spec in own.values()}
-        self.left_out = tuple(spec.name for spec in specs if spec.name not in exported)
         self._config = self._exported_config(own, dtype)
-        self._reference = _build_on_meta(self._model, self._config)
+        self._reference = self._build_reference(self._config)
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
             del own[alias]
-        entries = convert_specs(self._reference, own)
+        entries = self._convert(own)
         if dtype is not None:
             entries = [replace(e, dtype=dtype) if is_float(e.dtype) else e for e in entries]
+        entries = derive(entries, self._derived)
+        made = [entry for entry in entries if not self._derived.keys().isdisjoint(entry.reads)]
+        self.combine_nbytes = max((math.prod(e.shape) * _FP32_NBYTES + 2 * e.nbytes for e in made), default=0)
+        read = {name for entry in entries for name in entry.reads}
+        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
 
     @property
@@ -76,7 +86,14 @@ class HuggingFaceExporter(Exporter):
         return sidecar.load_tokenizer(self.base_dir, trust_remote_code=trusted)
 
     def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
-        return sidecar.write(folder, self._model, self._config, tokenizer, stop_token_ids, self.base_dir)
+        return self._write_sidecar_of(self._model, folder, tokenizer, stop_token_ids)
+
+    def _write_sidecar_of(
+        self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]
+    ) -> list[str]:
+        text = self._config.get_text_config()
+        sidecar.require_vocabulary(tokenizer, getattr(text, 'vocab_size', None))
+        return sidecar.write(folder, model, self._config, tokenizer, stop_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Every name of every tensor below the exported module, relative to it, in state-dict order."""
@@ -86,6 +103,14 @@ class HuggingFaceExporter(Exporter):
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         return sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
+
+    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+        """The class that ``from_pretrained`` will build, without memory."""
+        reference = build_on_meta(type(self._model), config)
+        conversions = getattr(self._model, '_weight_conversions', None)
+        if conversions is not None:
+            reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
+        return reference
 
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
         try:
@@ -97,11 +122,18 @@ class HuggingFaceExporter(Exporter):
         rows = (spec.shape[0] for spec in own.values() if live_name in (spec.name, *spec.aliases))
         return next(rows, None)
 
+    def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
+        return convert_specs(self._reference, own)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names that :meth:`_own_names` should have found."""
+        return {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
+
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
-        expected = {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
-        ignored = [*(getattr(self._model, '_keys_to_ignore_on_load_missing', None) or ())]
+        expected = self._expected_shapes()
+        ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_missing', None) or ())]
         missing = [n for n in expected if n not in own and not _matches(ignored, n)]
-        ignored = [*(getattr(self._model, '_keys_to_ignore_on_load_unexpected', None) or ())]
+        ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_unexpected', None) or ())]
         unexpected = [n for n in own if n not in expected and not _matches(ignored, n)]
         other_shape = [
             f'{n} expected {expected[n]}, found {own[n].shape}'
@@ -111,7 +143,7 @@ class HuggingFaceExporter(Exporter):
         if missing or unexpected or other_shape:
             hint = ''
             if any('lora_' in name for name in unexpected):
-                hint = ' These are LoRA weights: this exporter saves complete models only.'
+                hint = ' These are LoRA weights outside of a PeftModel; adapt the model with get_peft_model.'
             raise ModelError(
                 f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
                 f'{self._path or "its root"!r} differ: missing {_some(missing)}, unexpected {_some(unexpected)}, '
@@ -126,7 +158,7 @@ class HuggingFaceExporter(Exporter):
         """
         from transformers.modeling_utils import _get_tied_weight_keys
 
-        ignored = set(getattr(self._model, '_keys_to_ignore_on_save', None) or ())
+        ignored = set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
         declared = _get_tied_weight_keys(self._reference)
         redundant = [name for name in own if name in ignored]
         names_of: dict[str, list[str]] = {}
@@ -139,7 +171,12 @@ class HuggingFaceExporter(Exporter):
         return redundant
 
 
-def _find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
+def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
+    """The path and the PreTrainedModel to export: ``module``, else ``llm``, else the only one.
+
+    Raises:
+        ModelError: There is none, or it is not clear which.
+    """
     from transformers import PreTrainedModel
 
     if module is not None:
@@ -161,6 +198,17 @@ def _find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrai
     return next(iter(candidates.items()))
 
 
+def quantization_of(model: PreTrainedModel) -> str | None:
+    """The method by which transformers quantized the weights when it loaded them; None when it did not.
+
+    It marks the outermost model only; a backbone taken out of one still shares the config.
+    """
+    options = getattr(model.config, 'quantization_config', None) or {}
+    found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
+    found = getattr(model, 'quantization_method', None) or found
+    return None if found is None else str(getattr(found, 'value', found))
+
+
 def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     """The outermost PreTrainedModels, by path; the path of the model itself is ''."""
     from transformers import PreTrainedModel
@@ -173,14 +221,26 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
-def _build_on_meta(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """The class that ``from_pretrained`` will build, without memory."""
-    with torch.device('meta'):
-        reference = type(model)(copy.deepcopy(config))  # a model's __init__ may edit its config
-    conversions = getattr(model, '_weight_conversions', None)
-    if conversions is not None:
-        reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
-    return reference
+def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without memory, none of it partitioned."""
+    with _without_zero_init(), torch.device('meta'):
+        return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
+
+
+@contextmanager
+def _without_zero_init() -> Iterator[None]:
+    """At ZeRO-3 transformers partitions whatever a model builds with ``from_config`` inside of it; not here."""
+    integration = sys.modules.get('transformers.integrations.deepspeed')  # not imported: nobody has turned it on
+    reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
+    active = None if reference is None else reference()
+    if active is None:
+        yield
+        return
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration.set_hf_deepspeed_config(active)
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

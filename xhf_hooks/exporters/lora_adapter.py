@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from xhf_hooks.records import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import nn
 
 #: peft's SAFETENSORS_WEIGHTS_NAME; it reads this one file.
 _ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
@@ -36,6 +38,7 @@ class AdapterExporter:
     """
 
     n_parameters = None
+    combine_nbytes = 0
 
     def __init__(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> None:
         self._path, self._peft_model, self._adapter, self._alone = path, peft_model, adapter, alone
@@ -43,6 +46,7 @@ class AdapterExporter:
         self._config = peft_model.peft_config[adapter]
         self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
         self.left_out: tuple[str, ...] = ()
+        self._embedding_rows: int | None = None  # known after entries() when alone
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         from peft import get_peft_model_state_dict
@@ -54,6 +58,9 @@ class AdapterExporter:
         if self._alone:
             self._require_complete(specs, read)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
+        return self._entries_of(found, dtype)
+
+    def _entries_of(self, found: Mapping[str, TensorSpec], dtype: str | None) -> list[ExportEntry]:
         return [
             ExportEntry(
                 name,
@@ -76,6 +83,25 @@ class AdapterExporter:
         base = Path(self._recorded_base() or '.')
         if base.is_absolute() and not base.is_dir():
             raise ModelError(f'the base model {base} is not there, and without it nothing loads the adapter')
+        embeddings = self._embeddings(specs)
+        self._embedding_rows = None if embeddings is None else embeddings.shape[0]
+        base_rows = sidecar.recorded_vocab_size(self._recorded_base() or '')
+        if None in (embeddings, base_rows) or embeddings.name in in_adapter or embeddings.shape[0] == base_rows:
+            return
+        raise ModelError(
+            f'the base model {self._recorded_base()} has {base_rows} tokens, but the one in training has embeddings '
+            f'for {embeddings.shape[0]} and the adapter does not hold them: record the right base_model_name_or_path, '
+            f"name the embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
+        )
+
+    def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:
+        """The input embeddings, unless an adapter or a copy took their place."""
+        try:
+            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
+        except (NotImplementedError, AttributeError):  # a model without token embeddings
+            return None
+        own = specs_below(self._path, specs)
+        return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
 
     def base_tokenizer(self) -> Any | None:
         """The tokenizer of the base model. Runs on: rank 0."""
@@ -93,6 +119,7 @@ class AdapterExporter:
             kind = type(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
+        sidecar.require_vocabulary(tokenizer, self._embedding_rows)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if config.base_model_name_or_path:
@@ -103,3 +130,29 @@ class AdapterExporter:
         """As peft's ``save_pretrained`` finds it."""
         recorded = self._config.base_model_name_or_path
         return recorded if recorded is not None else self._model.__dict__.get('name_or_path') or None
+
+
+def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
+    """Every PeftModel in the trained model, by path."""
+    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # whoever built one has imported it
+    if peft_model is None:
+        return {}
+    return {path: child for path, child in model.named_modules() if isinstance(child, peft_model)}
+
+
+def trained_adapter(path: str, peft_model: PeftModel) -> str:
+    """The name of the one adapter of the PeftModel at ``path``.
+
+    Raises:
+        ModelError: There are several, it is of another kind than LoRA, or nothing of it is trained.
+    """
+    kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
+    if list(kinds.values()) != ['LORA']:
+        raise ModelError(f'expected a PeftModel with one adapter of type LORA, found {kinds}')
+    (name,) = kinds
+    if not any(parameter.requires_grad for parameter in peft_model.parameters()):
+        raise ModelError(
+            f'the adapter {name!r} at {path or "the root"!r} has no trained tensor; load it with '
+            f'is_trainable=True, or make it with get_peft_model'
+        )
+    return name

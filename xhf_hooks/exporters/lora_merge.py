@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter
-from xhf_hooks.records import Combine, ExportEntry, TensorSpec
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, quantization_of
+from xhf_hooks.records import TensorSpec
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -80,6 +80,20 @@ def base_path(path: str) -> str:
     return f'{path}.base_model.model'.removeprefix('.')
 
 
+def require_not_quantized(base_model: nn.Module) -> None:
+    """Merging needs weights that can be added to.
+
+    Raises:
+        ModelError: They cannot.
+    """
+    quantized = quantization_of(base_model)
+    if quantized is not None:
+        raise ModelError(
+            f'the base model is quantized ({quantized}), and an adapter cannot be merged into such weights '
+            f"without loss; set lora to 'adapter' and merge it into the unquantized model"
+        )
+
+
 class MergedExporter(HuggingFaceExporter):
     """What ``merge_and_unload`` followed by ``save_pretrained`` writes.
 
@@ -95,22 +109,14 @@ class MergedExporter(HuggingFaceExporter):
     """
 
     def __init__(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> None:
-        quantized = getattr(peft_model.get_base_model(), 'quantization_method', None)
-        if quantized is not None:
+        require_not_quantized(peft_model.get_base_model())
+        if getattr(peft_model.get_base_model().config, 'moe_implementation', None) == 'shard':
             raise ModelError(
-                f'the base model is quantized ({quantized}), and an adapter cannot be merged into such weights '
-                f"without loss; set lora to 'adapter' and merge it into the unquantized model"
+                "an adapter cannot be merged into XTuner's sharded experts here; set lora to 'adapter', or train with "
+                "moe_implementation='origin'"
             )
         super().__init__(model, base_path(path))
-        self._adapter = adapter
-        self._merges: dict[str, WeightMerge | BiasMerge] = {}  # by name of the base tensor in the source
-
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        self._merges = {}
-        entries = self._merging(super().entries(specs, dtype))
-        read = {name for entry in entries for name in entry.reads}
-        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
-        return entries
+        self._adapters = {'': adapter}  # the name of the adapter below each path
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """The names of the merged model: no adapter in them, and of a replaced module only its replacement."""
@@ -119,24 +125,28 @@ class MergedExporter(HuggingFaceExporter):
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         own = super()._own_names(specs)
-        kept_below: dict[str, str] = {}  # path of a wrapper -> path of what stays of it
+        self._derived = {}
+        kept_below = {path: base_path(path) for path in self._adapters if path}  # what stays of a wrapper, by its path
         merged: set[str] = set()
         for path, module in self._model.named_modules(remove_duplicate=False):
             if isinstance(module, LoraLayer):
                 kept_below[path] = f'{path}.base_layer'
                 merged |= self._note_merges(path, module, own)
             elif isinstance(module, ModulesToSaveWrapper):
-                kept_below[path] = f'{path}.modules_to_save.{self._adapter}'
+                kept_below[path] = f'{path}.modules_to_save.{self._adapter_at(path)}'
             elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 raise _unknown(path, module)
-        _require_only(merged, own, self._merges)
+        _require_only(merged, own, self._derived)
         return dict(_stripped(own, kept_below))
+
+    def _adapter_at(self, path: str) -> str:
+        return next(name for above, name in self._adapters.items() if not above or path.startswith(f'{above}.'))
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         """``modules_to_save`` gives tied embeddings weights of their own; loading must not tie them again."""
         config = super()._exported_config(own, dtype)
-        inputs, outputs = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        if outputs is not None and inputs.weight is not outputs.weight:
+        outputs = self._model.get_output_embeddings()
+        if outputs is not None and self._model.get_input_embeddings().weight is not outputs.weight:
             for part in (config, config.get_text_config()):
                 if getattr(part, 'tie_word_embeddings', False):
                     part.tie_word_embeddings = False
@@ -146,7 +156,7 @@ class MergedExporter(HuggingFaceExporter):
         """Remember how the tensors of an adapted layer are made; the relative names of those that are."""
         from peft.tuners.lora import layer as kinds
 
-        adapter = self._adapter
+        adapter = self._adapter_at(path)
         if type(layer) not in (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d):
             raise _unknown(path, layer)
         with_dora = layer.use_dora[adapter]
@@ -171,42 +181,9 @@ class MergedExporter(HuggingFaceExporter):
                 raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")
             made[bias] = BiasMerge(own[bias].name, own[f'{path}.lora_B.{adapter}.bias'].name, scaling)
         for name, merge in made.items():
-            if self._merges.setdefault(merge.base, merge) != merge:
+            if self._derived.setdefault(merge.base, merge) != merge:
                 raise _tied(name)
         return set(made)
-
-    def _merging(self, entries: list[ExportEntry]) -> list[ExportEntry]:
-        """Entries that read a merged tensor read its parts instead, and make it first."""
-        made: dict[int | str, _MergeFirst] = {}
-        result = []
-        for entry in entries:
-            merges = [self._merges[name] for name in entry.reads if name in self._merges]
-            if merges:
-                key = entry.hf_name if entry.combine is None else id(entry.combine)
-                then = entry.combine or _Renamed(entry.hf_name, entry.reads[0])
-                combine = made.setdefault(key, _MergeFirst(tuple(merges), then))
-                reads = [*entry.reads, *(name for merge in merges for name in merge.reads)]
-                entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine)
-            result.append(entry)
-        return result
-
-
-@dataclass(frozen=True)
-class _MergeFirst:
-    merges: tuple[WeightMerge | BiasMerge, ...]
-    then: Combine
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return self.then({**tensors, **{merge.base: merge(tensors) for merge in self.merges}})
-
-
-@dataclass(frozen=True)
-class _Renamed:
-    hf_name: str
-    read: str
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return {self.hf_name: tensors[self.read]}
 
 
 def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> list[tuple[str, TensorSpec]]:
@@ -214,12 +191,12 @@ def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> l
     names = []
     for name, spec in own.items():
         parts = name.split('.')
-        above = ('.'.join(parts[:end]) for end in range(1, len(parts)))
-        wrapper = next((path for path in above if path in kept_below), None)
-        if wrapper is None:
+        above = ['.'.join(parts[:end]) for end in range(1, len(parts))]
+        wrappers = [path for path in above if path in kept_below]
+        if all(name.startswith(f'{kept_below[path]}.') for path in wrappers):
+            for path in reversed(wrappers):  # from the inside, so that the outer ones stay where they are
+                name = path + name.removeprefix(kept_below[path])
             names.append((name, spec))
-        elif name.startswith(f'{kept_below[wrapper]}.'):
-            names.append((wrapper + name.removeprefix(kept_below[wrapper]), spec))
     return names
 
 

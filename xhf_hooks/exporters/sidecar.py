@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -84,7 +86,8 @@ def write(
         warnings += _write_generation_config(folder, model, stop_token_ids)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    _copy_processor_files(folder, base_dir)
+    replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
+    _copy_processor_files(folder, base_dir, with_template=not replaced)
     return warnings
 
 
@@ -114,9 +117,18 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_id
     return [f'generation_config.json: do_sample set to True, because {set_options} are set: {problem}']
 
 
-def _copy_processor_files(folder: Path, base_dir: str) -> None:
+def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
+    """That of the base model's tokenizer, which is not built for this."""
+    if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
+        return jinja.read_text(encoding='utf-8')
+    config = base_file(base_dir, 'tokenizer_config.json')
+    template = None if config is None else json.loads(config.read_text(encoding='utf-8')).get('chat_template')
+    return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
+
+
+def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
-    if names:
+    if names and with_template:  # one that training replaced must not come back by way of the processor
         names.append('chat_template.json')  # a processor's template, transformers < 5
     for name in names:
         path = base_file(base_dir, name)
@@ -139,6 +151,32 @@ def base_file(base_dir: str, name: str) -> Path | None:
     except HFValidationError:  # not a hub name either
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for. Runs on: rank 0.
+
+    Fewer are fine: embeddings are often padded.
+
+    Raises:
+        ModelError: It has.
+    """
+    if embedding_rows is None or not hasattr(tokenizer, '__len__'):
+        return
+    if len(tokenizer) > embedding_rows:
+        raise ModelError(
+            f'the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {embedding_rows}: set the '
+            f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
+        )
+
+
+def recorded_vocab_size(base_dir: str) -> int | None:
+    """What the base model's config says; None when that is not on this machine, or says nothing."""
+    path = base_file(base_dir, 'config.json')
+    if path is None:
+        return None
+    config = json.loads(path.read_text(encoding='utf-8'))
+    return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
 
 
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:

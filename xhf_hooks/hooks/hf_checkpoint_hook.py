@@ -15,7 +15,9 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import OptionError, TargetError, XhfError
 from xhf_hooks.exporters import chat_template as chat_templates
+from xhf_hooks.exporters.llava import LLAVA_FORMATS
 from xhf_hooks.exporters.lora import LORA_MODES
+from xhf_hooks.exporters.reward import has_head
 from xhf_hooks.exporters.sidecar import load_tokenizer
 from xhf_hooks.hooks import options
 from xhf_hooks.hooks.best_metric import BestMetric
@@ -52,7 +54,11 @@ class HFCheckpointHook(Hook):
             the model itself, ``llm``, or the only one there is.
         lora (str, optional): For a model with a LoRA adapter, 'adapter' (as peft saves it), 'merge' (a complete
             model with the adapter merged into its weights) or 'both' (the merged model, with the adapter in
-            ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one.
+            ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one, and for a reward
+            model 'merge', unless its base model is quantized.
+        llava_format (str, optional): For XTuner's LLaVAModel, 'xtuner' (its own layout, frozen parts left out),
+            'xtuner_complete' (frozen parts, too) or 'huggingface' (transformers' LlavaForConditionalGeneration,
+            complete, adapters merged). Defaults to None, which means 'xtuner'.
         tokenizer (object, dict, str, optional): A tokenizer, its MMEngine config, or its folder. Defaults to
             None: ``cfg.tokenizer``, else the base model's own files, else none, with a warning.
         chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
@@ -93,6 +99,7 @@ class HFCheckpointHook(Hook):
         max_keep_ckpts: int = 1,
         module: str | None = None,
         lora: str | None = None,
+        llava_format: str | None = None,
         tokenizer: Any | None = None,
         chat_template: bool = True,
         dtype: str | None = None,
@@ -119,6 +126,7 @@ class HFCheckpointHook(Hook):
             module=options.check_module(module),
             dtype=options.parse_dtype(dtype),
             lora=options.check_choice('lora', lora, (None, *LORA_MODES)),
+            llava_format=options.check_choice('llava_format', llava_format, (None, *LLAVA_FORMATS)),
             max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
             bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
             in_background=options.check_switch('async_save', async_save),
@@ -144,7 +152,9 @@ class HFCheckpointHook(Hook):
         self._collective = Collective()
         final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
         writer = self._choose_writer(runner, final.parent)
-        self._saver = Saver(model, SaveOptions(writer=writer, facts=facts, **self._save_options), self._collective)
+        token_id = runner.cfg.get('reward_token_id') if has_head(model) else None
+        save_options = SaveOptions(writer=writer, facts=facts, reward_token_id=token_id, **self._save_options)
+        self._saver = Saver(model, save_options, self._collective)
         plan = self._saver.prepare()
         self._newest = CheckpointFolder(final, self._max_keep)
         suffixes = [] if self._best is None else self._best.folder_suffixes()
@@ -174,6 +184,8 @@ class HFCheckpointHook(Hook):
         if left_out:
             some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
             runner.logger.info(f'HFCheckpointHook: not exported: {len(left_out)} tensors ({some})')
+        for note in self._saver.exporter.notes:
+            runner.logger.info(f'HFCheckpointHook: {note}')
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None

@@ -151,6 +151,10 @@ class _Reader:
         named = {keyword.arg: self._value(keyword.value) for keyword in node.keywords}
         return ({**(given[0] if given else {}), **named},)
 
+    def _ifexp(self, node: ast.IfExp) -> tuple[Any] | None:
+        test = self._value(node.test)
+        return (self._value(node.body if test else node.orelse),) if isinstance(test, (bool, type(None))) else None
+
     def _unaryop(self, node: ast.UnaryOp) -> tuple[Any] | None:
         value = self._value(node.operand)
         if isinstance(node.op, ast.Not) and isinstance(value, bool):

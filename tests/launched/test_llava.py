@@ -1,0 +1,118 @@
+"""LLaVA under DeepSpeed: both layouts are those of the whole model, whatever holds its weights."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.adapted import assert_rounded_once
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.llava import TinyLlava, save_bases
+from tests.helpers.scenarios import check, run_scenarios
+
+MODELS: dict[str, dict[str, Any]] = {
+    'pretrain': dict(frozen=('llm', 'visual_encoder')),
+    'full': {},
+    'lora': dict(lora={'llm': dict(target_modules='all-linear'), 'visual_encoder': dict(target_modules=['q_proj'])}),
+}
+#: Name to the options of a save.
+SAVES: dict[str, dict[str, str]] = {
+    'xtuner': {},
+    'huggingface': dict(llava_format='huggingface'),
+    'positional': dict(llava_format='huggingface', writer='positional'),
+}
+
+
+def save_case(name: str, root: Path) -> dict[str, set[str]]:
+    """Saves the partitioned model, and on rank 0 what it is to be compared with. Runs on: all ranks.
+
+    Returns:
+        The names that each save read.
+    """
+    import torch
+    import torch.distributed as dist
+
+    def build(dtype: torch.dtype = torch.bfloat16) -> TinyLlava:
+        return TinyLlava(root, dtype=dtype, **MODELS[name])
+
+    folder = root / name
+    if dist.get_rank() == 0:
+        for part in ('llm', 'visual_encoder', 'projector'):
+            getattr(build(), part).save_pretrained(folder / 'parts' / part)
+        save_folder_alone(build(), folder / 'whole')
+        exact = build().double()
+        for part in MODELS[name].get('lora', {}):
+            setattr(exact, part, getattr(exact, part).merge_and_unload())
+        save_folder_alone(exact, folder / 'exact')
+    dist.barrier()
+    engine = zero_engine(build(), stage=3)
+    read = {}
+    for how, options in SAVES.items():
+        plan, _ = save_folder(engine.module, folder / how, **options)
+        read[how] = {n for bucket in plan.buckets for n in bucket.read_names}
+    engine.destroy()
+    return read
+
+
+def save_folder_alone(model: Any, folder: Path) -> None:
+    """Transformers' layout of a whole model, by the exporter, without ranks. Runs on: rank 0."""
+    from safetensors.torch import save_file
+
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.sources import source_for
+
+    specs = source_for(model).specs()
+    tensors = dict(model.state_dict())
+    made = {}
+    for entry in exporter_for(model, None, llava_format='huggingface').entries(specs, None):
+        read = {name: tensors[name] for name in entry.reads}
+        whole = read[entry.reads[0]] if entry.combine is None else entry.combine(read)[entry.hf_name]
+        made[entry.hf_name] = whole.to(tensors[entry.reads[0]].dtype).contiguous()
+    folder.mkdir(parents=True)
+    save_file(copy.copy(made), folder / 'model.safetensors', metadata={'format': 'pt'})
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp('llava')
+    save_bases(root)
+    scenarios = {name: partial(save_case, name, root) for name in MODELS}
+    return root, run_scenarios(scenarios, 2, timeout_secs=300)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_xtuners_layout_has_what_save_pretrained_writes(saved, name):
+    root, results = saved
+    check(results, name)
+    trained = {'pretrain': {}, 'full': {'llm': '.', 'visual_encoder': 'visual_encoder'}, 'lora': {}}[name]
+    if name == 'lora':
+        trained = {part: f'{part}_adapter' for part in ('llm', 'visual_encoder')}
+    trained['projector'] = 'projector'
+    folder = root / name / 'xtuner'
+    assert {str(file.parent.relative_to(folder)) for file in folder.rglob('*.safetensors')} == set(trained.values())
+    for part, at in trained.items():
+        assert_same_folder_tensors(root / name / 'parts' / part, folder / at)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_one_model_is_that_of_the_whole_model(saved, name):
+    from transformers import LlavaForConditionalGeneration
+
+    root, results = saved
+    check(results, name)
+    folder = root / name
+    for how in ('huggingface', 'positional'):
+        assert_same_folder_tensors(folder / 'whole', folder / how)
+    assert_rounded_once(folder_tensors(folder / 'huggingface'), folder_tensors(folder / 'exact'))
+    assert_loads_clean(folder / 'huggingface', LlavaForConditionalGeneration)
+
+
+def test_only_what_is_written_is_gathered(saved):
+    _, results = saved
+    assert all(n.startswith('projector.') for n in check(results, 'pretrain')[0]['xtuner'])
+    assert all('lora_' in n or n.startswith('projector.') for n in check(results, 'lora')[0]['xtuner'])

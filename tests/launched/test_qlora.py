@@ -1,0 +1,155 @@
+"""QLoRA: an adapter trained on a base that bitsandbytes quantized to 4 bits, at ZeRO-2 on real ranks.
+
+XTuner's stack cannot run it without a GPU: transformers 4.48 refuses bitsandbytes on a CPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only
+N_STEPS = 3
+
+
+def load_quantized(base: Path, auto_class: str = 'AutoModelForCausalLM') -> Any:
+    """As XTuner's QLoRA configs have it, in bf16."""
+    import transformers
+
+    nf4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type='nf4',
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    auto = getattr(transformers, auto_class)
+    return auto.from_pretrained(base, quantization_config=nf4, torch_dtype=torch.bfloat16)
+
+
+def qlora(base: Path, kind: str) -> Any:
+    """XTuner's SupervisedFinetune or RewardModel, in shape."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from torch import nn
+
+    model = nn.Module()
+    llm = load_quantized(base)
+    task_type = 'CAUSAL_LM' if kind == 'sft' else 'FEATURE_EXTRACTION'
+    llm = prepare_model_for_kbit_training(llm if kind == 'sft' else llm.model, use_gradient_checkpointing=False)
+    torch.manual_seed(1)
+    model.llm = get_peft_model(llm, LoraConfig(r=3, target_modules=['q_proj', 'v_proj'], task_type=task_type))
+    if kind == 'reward':
+        model.v_head = nn.Linear(llm.config.hidden_size, 1, bias=False)
+    return model
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    if hasattr(model, 'v_head'):
+        return model.v_head(model.llm(input_ids=tokens)[0].to(model.v_head.weight.dtype)).mean()
+    return model.llm(input_ids=tokens, labels=tokens).loss
+
+
+def train_and_save(kind: str, root: Path) -> dict[str, Any]:
+    """Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from tests.helpers.engines import save_folder, zero_engine
+    from xhf_hooks.errors import AgreedError
+
+    engine = zero_engine(qlora(root / 'base', kind), 2)
+    model = engine.module
+    tokens = torch.randint(131, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(N_STEPS):
+        engine.backward(loss_of(model, tokens))
+        engine.step()
+    plan, _ = save_folder(model, root / kind)
+    refusals = {}
+    for lora in ('merge', 'both'):
+        with pytest.raises(AgreedError) as caught:
+            save_folder(model, root / f'{kind}_{lora}', lora=lora)
+        refusals[lora] = str(caught.value)
+    if dist.get_rank() == 0 and kind == 'sft':
+        model.llm.save_pretrained(root / 'expected')
+    engine.destroy()
+    return {
+        'read': {name for bucket in plan.buckets for name in bucket.read_names},
+        'trained': {name for name, parameter in model.named_parameters() if parameter.requires_grad},
+        'refusals': refusals,
+    }
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    root = tmp_path_factory.mktemp('qlora')
+    config = LlamaConfig(  # bitsandbytes quantizes in blocks of 64
+        vocab_size=131, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(root / 'base')
+    scenarios = {kind: partial(train_and_save, kind, root) for kind in ('sft', 'reward')}
+    return root, run_scenarios(scenarios, 2, timeout_secs=300)
+
+
+def test_base_was_really_quantized(saved):
+    from bitsandbytes.nn import Linear4bit
+
+    layer = load_quantized(saved[0] / 'base').model.layers[0].self_attn.q_proj
+    assert isinstance(layer, Linear4bit) and layer.weight.dtype == torch.uint8
+
+
+@pytest.mark.parametrize('kind', ['sft', 'reward'])
+def test_only_what_was_trained_is_gathered(saved, kind):
+    result = check(saved[1], kind)[0]
+    assert result['read'] == result['trained']
+    tensors = folder_tensors(saved[0] / kind)
+    assert len(tensors) == len(result['trained'])
+    assert all(tensor.any() for tensor in tensors.values()), 'B begins as zero: it was trained'
+
+
+def test_adapter_is_pefts(saved):
+    root, results = saved
+    check(results, 'sft')
+    assert_same_folder_tensors(root / 'expected', root / 'sft')
+
+
+@pytest.mark.parametrize('kind', ['sft', 'reward'])
+@pytest.mark.parametrize('lora', ['merge', 'both'])
+def test_merge_is_refused_by_name(saved, kind, lora):
+    refusal = check(saved[1], kind)[0]['refusals'][lora]
+    assert 'is quantized (bitsandbytes), and an adapter cannot be merged' in refusal
+    assert "set lora to 'adapter'" in refusal
+    assert not (saved[0] / f'{kind}_{lora}').exists()
+
+
+def test_adapter_loads_onto_the_base(saved):
+    """Quantized or not."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    root, results = saved
+    check(results, 'sft')
+    tokens = torch.tensor([[1, 5, 9]])
+    for base in (AutoModelForCausalLM.from_pretrained(root / 'base'), load_quantized(root / 'base')):
+        before = base.eval()(input_ids=tokens).logits
+        after = PeftModel.from_pretrained(base, root / 'sft').eval()(input_ids=tokens).logits
+        assert not torch.equal(before, after)
+
+
+def test_reward_adapter_loads_with_its_head(saved):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    root, results = saved
+    check(results, 'reward')
+    base = AutoModelForSequenceClassification.from_pretrained(root / 'base', num_labels=1)
+    loaded = PeftModel.from_pretrained(base, root / 'reward')
+    head = folder_tensors(root / 'reward')['base_model.model.score.weight']
+    assert torch.equal(loaded.base_model.model.score.modules_to_save['default'].weight, head.float())

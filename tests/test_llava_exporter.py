@@ -1,0 +1,350 @@
+"""XTuner's LLaVAModel goes out in XTuner's layout or as LlavaForConditionalGeneration."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoTokenizer, CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalGeneration
+
+from tests.helpers.adapted import around
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import save_folder
+from tests.helpers.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
+from tests.helpers.remote_code import use_modules_cache
+from tests.helpers.zoo import build
+from xhf_hooks.errors import AgreedError, ModelError
+from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
+from xhf_hooks.sources import source_for
+
+LLM_LORA = {'llm': dict(target_modules='all-linear')}
+BOTH_LORA = {**LLM_LORA, 'visual_encoder': dict(target_modules=['q_proj', 'v_proj'])}
+
+
+@pytest.fixture(scope='module')
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp('bases')
+    save_bases(root)
+    return root
+
+
+def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **options) -> tuple[Path, LlavaExporter]:
+    """Saves ``model`` with a tokenizer; the folder and the exporter."""
+    exporter = exporter_for(model, None, **{k: options.get(k) for k in ('lora', 'llava_format')})
+    exporter.entries(source_for(model).specs(), options.get('dtype'))
+    _, committed = save_folder(model, folder, **options)
+    exporter.write_sidecar(committed.path, None if words is None else tokenizer(words), ())
+    return committed.path, exporter
+
+
+def folders(path: Path) -> dict[str, list[str]]:
+    """Folder to the weights in it."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(path.rglob('*.safetensors')):
+        found.setdefault(str(file.parent.relative_to(path)), []).append(file.name)
+    return found
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """Of :func:`question`, by what from_pretrained makes of the folder."""
+    model = assert_loads_clean(folder, LlavaForConditionalGeneration).eval()
+    image, before, after = question()
+    place = torch.full((1, N_PATCHES), model.config.image_token_index)
+    return model(input_ids=torch.cat([before, place, after], dim=1), pixel_values=image).logits[..., :VOCAB_SIZE]
+
+
+# XTuner's layout
+
+
+def test_all_trained(bases, tmp_path):
+    model = TinyLlava(bases)
+    path, exporter = saved(model, tmp_path / 'hf_model')
+    assert type(exporter) is LlavaExporter
+    assert folders(path) == {f: ['model.safetensors'] for f in ('.', 'visual_encoder', 'projector')}
+    for name, folder in (('llm', path), ('visual_encoder', path / 'visual_encoder'), ('projector', path / 'projector')):
+        getattr(model, name).save_pretrained(tmp_path / name)
+        assert_same_folder_tensors(tmp_path / name, folder)
+        expected, found = (json.loads((at / 'config.json').read_text()) for at in (tmp_path / name, folder))
+        assert found == expected | ({'use_cache': True} if name == 'llm' else {})
+    assert_loads_clean(path, LlamaForCausalLM)
+    assert_loads_clean(path / 'visual_encoder', CLIPVisionModel)
+    assert json.loads((path / 'visual_encoder' / 'preprocessor_config.json').read_text()) == PREPROCESSOR
+    assert len(AutoTokenizer.from_pretrained(path)) == VOCAB_SIZE
+    assert not list(path.glob('*/tokenizer*'))
+    assert exporter.left_out == () and exporter.notes == ()
+
+
+def test_projector_loads_with_its_own_code(bases, tmp_path, monkeypatch):
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
+    model = TinyLlava(bases, hidden_act='relu', bias=False, depth=3)
+    path, _ = saved(model, tmp_path / 'hf_model')
+    loaded = AutoModel.from_pretrained(path / 'projector', trust_remote_code=True)
+    x = torch.randn(2, 35)
+    assert torch.equal(loaded(x), model.projector(x))
+
+
+def test_pretraining_writes_the_projector_alone(bases, tmp_path):
+    model = TinyLlava(bases, frozen=('llm', 'visual_encoder'))
+    path, exporter = saved(model, tmp_path / 'hf_model')
+    assert folders(path) == {'projector': ['model.safetensors']}
+    assert not list(path.rglob('tokenizer*'))
+    assert set(exporter.left_out) == {n for n in model.state_dict() if not n.startswith('projector.')}
+    notes = '\n'.join(exporter.notes)
+    assert f'llm is frozen and not written: it still is {bases / "llm"}' in notes
+    assert f'visual_encoder is frozen and not written: it still is {bases / "clip"}' in notes
+    assert "'xtuner_complete'" in notes and 'neither is its tokenizer' in notes
+    assert exporter.base_dir == str(bases / 'llm')
+    assert len(exporter.base_tokenizer()) == VOCAB_SIZE
+
+
+def test_frozen_parts_on_request(bases, tmp_path):
+    model = TinyLlava(bases, frozen=('llm', 'visual_encoder'))
+    path, exporter = saved(model, tmp_path / 'hf_model', llava_format='xtuner_complete')
+    assert set(folders(path)) == {'.', 'visual_encoder', 'projector'}
+    assert exporter.left_out == () and exporter.notes == ()
+
+
+@pytest.mark.parametrize('lora', [None, 'adapter'])
+def test_adapters(bases, tmp_path, lora):
+    model = TinyLlava(bases, lora=BOTH_LORA)
+    path, exporter = saved(model, tmp_path / 'hf_model', lora=lora)
+    parts = {f: ['adapter_model.safetensors'] for f in ('llm_adapter', 'visual_encoder_adapter')}
+    assert folders(path) == {**parts, 'projector': ['model.safetensors']}
+    for name in ('llm', 'visual_encoder'):
+        getattr(model, name).save_pretrained(tmp_path / name)
+        for file in ('adapter_model.safetensors', 'adapter_config.json', 'README.md'):
+            assert (path / f'{name}_adapter' / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    assert len(AutoTokenizer.from_pretrained(path / 'llm_adapter')) == VOCAB_SIZE
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(exporter.left_out) == set(model.state_dict()) - trained
+
+
+def test_merged_parts(bases, tmp_path):
+    model = TinyLlava(bases, lora=BOTH_LORA)
+    path, _ = saved(model, tmp_path / 'hf_model', lora='merge')
+    assert folders(path) == {f: ['model.safetensors'] for f in ('.', 'visual_encoder', 'projector')}
+    for name, folder in (('llm', path), ('visual_encoder', path / 'visual_encoder')):
+        copy.deepcopy(getattr(model, name)).merge_and_unload().save_pretrained(tmp_path / name)
+        assert_same_folder_tensors(tmp_path / name, folder)
+
+
+@pytest.mark.parametrize('llava_format', ['xtuner', 'huggingface'])
+def test_adapters_beside_merged_parts(bases, tmp_path, llava_format):
+    """XTuner would apply a llm_adapter at the root once more."""
+    path, _ = saved(TinyLlava(bases, lora=BOTH_LORA), tmp_path / 'hf_model', lora='both', llava_format=llava_format)
+    merged = {'.': ['model.safetensors']}
+    if llava_format == 'xtuner':
+        merged |= {f: ['model.safetensors'] for f in ('visual_encoder', 'projector')}
+    adapters = [f'adapter/{name}_adapter' for name in ('llm', 'visual_encoder')]
+    assert folders(path) == {**merged, **{f: ['adapter_model.safetensors'] for f in adapters}}
+
+
+def test_lora_llm_and_frozen_visual_encoder(bases, tmp_path):
+    model = TinyLlava(bases, lora=LLM_LORA, frozen=('visual_encoder',))
+    path, _ = saved(model, tmp_path / 'hf_model')
+    assert set(folders(path)) == {'llm_adapter', 'projector'}
+
+
+def test_index_counts_its_own_part(bases, tmp_path):
+    model = TinyLlava(bases)
+    path, _ = saved(model, tmp_path / 'hf_model', max_shard_nbytes=20_000)
+    for name, part in (('.', model.llm), ('visual_encoder', model.visual_encoder)):
+        part.save_pretrained(tmp_path / name / 'expected', max_shard_size='20KB')
+        index = 'model.safetensors.index.json'
+        assert json.loads((path / name / index).read_text()) == json.loads(
+            (tmp_path / name / 'expected' / index).read_text()
+        )
+
+
+# LlavaForConditionalGeneration
+
+
+@pytest.mark.parametrize(
+    ('options', 'words'),
+    [
+        (dict(), VOCAB_SIZE),
+        (dict(frozen=('llm', 'visual_encoder')), VOCAB_SIZE),
+        (dict(visual_select_layer=-1, hidden_act='relu', bias=False), VOCAB_SIZE),
+        (dict(lora=BOTH_LORA), VOCAB_SIZE),
+        (dict(lora={'llm': dict(target_modules=['embed_tokens', 'lm_head'], use_dora=True)}), VOCAB_SIZE),
+        (dict(lora={'llm': dict(modules_to_save=['embed_tokens', 'lm_head'])}), VOCAB_SIZE),
+        (dict(), VOCAB_SIZE - 3),
+    ],
+    ids=['full', 'frozen', 'other_options', 'lora', 'lora_embeddings', 'modules_to_save', 'rows_to_spare'],
+)
+def test_one_model(options, words, tmp_path):
+    save_bases(tmp_path, words)
+    model = TinyLlava(tmp_path, **options).eval()
+    path, exporter = saved(model, tmp_path / 'hf_model', words=words, llava_format='huggingface')
+    assert folders(path) == {'.': ['model.safetensors']}
+    merged = copy.deepcopy(model)
+    for name in options.get('lora', {}):
+        setattr(merged, name, getattr(merged, name).merge_and_unload())
+    expected = merged(*question())
+    torch.testing.assert_close(logits_of(path), expected, rtol=1e-5, atol=1e-5)
+    assert exporter.notes == ()
+    assert all('lora_' in name or 'original' in name or 'base_layer' in name for name in exporter.left_out)
+
+
+def test_while_transformers_partitions_new_models(bases, tmp_path):
+    """As in every run of XTuner at ZeRO-3; what is built for comparison must be whole."""
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    model = TinyLlava(bases)
+    turned_on = HfDeepSpeedConfig({'zero_optimization': {'stage': 3}})
+    assert is_deepspeed_zero3_enabled()
+    exporter = exporter_for(model, None, llava_format='huggingface')
+    assert len(exporter.entries(source_for(model).specs(), None)) == len(model.state_dict())
+    assert is_deepspeed_zero3_enabled()
+    del turned_on
+    assert not is_deepspeed_zero3_enabled()
+
+
+def test_new_rows_are_the_mean(bases, tmp_path):
+    model = TinyLlava(bases)
+    path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')
+    tensors = folder_tensors(path)
+    for name, live in (
+        ('language_model.model.embed_tokens.weight', model.llm.get_input_embeddings().weight),
+        ('language_model.lm_head.weight', model.llm.lm_head.weight),
+    ):
+        found = tensors[name]
+        assert found.shape == (192, 35)  # the next multiple of 64
+        assert torch.equal(found[:VOCAB_SIZE], live)
+        assert torch.equal(found[VOCAB_SIZE:], live.double().mean(dim=0).float().expand(192 - VOCAB_SIZE, 35))
+    assert json.loads((path / 'config.json').read_text())['text_config']['vocab_size'] == 192
+
+
+def test_tied_embeddings_stay_tied(bases, tmp_path):
+    model = TinyLlava(bases, llm=build('qwen2')).eval()
+    path, _ = saved(model, tmp_path / 'hf_model', words=VOCAB_SIZE, llava_format='huggingface')
+    assert not any('lm_head' in name for name in folder_tensors(path))
+    torch.testing.assert_close(logits_of(path), model(*question()), rtol=1e-5, atol=1e-5)
+
+
+def test_processor(bases, tmp_path):
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    model = TinyLlava(bases).eval()
+    path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')
+    processor = AutoProcessor.from_pretrained(path)
+    assert type(processor).__name__ == 'LlavaProcessor'
+    picture = Image.effect_noise((11, 9), 50).convert('RGB')
+    inputs = processor(text='<s> what is <image> this', images=picture, return_tensors='pt')
+    config = json.loads((path / 'config.json').read_text())
+    is_image = inputs['input_ids'] == config['image_token_index']
+    assert int(is_image.sum()) == N_PATCHES == config['image_seq_length']
+    assert processor.tokenizer.pad_token == '<pad>' and processor.tokenizer.pad_token_id == config['pad_token_id']
+
+    loaded = assert_loads_clean(path, LlavaForConditionalGeneration).eval()
+    inputs.pop('token_type_ids', None)
+    generated = loaded.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert generated.shape[1] == inputs['input_ids'].shape[1] + 3
+    before, after = inputs['input_ids'][:, :3], inputs['input_ids'][:, 3 + N_PATCHES :]
+    expected = model(inputs['pixel_values'], before, after)
+    torch.testing.assert_close(loaded(**inputs).logits[..., :VOCAB_SIZE], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_dtype(bases, tmp_path):
+    path, _ = saved(TinyLlava(bases), tmp_path / 'hf_model', llava_format='huggingface', dtype='BF16')
+    assert {tensor.dtype for tensor in folder_tensors(path).values()} == {torch.bfloat16}
+    assert assert_loads_clean(path, LlavaForConditionalGeneration).dtype == torch.bfloat16
+
+
+def test_tokenizer_is_copied(bases):
+    exporter = exporter_for(TinyLlava(bases), None, llava_format='huggingface')
+    assert type(exporter) is LlavaExporter
+    from xhf_hooks.exporters.llava_huggingface import with_image_token
+
+    mine = tokenizer()
+    theirs, image_id, pad_id = with_image_token(mine)
+    assert (len(mine), mine.pad_token) == (VOCAB_SIZE, None)
+    assert (image_id, pad_id, len(theirs)) == (VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2)
+
+
+@pytest.mark.parametrize('llava_format', ['xtuner', 'huggingface'])
+def test_live_model_is_untouched(bases, tmp_path, llava_format):
+    model = TinyLlava(bases, lora=LLM_LORA)
+    configs = [getattr(model, name).config.to_dict() for name in ('llm', 'visual_encoder', 'projector')]
+    weights = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    saved(model, tmp_path / 'hf_model', llava_format=llava_format)
+    assert [getattr(model, name).config.to_dict() for name in ('llm', 'visual_encoder', 'projector')] == configs
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is t and torch.equal(t, value) for name, (t, value) in weights.items())
+
+
+# Which exporter, and what is refused
+
+
+def test_recognised_by_its_children(bases):
+    model = TinyLlava(bases, lora=LLM_LORA)
+    assert type(exporter_for(model.to('meta'), None)) is LlavaExporter
+    assert type(exporter_for(TinyLlava(bases), 'llm')) is HuggingFaceExporter
+    assert type(exporter_for(model, 'llm')) is LoraExporter
+    two = around(llm=build('llama'), visual_encoder=build('bert'))
+    assert type(exporter_for(two, None)) is HuggingFaceExporter
+
+
+@pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
+def test_no_adapter(bases, tmp_path, lora):
+    with pytest.raises(AgreedError, match='option lora: expected None, because neither llm nor visual_encoder'):
+        save_folder(TinyLlava(bases), tmp_path / 'hf_model', lora=lora)
+
+
+def test_adapter_alone_in_a_complete_model(bases, tmp_path):
+    model = TinyLlava(bases, lora=LLM_LORA)
+    with pytest.raises(AgreedError, match=r"option lora: expected None, 'merge' or 'both' with llava_format"):
+        save_folder(model, tmp_path / 'hf_model', lora='adapter', llava_format='huggingface')
+
+
+def test_format_of_another_model(tmp_path):
+    with pytest.raises(AgreedError, match='option llava_format: expected None for this LlamaForCausalLM'):
+        save_folder(build('llama'), tmp_path / 'hf_model', llava_format='xtuner')
+
+
+def test_untrained_adapter(bases):
+    model = TinyLlava(bases, lora=LLM_LORA)
+    model.llm.requires_grad_(False)
+    for options in (dict(), dict(llava_format='huggingface')):
+        with pytest.raises(ModelError, match="'default' at 'llm' has no trained tensor"):
+            exporter_for(model, None, **options)
+
+
+def test_projector_of_three_layers(bases):
+    with pytest.raises(ModelError, match="projector of 2 layers, found depth 3; set llava_format to 'xtuner'"):
+        exporter_for(TinyLlava(bases, depth=3), None, llava_format='huggingface')
+
+
+def test_quantized_llm(bases):
+    model = TinyLlava(bases, lora=LLM_LORA)
+    model.llm.get_base_model().quantization_method = 'bitsandbytes'
+    assert type(exporter_for(model, None)) is LlavaExporter
+    with pytest.raises(ModelError, match=r"llm is quantized \(bitsandbytes\); set llava_format to 'xtuner'"):
+        exporter_for(model, None, llava_format='huggingface')
+
+
+def test_llm_of_remote_code(bases):
+    class RemoteLlama(LlamaForCausalLM):
+        """Not transformers' own."""
+
+    model = TinyLlava(bases, llm=RemoteLlama(build('llama').config))
+    with pytest.raises(ModelError, match=r'llm is tests.*RemoteLlama.* expected a model of transformers itself'):
+        exporter_for(model, None, llava_format='huggingface')
+
+
+def test_tokenizer_that_does_not_fit(bases, tmp_path):
+    with pytest.raises(ModelError, match=r'the tokenizer has 202 tokens .* the embeddings 192 rows'):
+        saved(TinyLlava(bases), tmp_path / 'hf_model', words=200, llava_format='huggingface')
+
+
+def test_without_tokenizer_and_preprocessor(bases, tmp_path):
+    model = TinyLlava(bases, llm=build('llama'))
+    model.visual_encoder.config._name_or_path = ''
+    _, committed = save_folder(model, tmp_path / 'hf_model', llava_format='huggingface')
+    assert [w.split(':')[0] for w in committed.warnings] == ['no tokenizer', 'no processor']
+    assert_loads_clean(committed.path, LlavaForConditionalGeneration)

@@ -1,0 +1,107 @@
+"""A model with adapters on some of its parts goes out merged and whole, as InternVL's must."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, PreTrainedModel
+
+from tests.helpers.adapted import adapt, around
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import save_folder
+from tests.helpers.internvl import CODE, load_internvl
+from tests.helpers.remote_code import use_modules_cache
+from xhf_hooks.errors import ModelError, OptionError
+from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, LoraInsideExporter, exporter_for
+
+ADAPTED = {
+    'llm': dict(language_model=dict(target_modules='all-linear')),
+    'both': dict(
+        language_model=dict(target_modules=['q_proj'], modules_to_save=['lm_head'], use_dora=True),
+        vision_model=dict(target_modules=['q_proj', 'patch_embedding'], task_type=None),
+    ),
+}
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """Transformers' copies of the code go to tmp_path, too."""
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
+    return tmp_path / 'internvl'
+
+
+def with_adapters(base: Path, kind: str | None) -> PreTrainedModel:
+    model = load_internvl(base)
+    for name, lora in ADAPTED.get(kind, {}).items():
+        setattr(model, name, adapt(getattr(model, name), **lora))
+    return model
+
+
+def merged_by_peft(model: PreTrainedModel, folder: Path) -> None:
+    """As XTuner's convert_to_official.py does it."""
+    merged = copy.deepcopy(model)
+    for name in ('vision_model', 'language_model'):
+        if hasattr(getattr(merged, name), 'merge_and_unload'):
+            setattr(merged, name, getattr(merged, name).merge_and_unload())
+    merged.save_pretrained(folder)
+
+
+@pytest.mark.parametrize('kind', [None, *ADAPTED])
+def test_whole_model_as_xtuner_converts_it(kind, base, tmp_path):
+    model = with_adapters(base, kind)
+    merged_by_peft(model, tmp_path / 'expected')
+    wrapped = around(model=model)
+    assert type(exporter_for(wrapped, None)) is (HuggingFaceExporter if kind is None else LoraInsideExporter)
+    _, committed = save_folder(wrapped, tmp_path / 'hf_model')
+    assert_same_folder_tensors(tmp_path / 'expected', committed.path)
+    assert not any('lora_' in name or 'base_model' in name for name in folder_tensors(committed.path))
+    assert set(CODE) <= {path.name for path in committed.path.iterdir()}
+
+    shutil.rmtree(base)  # the new folder must be enough
+    loaded, report = AutoModel.from_pretrained(committed.path, trust_remote_code=True, output_loading_info=True)
+    assert not any(report.values())
+    assert type(loaded).__name__ == 'TinyInternVLModel'
+
+
+def test_bf16_is_rounded_once(base, tmp_path):
+    model = with_adapters(base, 'llm').to(torch.bfloat16)
+    merged_by_peft(copy.deepcopy(model).double(), tmp_path / 'exact')
+    _, committed = save_folder(around(model=model), tmp_path / 'hf_model')
+    exact = folder_tensors(tmp_path / 'exact')
+    for name, tensor in folder_tensors(committed.path).items():
+        torch.testing.assert_close(tensor, exact[name].to(torch.bfloat16), rtol=2**-8, atol=2**-20)
+
+
+def test_merge_is_all_that_there_is(base):
+    model = around(model=with_adapters(base, 'both'))
+    assert type(exporter_for(model, None, lora='merge')) is LoraInsideExporter
+    for lora in ('adapter', 'both'):
+        with pytest.raises(OptionError, match=r"None or 'merge', because TinyInternVLModel has adapters on") as caught:
+            exporter_for(model, None, lora=lora)
+        assert caught.value.option == 'lora'
+
+
+def test_one_part_on_its_own(base, tmp_path):
+    model = around(model=with_adapters(base, 'both'))
+    assert type(exporter_for(model, 'model.vision_model')) is LoraExporter
+    _, committed = save_folder(model, tmp_path / 'hf_model', module='model.vision_model')
+    assert (committed.path / 'adapter_model.safetensors').exists()
+
+
+@pytest.mark.parametrize('part', ['model', 'model.language_model.base_model.model'])
+def test_quantized(base, part):
+    model = around(model=with_adapters(base, 'llm'))
+    model.get_submodule(part).quantization_method = 'bitsandbytes'
+    with pytest.raises(ModelError, match=r'is quantized \(bitsandbytes\).* quantization_llm=False .* set module to'):
+        exporter_for(model, None)
+
+
+def test_untrained_adapter(base):
+    model = around(model=with_adapters(base, 'llm'))
+    model.model.language_model.requires_grad_(False)
+    with pytest.raises(ModelError, match="'default' at 'language_model' has no trained tensor"):
+        exporter_for(model, None)

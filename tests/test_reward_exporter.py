@@ -1,0 +1,157 @@
+"""A reward model goes out as the sequence classifier that XTuner's ``RewardModel.to_hf`` builds, head included."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.adapted import adapt, around
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.engines import save_folder
+from tests.helpers.zoo import NOISE_STD, available, build
+from xhf_hooks.errors import AgreedError, ModelError
+from xhf_hooks.exporters import HuggingFaceExporter, RewardExporter, RewardLoraExporter, exporter_for
+from xhf_hooks.sources import source_for
+
+FAMILIES = [family for family in ('llama', 'qwen2', 'qwen3', 'mixtral', 'gemma2') if available(family)]
+LORA_MODES = ('adapter', 'merge', 'both')
+
+
+def reward_model(family: str, lora: dict | None = None, backbone: nn.Module | None = None) -> nn.Module:
+    """XTuner's: ``llm`` is the causal model's own ``model``, ``v_head`` a linear layer to one number."""
+    backbone = backbone or build(family).model
+    head = nn.Linear(backbone.config.hidden_size, 1, bias=False)
+    head.weight.data = NOISE_STD * torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(2))
+    if lora is not None:
+        backbone = adapt(backbone, task_type='FEATURE_EXTRACTION', **lora)
+    return around(llm=backbone, v_head=head)
+
+
+def as_xtuner_saves_it(model: nn.Module, folder: Path) -> None:
+    """The lines of ``RewardModel.to_hf`` (``xtuner/model/reward.py``), on a copy."""
+    from transformers import AutoModelForSequenceClassification
+
+    llm = copy.deepcopy(model.llm)
+    if 'PeftModel' in type(llm).__name__:
+        llm = llm.merge_and_unload()
+    config = llm.config
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.model.load_state_dict(llm.state_dict())
+    classifier.score.load_state_dict(model.v_head.state_dict())
+    classifier.save_pretrained(folder)
+
+
+def assert_same_scores(classifier: nn.Module, model: nn.Module) -> None:
+    """A classifier scores the last token, training all."""
+    tokens = torch.tensor([[5, 9, 7]])
+    trained = model.v_head(model.llm.eval()(input_ids=tokens)[0])[0]
+    found = classifier.eval()(input_ids=tokens).logits[0]
+    assert torch.allclose(found, trained[-1], atol=1e-6) and not torch.allclose(found, trained[0], atol=1e-6)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_folder_is_xtuners(family, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = reward_model(family)
+    as_xtuner_saves_it(model, tmp_path / 'expected')
+    _, committed = save_folder(model, tmp_path / 'hf_model')
+    assert_same_folder_tensors(tmp_path / 'expected', committed.path)
+    config, expected = (json.loads((tmp_path / n / 'config.json').read_text()) for n in ('hf_model', 'expected'))
+    assert config == expected
+    assert {path.name for path in committed.path.iterdir()} == {'config.json', 'model.safetensors', 'xhf_manifest.json'}
+    loaded = assert_loads_clean(committed.path, AutoModelForSequenceClassification)
+    assert (
+        type(loaded).__name__
+        == config['architectures'][0]
+        == f'{type(model.llm).__name__[:-5]}ForSequenceClassification'
+    )
+    assert loaded.num_labels == 1 and loaded.config.problem_type is None
+    assert loaded.config.id2label == {0: 'LABEL_0'} and loaded.config.pad_token_id == 0
+    assert_same_scores(loaded, model)
+
+
+def test_exporters_are_chosen():
+    assert type(exporter_for(reward_model('llama'), None)) is RewardExporter
+    assert type(exporter_for(reward_model('llama', {}), None)) is RewardLoraExporter
+    assert type(exporter_for(reward_model('llama'), 'llm')) is HuggingFaceExporter  # the backbone, as asked
+    assert type(exporter_for(around(llm=build('llama')), None)) is HuggingFaceExporter
+
+
+def test_everything_goes_out():
+    for model in (reward_model('llama'), reward_model('llama', {})):
+        exporter = exporter_for(model, None)
+        exporter.entries(source_for(model).specs(), None)
+        assert exporter.left_out == ()
+
+
+@pytest.mark.parametrize('lora', [{}, dict(target_modules='all-linear'), dict(use_dora=True)])
+def test_adapter_is_merged_as_xtuner_does(lora, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = reward_model('llama', lora)
+    as_xtuner_saves_it(model, tmp_path / 'expected')
+    save_folder(model, tmp_path / 'hf_model')
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
+    assert_loads_clean(tmp_path / 'hf_model', AutoModelForSequenceClassification)
+
+
+@pytest.mark.parametrize('targets', [['q_proj', 'v_proj'], r'layers\.0\..*_proj', 'all-linear'])
+def test_adapter_alone_has_the_head(targets, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    build('llama').save_pretrained(tmp_path / 'base')
+    backbone = AutoModelForCausalLM.from_pretrained(tmp_path / 'base').model
+    model = reward_model('llama', dict(target_modules=targets), backbone)
+    save_folder(model, tmp_path / 'hf_model', lora='adapter')
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / 'base', num_labels=1)
+    loaded = PeftModel.from_pretrained(base, tmp_path / 'hf_model')
+    assert_same_scores(loaded, model)
+    loaded.save_pretrained(tmp_path / 'again')  # peft's own names and nothing lost
+    assert_same_folder_tensors(tmp_path / 'again', tmp_path / 'hf_model')
+
+
+def test_both(tmp_path):
+    model = reward_model('llama', {})
+    for lora in LORA_MODES:
+        save_folder(model, tmp_path / lora, lora=lora)
+    assert_same_folder_tensors(tmp_path / 'merge', tmp_path / 'both')
+    assert_same_folder_tensors(tmp_path / 'adapter', tmp_path / 'both' / 'adapter')
+
+
+def test_live_model_is_untouched(tmp_path):
+    model = reward_model('llama', {})
+    configs = copy.deepcopy((model.llm.config.to_dict(), model.llm.peft_config['default'].to_dict()))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for lora in LORA_MODES:
+        save_folder(model, tmp_path / lora, lora=lora)
+    assert (model.llm.config.to_dict(), model.llm.peft_config['default'].to_dict()) == configs
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_padding_is_not_invented(tmp_path):
+    model = reward_model('llama')
+    model.llm.config.pad_token_id = None
+    _, committed = save_folder(model, tmp_path / 'hf_model')
+    assert any('no pad_token_id' in warning for warning in committed.warnings)
+    assert json.loads((tmp_path / 'hf_model' / 'config.json').read_text()).get('pad_token_id') is None
+
+
+def test_head_of_another_shape(tmp_path):
+    model = reward_model('llama')
+    model.v_head = nn.Linear(model.llm.config.hidden_size, 2, bias=False)
+    with pytest.raises(AgreedError, match=r'of other shape .*score\.weight expected \(1, 35\), found \(2, 35\)'):
+        save_folder(model, tmp_path / 'hf_model')
+
+
+def test_family_without_a_classifier():
+    model = around(llm=build('whisper'), v_head=nn.Linear(35, 1))
+    with pytest.raises(ModelError, match='nothing loads a reward model with the backbone WhisperFor'):
+        exporter_for(model, None)

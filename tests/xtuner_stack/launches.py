@@ -1,0 +1,147 @@
+"""Launches `xtuner train`, each run once, and finds what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.ranks import REPO_ROOT
+
+HERE = Path(__file__).parent
+TIMEOUT_SECS = 300
+OUTPUT_TAIL = 6000
+#: The DeepSpeed config that :func:`partitioning_config` makes.
+PARTITIONED = 'partitioned.json'
+TORCHRUN = [
+    *(sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'),
+    *('-m', 'xtuner.tools.train'),
+]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One `xtuner train`.
+
+    Attributes:
+        deepspeed: What `--deepspeed` is given, with two processes; None is one process without DeepSpeed.
+        settings: Name to value in PART 1 of the config.
+        config: File in this folder.
+        data: File in the root.
+        resumes: Goes on, by the config that it dumped, from an iteration of another launch; all else is ignored.
+    """
+
+    family: str
+    deepspeed: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: str = 'config.py'
+    data: str = 'data.json'
+    resumes: tuple[str, int] | None = None
+
+
+class Runs:
+    """Launches each run once, when its result is first asked for.
+
+    Args:
+        root: Has a folder with the base model of each family, and the data.
+    """
+
+    def __init__(self, root: Path, launches: dict[str, Launch]) -> None:
+        self._root, self._launches = root, launches
+        self._outcomes: dict[str, tuple[int | None, str]] = {}
+
+    def work_dir(self, name: str) -> Path:
+        """The folder of a finished run.
+
+        Raises:
+            AssertionError: It failed; the end of its output is in the message.
+        """
+        if name not in self._outcomes:
+            launch = self._launches[name]
+            command = self._resume(*launch.resumes) if launch.resumes else self._train(launch, name)
+            self._outcomes[name] = self._run([*command, '--work-dir', str(self._root / name)], name)
+        status, output = self._outcomes[name]
+        assert status == 0, f'{name}: exit status {status} (None: more than {TIMEOUT_SECS} s)\n{output[-OUTPUT_TAIL:]}'
+        return self._root / name
+
+    def _train(self, launch: Launch, name: str) -> list[str]:
+        base, data = str(self._root / launch.family), str(self._root / launch.data)
+        config = self._root / f'{name}.py'
+        config.write_text(
+            filled_in(launch.config, pretrained_model_name_or_path=base, data_path=data, **launch.settings)
+        )
+        if launch.deepspeed is None:
+            return [sys.executable, '-m', 'xtuner.tools.train', str(config)]
+        return [*TORCHRUN, str(config), '--launcher', 'pytorch', '--deepspeed', launch.deepspeed]
+
+    def _resume(self, name: str, iteration: int) -> list[str]:
+        started = self.work_dir(name)
+        dumped, checkpoint = started / f'{name}.py', started / f'iter_{iteration}.pth'
+        return [*TORCHRUN, str(dumped), '--launcher', 'pytorch', '--resume', str(checkpoint)]
+
+    def _run(self, command: list[str], name: str) -> tuple[int | None, str]:
+        """Exit status (None after a time-out) and output. Runs in the folder that holds the inputs."""
+        file = self._root / f'{name}.output'
+        with file.open('wb') as output:
+            process = subprocess.Popen(
+                command, cwd=self._root, env=environment(self._root), stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                status = process.wait(TIMEOUT_SECS)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                process.terminate()  # torchrun then ends its processes, too
+                process.wait()
+        return status, file.read_text(errors='replace')
+
+
+def filled_in(config: str, **settings: Any) -> str:
+    """The text of a config with other values in PART 1."""
+    text = (HERE / config).read_text()
+    for name, value in settings.items():
+        text, count = re.subn(rf'^{name} = .*$', f'{name} = {value!r}', text, flags=re.MULTILINE)
+        assert count == 1, f'{config} sets {name} {count} times'
+    return text
+
+
+def partitioning_config() -> dict[str, Any]:
+    """XTuner's deepspeed_zero3, but tiny parameters, too, are partitioned and not kept whole on every rank."""
+    (xtuner,) = find_spec('xtuner').submodule_search_locations
+    config = json.loads(Path(xtuner, 'configs', 'deepspeed', 'deepspeed_zero3.json').read_text())
+    config['zero_optimization']['stage3_param_persistence_threshold'] = 0
+    return config
+
+
+def environment(cache: Path) -> dict[str, str]:
+    python_path = [str(HERE), str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    return os.environ | {
+        'PYTHONPATH': os.pathsep.join(python_path),
+        'DS_ACCELERATOR': 'cpu',
+        'CUDA_VISIBLE_DEVICES': '',
+        'OMP_NUM_THREADS': '1',
+        'HF_HOME': str(cache / 'hf_home'),
+        'HF_HUB_OFFLINE': '1',
+        'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1',  # XTuner 0.2.0 reads the seed of what it resumes as torch 2.5 did
+    }
+
+
+def export_of(work_dir: Path) -> Path:
+    """The one export of a run: work_dir/<timestamp>/hf_model."""
+    (folder,) = work_dir.glob('*/hf_model')
+    return folder
+
+
+def log_of(work_dir: Path) -> str:
+    log_dir = export_of(work_dir).parent
+    return (log_dir / f'{log_dir.name}.log').read_text()
+
+
+def saves_in(log: str) -> list[str]:
+    return re.findall(r'HFCheckpointHook: saved (\w+) to', log)

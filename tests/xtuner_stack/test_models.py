@@ -1,0 +1,292 @@
+"""XTuner's own model classes, without training: what goes out is what XTuner's own tools make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.adapted import around, merged_by_peft
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import save_folder
+from tests.helpers.zoo import DECODER, NOISE_STD, build
+from xhf_hooks.errors import AgreedError
+from xhf_hooks.exporters import (
+    HuggingFaceExporter,
+    LoraExporter,
+    RewardExporter,
+    RewardLoraExporter,
+    ShardedMoeExporter,
+    exporter_for,
+)
+from xhf_hooks.sources import source_for
+
+REWARD_TOKEN_ID = 130
+
+
+def lora(**options: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj'], **options)
+
+
+def move(model: nn.Module) -> nn.Module:
+    """As training does: every trained tensor."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += NOISE_STD * torch.randn(parameter.shape)
+    return model
+
+
+# DPO and ORPO
+
+
+def preference_model(kind: str, with_lora: bool, folder: Path) -> nn.Module:
+    from mmengine import ConfigDict
+    from transformers import AutoModelForCausalLM
+    from xtuner.model.dpo import DPO
+    from xtuner.model.orpo import ORPO
+
+    options = dict(lora=lora(task_type='CAUSAL_LM')) if with_lora else {}
+    for name, seed in [('llm', 0), ('ref_llm', 5)]:
+        build('llama', seed=seed).save_pretrained(folder / name)
+        if name in ('llm', kind.removeprefix('dpo_with_')):
+            load = AutoModelForCausalLM.from_pretrained
+            options[name] = ConfigDict(type=load, pretrained_model_name_or_path=str(folder / name))
+    return move((ORPO if kind == 'orpo' else DPO)(**options))
+
+
+@pytest.mark.parametrize('kind', ['dpo', 'dpo_with_ref_llm', 'orpo'])
+def test_full_policy(kind, tmp_path):
+    model = preference_model(kind, False, tmp_path)
+    exporter = exporter_for(model, None)
+    exporter.entries(source_for(model).specs(), None)
+    assert type(exporter) is HuggingFaceExporter
+    assert {name.split('.')[0] for name in exporter.left_out} == ({'ref_llm'} if kind != 'orpo' else set())
+    model.llm.save_pretrained(tmp_path / 'expected')
+    save_folder(model, tmp_path / 'hf_model')
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
+
+
+@pytest.mark.parametrize('kind', ['dpo', 'dpo_with_ref_llm', 'orpo'])
+def test_policy_with_an_adapter(kind, tmp_path):
+    model = preference_model(kind, True, tmp_path)
+    assert type(exporter_for(model, None)) is LoraExporter
+    has_reference = any(name.startswith('ref_llm.') for name, _ in model.named_parameters())
+    assert has_reference == (kind == 'dpo_with_ref_llm')
+    model.llm.save_pretrained(tmp_path / 'adapter')
+    merged_by_peft(model.llm, tmp_path / 'merge')
+    for mode in ('adapter', 'merge'):
+        save_folder(model, tmp_path / f'our_{mode}', lora=mode)
+        assert_same_folder_tensors(tmp_path / mode, tmp_path / f'our_{mode}')
+
+
+# Reward models
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: str) -> None:
+        pass
+
+
+def to_hf(model: nn.Module, folder: Path) -> None:
+    """XTuner's own export, which takes the model apart: call it last."""
+    from unittest import mock
+
+    import xtuner.model.reward as reward
+
+    folder.mkdir()
+    with mock.patch.object(reward.BUILDER, 'build', lambda config: Tokenizer()):
+        cfg = SimpleNamespace(tokenizer=None, reward_token_id=REWARD_TOKEN_ID)
+        model.to_hf(cfg, str(folder), fp32=True, save_pretrained_kwargs={})
+
+
+def internlm2() -> nn.Module:
+    from xtuner.tools.model_converters.modeling_internlm2_reward.configuration_internlm2 import InternLM2Config
+    from xtuner.tools.model_converters.modeling_internlm2_reward.modeling_internlm2 import InternLM2ForCausalLM
+
+    torch.manual_seed(0)
+    config = InternLM2Config(**DECODER, attn_implementation='eager', bias=False)
+    del config.reward_token_id  # the base models' own config has none
+    config.auto_map = {  # as InternLM2's base models have it
+        'AutoConfig': 'configuration_internlm2.InternLM2Config',
+        'AutoModel': 'modeling_internlm2.InternLM2ForCausalLM',
+        'AutoModelForCausalLM': 'modeling_internlm2.InternLM2ForCausalLM',
+    }
+    return InternLM2ForCausalLM(config)
+
+
+@pytest.mark.parametrize('with_lora', [False, True], ids=['full', 'lora'])
+def test_reward_model(with_lora, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+    from xtuner.model.reward import RewardModel
+
+    options = dict(lora=lora(task_type='FEATURE_EXTRACTION')) if with_lora else {}
+    model = move(RewardModel(llm=build('llama'), **options))
+    assert type(exporter_for(model, None)) is (RewardLoraExporter if with_lora else RewardExporter)
+    save_folder(model, tmp_path / 'hf_model')
+    loaded = assert_loads_clean(tmp_path / 'hf_model', AutoModelForSequenceClassification)
+    assert torch.equal(loaded.score.weight, model.v_head.weight) and model.v_head.weight.any()
+    to_hf(model, tmp_path / 'expected')
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
+    config, expected = (json.loads((tmp_path / n / 'config.json').read_text()) for n in ('hf_model', 'expected'))
+    assert expected.pop('use_cache') is False and config.pop('use_cache') is True  # XTuner leaves it for training
+    assert config == expected
+
+
+def test_internlm2_reward_model(tmp_path):
+    from transformers import AutoModel
+    from xtuner.model.reward import RewardModel
+
+    model = move(RewardModel(llm=internlm2()))
+    save_folder(model, tmp_path / 'hf_model', reward_token_id=REWARD_TOKEN_ID)
+    files = {path.name for path in (tmp_path / 'hf_model').iterdir()}
+    assert {'configuration_internlm2.py', 'modeling_internlm2.py'} <= files
+    to_hf(model, tmp_path / 'expected')
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
+    config, expected = (json.loads((tmp_path / n / 'config.json').read_text()) for n in ('hf_model', 'expected'))
+    for key in ('architectures', 'auto_map', 'reward_token_id', 'vocab_size', 'hidden_size'):
+        assert config[key] == expected[key], key
+    assert config['auto_map']['AutoModel'] == 'modeling_internlm2.InternLM2ForRewardModel'
+    loaded, report = AutoModel.from_pretrained(tmp_path / 'hf_model', trust_remote_code=True, output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(loaded.v_head.weight, model.v_head.weight)
+
+
+def test_internlm2_reward_model_without_its_token(tmp_path):
+    from xtuner.model.reward import RewardModel
+
+    with pytest.raises(AgreedError, match='InternLM2ForRewardModel scores a token of its own: set reward_token_id'):
+        save_folder(RewardModel(llm=internlm2()), tmp_path / 'hf_model')
+    save_folder(RewardModel(llm=internlm2(), reward_token_id=7), tmp_path / 'hf_model')
+    assert json.loads((tmp_path / 'hf_model' / 'config.json').read_text())['reward_token_id'] == 7
+
+
+# Sharded experts
+
+
+@pytest.fixture(autouse=True, scope='module')
+def importable():
+    """XTuner 0.2.0's MoE code names a constant that is gone from the transformers 4.48 that it pins."""
+    from transformers import pytorch_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pytorch_utils, 'is_torch_greater_or_equal_than_1_13', True, raising=False)
+        yield
+
+
+def mixtral(n_in_shard: int | None) -> nn.Module:
+    from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
+
+    options = dict(DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return MixtralForCausalLM(MixtralConfig(**options, **sharded_by(n_in_shard)))
+
+
+def deepseek_v2(n_in_shard: int | None) -> nn.Module:
+    from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    options = dict(
+        DECODER,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        moe_intermediate_size=56,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        q_lora_rank=21,
+        kv_lora_rank=17,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=10,
+        v_head_dim=10,
+        attn_implementation='eager',
+    )
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**options, **sharded_by(n_in_shard)))
+
+
+def sharded_by(n_in_shard: int | None) -> dict[str, Any]:
+    return {} if n_in_shard is None else dict(moe_implementation='shard', expert_in_one_shard=n_in_shard)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """XTuner's un-fusing asks for its rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path / "store"}', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('n_in_shard', [1, 2, 4])
+@pytest.mark.parametrize('family', [mixtral, deepseek_v2])
+def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank, tmp_path):
+    from safetensors.torch import save_file
+    from xtuner.utils import get_origin_state_dict
+
+    torch.manual_seed(0)
+    llm = family(n_in_shard)
+    for parameter in llm.parameters():  # shards are made without values
+        parameter.data = NOISE_STD * torch.randn(parameter.shape)
+    model = around(llm=llm)
+    assert type(exporter_for(model, None)) is ShardedMoeExporter
+    plan, committed = save_folder(model, tmp_path / 'hf_model')
+    (tmp_path / 'expected').mkdir()
+    origin = get_origin_state_dict(dict(llm.state_dict()), llm)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in origin.items()}, tmp_path / 'expected' / 'model.safetensors'
+    )
+    assert_same_folder_tensors(tmp_path / 'expected', committed.path)
+    assert max(len(group.reads) for bucket in plan.buckets for group in bucket.groups) == 1
+    config = json.loads((committed.path / 'config.json').read_text())
+    assert not {'moe_implementation', 'expert_in_one_shard'} & set(config)
+    assert config['architectures'] == [type(llm).__name__]
+
+
+def test_sharded_mixtral_loads_as_transformers_own(tmp_path):
+    from transformers import AutoModelForCausalLM, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    llm = mixtral(2)
+    for parameter in llm.parameters():
+        parameter.data = NOISE_STD * torch.randn(parameter.shape)
+    save_folder(llm, tmp_path / 'hf_model')
+    loaded = assert_loads_clean(tmp_path / 'hf_model', AutoModelForCausalLM)
+    assert type(loaded) is MixtralForCausalLM
+    tokens = torch.tensor([[5, 9, 7]])
+    assert torch.allclose(loaded.eval()(tokens).logits, llm.eval()(tokens).logits, atol=1e-5)
+    assert loaded.generate(tokens, max_new_tokens=3).shape[1] > 3
+
+
+def test_sharded_deepseek_v2_goes_out_with_the_bases_code(tmp_path):
+    """transformers 4.48 does not have it: the folder loads with the code of its base model."""
+    base = tmp_path / 'base'
+    base.mkdir()
+    for name in ('modeling_deepseek.py', 'configuration_deepseek.py'):
+        (base / name).write_text(f'# {name}\n')
+    llm = deepseek_v2(2)
+    for parameter in llm.parameters():
+        parameter.data = NOISE_STD * torch.randn(parameter.shape)
+    llm.config._name_or_path = str(base)
+    llm.config.auto_map = {
+        'AutoConfig': 'configuration_deepseek.DeepseekV2Config',
+        'AutoModelForCausalLM': 'modeling_deepseek.DeepseekV2ForCausalLM',
+    }
+    _, committed = save_folder(llm, tmp_path / 'hf_model')
+    assert not committed.warnings
+    for name in ('modeling_deepseek.py', 'configuration_deepseek.py'):
+        assert (committed.path / name).read_text() == f'# {name}\n'
+    assert json.loads((committed.path / 'config.json').read_text())['auto_map'] == llm.config.auto_map
+    expected = deepseek_v2(None)
+    assert {n: t.shape for n, t in folder_tensors(committed.path).items()} == {
+        n: t.shape for n, t in expected.state_dict().items()
+    }
+    expected.load_state_dict(folder_tensors(committed.path))
+    tokens = torch.tensor([[5, 9, 7]])
+    assert torch.allclose(expected.train()(tokens).logits, llm.train()(tokens).logits, atol=1e-5)  # shards only train
