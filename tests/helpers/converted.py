@@ -18,8 +18,9 @@ def convert(*args: str | Path) -> Path:
 def assert_same_files(folder: Path, expected: Path) -> None:
     """The same bytes in all but the manifest, which tells how a folder came about."""
     found, wanted = _files(folder), _files(expected)
-    assert found.keys() == wanted.keys()
-    assert [name for name in found if found[name] != wanted[name]] == []
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    differing = [name for name in found if found[name] != wanted[name]]
+    assert not differing, differing
 
 
 def _files(folder: Path) -> dict[str, Any]:

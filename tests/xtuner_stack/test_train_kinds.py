@@ -135,7 +135,7 @@ def test_reward_model_scores_as_it_was_trained(runs):
 
 @pytest.mark.parametrize('name', LAUNCHES)
 def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
-    """What the checkpoint lacks, such as the weights that an adapter adapts, comes from the base that its config names."""
+    """What the checkpoint lacks, such as weights under an adapter, comes from the base that its config names."""
     work_dir = runs.work_dir(name)
     options = ['--lora', 'both'] if name == 'orpo_lora' else []
     assert_same_files(convert(work_dir, tmp_path / 'out', *options), export_of(work_dir))

@@ -15,7 +15,10 @@ from xhf_hooks.skeleton.config_text import parse_config
 from xhf_hooks.skeleton.run_config import RunConfig
 
 #: Options of ``from_pretrained`` that change what is saved, and run nothing.
-_OPTIONS = ('padding_side', 'truncation_side', 'model_max_length', 'pad_token', 'eos_token', 'bos_token', 'unk_token')
+_OPTIONS = (
+    *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
+    *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
+)
 _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
 
 
