@@ -19,6 +19,10 @@ class ModelError(XhfError):
     """The trained model cannot be exported: not found, ambiguous, or unlike what loads it."""
 
 
+class CheckpointError(XhfError):
+    """A checkpoint on disk cannot be read: not one, incomplete, damaged, inconsistent or unsupported."""
+
+
 class PlanError(XhfError):
     """The plan of a save is impossible or differs between ranks."""
 
