@@ -59,6 +59,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Region:
+    """Pieces that make up a tensor of ``shape``, all of one element type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint and where its values are.
 
