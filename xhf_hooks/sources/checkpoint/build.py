@@ -60,6 +60,7 @@ class Builder:
         if function.name == 'dict' and not args:
             return {}
         if function.name == 'getattr' and len(args) == 2 and isinstance(args[0], Global) and type(args[1]) is str:
+            self._spend(len(args[0].name) + len(args[1]))
             return Global(args[0].module, f'{args[0].name}.{args[1]}')  # a member of an enum
         return Inert(function, args)
 
@@ -67,8 +68,8 @@ class Builder:
         if not args:
             return {}
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
-        made: dict[Any, Any] = {}
         self._spend(len(pairs))
+        made: dict[Any, Any] = {}
         for key, value in pairs:
             made[as_key(key)] = value
         return made

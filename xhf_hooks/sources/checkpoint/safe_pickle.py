@@ -42,10 +42,11 @@ def load_pickle(
     machine = _Machine(memoryview(data), persistent, start, limit)
     try:
         return machine.run(), machine.position
-    except (IndexError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UnsafePickle(f'damaged near byte {machine.position} ({type(error).__name__})') from error
-    except BadTensor as error:
+    except (UnsafePickle, BadTensor) as error:
         raise UnsafePickle(str(error)) from error
+    # What Python raises on an instruction whose operands are not there or of another kind
+    except (LookupError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
+        raise UnsafePickle(f'damaged near byte {machine.position} ({type(error).__name__})') from error
 
 
 class _Machine:

@@ -18,8 +18,8 @@ from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, fr
 from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
-from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
+from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
 
 #: Values that are compared to find files of different iterations: of so many tensors, so many elements each.
 _COMPARED_TENSORS, _COMPARED_ELEMENTS = 16, 2048
@@ -207,4 +207,4 @@ def _number_in(found: FoundCheckpoint) -> int | None:
 
 
 def _first_int(*values: Any) -> int | None:
-    return next((value for value in values if type(value) is int and 0 <= value), None)
+    return next((value for value in values if type(value) is int and value >= 0), None)
