@@ -142,7 +142,7 @@ class CheckpointSource(Source):
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
         models, optims = load_states(self.found)
-        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].content.get('ds_version'))
+        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].version)
         if not optims:
             masters, warning = stage0_masters(models[0], self._reader)
             self.warnings += [warning] if warning else []
@@ -153,10 +153,12 @@ class CheckpointSource(Source):
             assembled = from_zero12(models[0], optims)
         return models[0].content, assembled
 
-    def _facts(self, engine: str, stage: int = 0, world_size: int | None = None, version: Any = None) -> dict[str, Any]:
+    def _facts(
+        self, engine: str, stage: int = 0, world_size: int | None = None, version: str | None = None
+    ) -> dict[str, Any]:
         facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'checkpoint': str(self.found.path)}
         if engine == 'deepspeed':
-            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': str(version)}
+            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': version}
         return facts
 
     def _check_sizes(self) -> None:

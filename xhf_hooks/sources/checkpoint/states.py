@@ -19,8 +19,8 @@ from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 Shapes = dict[str, tuple[int, ...]]
-_FLAT_KEYS = {0: 'single_partition_of_fp32_groups', 1: 'single_partition_of_fp32_groups'}
-_FLAT_KEYS |= {2: 'single_partition_of_fp32_groups', 3: 'fp32_flat_groups'}
+_PARTITIONS = 'single_partition_of_fp32_groups'
+_FLAT_KEYS = {0: _PARTITIONS, 1: _PARTITIONS, 2: _PARTITIONS, 3: 'fp32_flat_groups'}
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ class ModelState:
     frozen_shapes: Shapes
     fragments: dict[str, LazyTensor]
     shared: dict[str, str]
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps done."""
+        steps = self.content.get('global_steps')
+        return steps if type(steps) is int else None
+
+    @property
+    def version(self) -> str | None:
+        """Of DeepSpeed."""
+        version = self.content.get('ds_version')
+        return version if isinstance(version, str) else None
 
 
 @dataclass(frozen=True)
@@ -71,9 +83,8 @@ def load_model_state(file: Path) -> ModelState:
     content = load_torch_file(file)
     if not isinstance(content, dict) or 'module' not in content or 'buffer_names' not in content:
         raise CheckpointError(f'{file}: not a model file of DeepSpeed; give the folder of a checkpoint')
-    for key, what in (('ds_autoep_layers', 'expert parallelism'), ('autoep_layers', 'expert parallelism')):
-        if content.get(key):
-            raise CheckpointError(f'{file}: a run with {what}, which is not supported; export with HFCheckpointHook')
+    if content.get('ds_autoep_layers') or content.get('autoep_layers'):
+        raise CheckpointError(f'{file}: a run with expert parallelism, which is not supported')
     if (content.get('mp_world_size') or 1) != 1:
         raise CheckpointError(f'{file}: a run with tensor parallelism, which is not supported')
     if not isinstance(content['module'], dict):
@@ -86,11 +97,11 @@ def load_model_state(file: Path) -> ModelState:
         file,
         content,
         {name: t for name, t in content['module'].items() if isinstance(t, LazyTensor) and isinstance(name, str)},
-        frozenset(map(str, content['buffer_names'] or ())),
+        frozenset(name for name in _sequence(file, content['buffer_names'] or ()) if isinstance(name, str)),
         None if shapes is None else tuple(_shapes(file, group) for group in _sequence(file, shapes)),
         {} if frozen is None else _shapes(file, frozen),
-        _tensors(file, content.get('frozen_param_fragments') or {}),
-        {str(k): str(v) for k, v in (content.get('shared_params') or {}).items()},
+        _fragments(file, content.get('frozen_param_fragments')),
+        _names(file, content.get('shared_params')),
     )
 
 
@@ -114,15 +125,15 @@ def load_optim_state(file: Path) -> OptimState:
         raise CheckpointError(f'{file}: does not say how ZeRO has split the weights; its DeepSpeed is unknown to us')
     if len(set(counts)) > 1:
         raise CheckpointError(f'{file}: groups are split over {counts} ranks (expert parallelism), not supported')
-    groups = state.get(_FLAT_KEYS[stage])
-    groups = tuple(_sequence(file, groups))
+    groups = tuple(_sequence(file, state.get(_FLAT_KEYS[stage])))
     if not all(isinstance(g, LazyTensor) and g.dtype is not None and g.is_contiguous for g in groups):
         raise CheckpointError(f'{file}: has no fp32 weights under {_FLAT_KEYS[stage]!r}; take another checkpoint')
     paddings = state.get('param_alignment_paddings')
     if paddings is not None:
-        paddings = tuple(tuple(map(_count, group)) for group in _sequence(file, paddings))
+        paddings = tuple(_sizes(file, group) for group in _sequence(file, paddings))
     step = _step(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state'))
-    return OptimState(file, stage, counts[0], groups, paddings, step, content.get('ds_version'))
+    version = content.get('ds_version')
+    return OptimState(file, stage, counts[0], groups, paddings, step, version if isinstance(version, str) else None)
 
 
 def load_states(found: FoundCheckpoint) -> tuple[list[ModelState], list[OptimState]]:
@@ -135,8 +146,8 @@ def load_states(found: FoundCheckpoint) -> tuple[list[ModelState], list[OptimSta
     optims = [load_optim_state(file) for file in found.optim_files]
     _check_ranks(models, optims)
     _same('optimizer step', [(o.file, o.step) for o in optims])
-    _same('global_steps', [(m.file, m.content.get('global_steps')) for m in models])
-    _same('DeepSpeed version', [(f.file, v) for f, v in [*((m, m.content.get('ds_version')) for m in models)]])
+    _same('global_steps', [(m.file, m.steps) for m in models])
+    _same('DeepSpeed version', [(state.file, state.version) for state in (*models, *optims)])
     _same('shapes of parameters', [(m.file, m.shapes) for m in models], show=False)
     _same('shapes of frozen parameters', [(m.file, m.frozen_shapes) for m in models], show=False)
     return models, optims
@@ -179,9 +190,10 @@ def _check_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> 
 
 
 def _same(what: str, values: Sequence[tuple[Path, Any]], *, show: bool = True) -> None:
-    for file, value in values[1:]:
-        if value != values[0][1]:
-            told = f'{what} {value}, {values[0][0].name} has {values[0][1]}' if show else f'other {what}'
+    told_by = [(file, value) for file, value in values if value is not None]
+    for file, value in told_by[1:]:
+        if value != told_by[0][1]:
+            told = f'{what} {value}, {told_by[0][0].name} has {told_by[0][1]}' if show else f'other {what}'
             raise CheckpointError(f'{file}: has {told}: not of one save; put the files of one iteration together')
 
 
@@ -200,28 +212,37 @@ def _step(state: Any) -> float | None:
 
 
 def _shapes(file: Path, shapes: Any) -> Shapes:
-    if not isinstance(shapes, dict):
-        raise CheckpointError(f'{file}: has no proper shapes of its parameters; take another checkpoint')
-    return {str(name): tuple(map(_count, _sequence(file, shape))) for name, shape in shapes.items()}
+    found = {name: _sizes(file, shape) for name, shape in _mapping(file, shapes).items()}
+    if not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f'{file}: has parameters without a name; take another checkpoint')
+    return found
 
 
-def _tensors(file: Path, tensors: Any) -> dict[str, LazyTensor]:
-    if not isinstance(tensors, dict) or not all(
-        isinstance(t, LazyTensor) and t.is_contiguous for t in tensors.values()
-    ):
+def _sizes(file: Path, sizes: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and 0 <= size < 2**63 for size in _sequence(file, sizes)):
+        raise CheckpointError(f'{file}: has a parameter whose sizes are not numbers; take another checkpoint')
+    return tuple(sizes)
+
+
+def _fragments(file: Path, fragments: Any) -> dict[str, LazyTensor]:
+    found = _mapping(file, fragments)
+    if not all(isinstance(t, LazyTensor) and t.is_contiguous and isinstance(n, str) for n, t in found.items()):
         raise CheckpointError(f'{file}: has no proper frozen parameters; take another checkpoint')
-    return tensors
+    return found
+
+
+def _names(file: Path, names: Any) -> dict[str, str]:
+    found = _mapping(file, names)
+    return {alias: name for alias, name in found.items() if isinstance(alias, str) and isinstance(name, str)}
+
+
+def _mapping(file: Path, value: Any) -> dict[Any, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f'{file}: expected a dict by name, found {type(value).__name__}; take another checkpoint')
+    return value or {}
 
 
 def _sequence(file: Path, value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise CheckpointError(
-            f'{file}: expected a list of groups, found {type(value).__name__}; take another checkpoint'
-        )
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f'expected a size, found {type(value).__name__}; the checkpoint is damaged')
+        raise CheckpointError(f'{file}: expected a list, found {type(value).__name__}; take another checkpoint')
     return value
