@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region, zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.records import Region, StoredTensor
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
@@ -126,6 +127,8 @@ def _owners(names: Sequence[str], module: Mapping[str, LazyTensor], shared: Mapp
 
 def _region(file: str, name: str, tensor: LazyTensor) -> Region:
     dtype = _dtype(file, name, tensor)
+    if tensor.numel * DTYPE_NBYTES[dtype] > tensor.storage.nbytes:
+        raise CheckpointError(f'{file}: {name} has shape {tensor.shape}, but its bytes overlap; save a contiguous copy')
     return Region(tensor.shape, dtype, (tensor.piece(),) if tensor.numel else ())
 
 
