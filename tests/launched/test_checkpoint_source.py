@@ -102,7 +102,7 @@ def test_tells_what_it_is(saved, case):
 
 @pytest.mark.parametrize(('saved', 'case'), EVERYWHERE, indirect=['saved'])
 def test_reads_what_the_hook_saved(saved, case):
-    root, results, world_size = saved
+    root, results, _ = saved
     check(results, case)
     source = open_checkpoint(root / case / 'checkpoint')
     first_names = [spec.name for spec in source.specs()]
@@ -127,7 +127,7 @@ def test_masters_are_what_zero_to_fp32_gives(saved, case):
     check(results, case)
     kind, options = CASES_OF[world_size][case]
     if 'sections' in options:  # read by us, and not by zero_to_fp32
-        with pytest.raises((ValueError, RuntimeError), match='is not a zero checkpoint|mmap can only be used'):
+        with pytest.raises((ValueError, RuntimeError), match=r'is not a zero checkpoint|mmap can only be used'):
             get_fp32_state_dict_from_zero_checkpoint(str(root / case / 'checkpoint'))
         return
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(root / case / 'checkpoint'))

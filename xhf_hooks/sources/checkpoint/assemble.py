@@ -98,7 +98,7 @@ def _assemble(
         if region is master:
             dtype = next((_dtype(file, n, state_dict[n]) for n in names if n in state_dict), trained_dtype)
         has_master = master is not None and master.dtype == _MASTER and dtype in _ROUNDED
-        pieces = master.pieces if has_master else ()
+        pieces = master.pieces if has_master else None
         found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
     return Assembled(tuple(found), tuple(named_only))
 

@@ -74,14 +74,14 @@ class StoredTensor:
     Attributes:
         dtype: As trained.
         trained: Pieces that give the values as trained; they may be of the fp32 master, whose cast they are.
-        master: Pieces of the fp32 master copy; empty when there is none.
+        master: Pieces of the fp32 master copy; None when there is none.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trained: tuple[Piece, ...]
-    master: tuple[Piece, ...] = ()
+    master: tuple[Piece, ...] | None = None
     aliases: tuple[str, ...] = field(default=())
 
     @property

@@ -82,7 +82,7 @@ class CheckpointSource(Source):
         ``dtype`` is the training dtype. ``has_master``: an fp32 copy is in the files, and the training dtype is
         16-bit. ``aliases``: tied names (``shared_params``, or names of one storage).
         """
-        return [TensorSpec(t.name, t.shape, t.dtype, t.aliases, bool(t.master)) for t in self._tensors.values()]
+        return [TensorSpec(t.name, t.shape, t.dtype, t.aliases, t.master is not None) for t in self._tensors.values()]
 
     def pieces(self, name: str, *, masters: bool) -> tuple[Piece, ...]:
         """Where the values lie; one after the other they are the row-major tensor.
@@ -92,7 +92,7 @@ class CheckpointSource(Source):
                 the files have them (stages 0 to 2), fp32 slices whose cast they are otherwise (stage 3).
         """
         tensor = self._tensors[name]
-        return tensor.master if masters and tensor.master else tensor.trained
+        return tensor.master if masters and tensor.master is not None else tensor.trained
 
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
         """Cast ``len(out) / width`` elements from element ``start`` on into ``out``. Memory: a few MB.
@@ -123,14 +123,14 @@ class CheckpointSource(Source):
         for name in names:
             if name in wanted:
                 stored = self._tensors[name]
-                dtype = 'F32' if masters and stored.master else stored.dtype
+                dtype = 'F32' if masters and stored.master is not None else stored.dtype
                 tensors[name] = torch.empty(stored.shape, dtype=TORCH_DTYPES[dtype])
                 self._read(name, 0, tensors[name].view(-1), masters=masters)
         yield tensors
 
     def _read(self, name: str, start: int, out: torch.Tensor, *, masters: bool) -> int:
         stored = self._tensors[name]
-        use_master = masters and bool(stored.master)
+        use_master = masters and stored.master is not None
         through = None if use_master else TORCH_DTYPES[stored.dtype]
         return self._reader.read_into(self.pieces(name, masters=masters), start, out, through)
 
@@ -165,8 +165,8 @@ class CheckpointSource(Source):
         """Every tensor has as many elements as its shape says, whatever it is read from."""
         for tensor in self._tensors.values():
             for pieces in (tensor.trained, tensor.master):
-                numel = sum(piece.numel for piece in pieces)
-                if numel != tensor.numel and (pieces or pieces is tensor.trained):
+                numel = sum(piece.numel for piece in pieces or ())
+                if pieces is not None and numel != tensor.numel:
                     raise CheckpointError(
                         f'{self.found.path}: {tensor.name} has {numel} elements, its shape {tensor.shape} '
                         f'{tensor.numel}; take another checkpoint'
