@@ -33,12 +33,10 @@ STAGE_KINDS[3] = {f'sub_groups_of_{n}': {'sub_group': n} for n in (1, 7, 20)}
 CASES = [(stage, kind) for stage in (1, 2, 3) for kind in {**KINDS, **STAGE_KINDS[stage]}]
 
 
-@pytest.mark.parametrize('world_size', [1, 2, 3, 5, 8, 200])
+@pytest.mark.parametrize('world_size', [1, 2, 3, 8])
 @pytest.mark.parametrize(('stage', 'kind'), CASES)
 def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
     options = {**KINDS, **STAGE_KINDS[stage]}[kind]
-    if world_size == 200 and kind not in ('one_group', 'two_groups'):
-        world_size = 4
     made = MadeCheckpoint(stage=stage, world_size=world_size, **options)
     source = open_checkpoint(made.write(tmp_path / 'global_step5'))
     assert source.facts['zero_stage'] == stage and source.facts['world_size'] == world_size
@@ -48,6 +46,13 @@ def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
     assert_same_tensors(read_all(source, masters=True), expected)
     has_master = [spec.name for spec in source.specs() if spec.has_master]
     assert has_master == ([] if made.dtype == torch.float32 else list(made.masters))
+
+
+@pytest.mark.parametrize('stage', [1, 3])
+def test_more_ranks_than_elements(tmp_path, stage):
+    made = MadeCheckpoint(stage=stage, world_size=150, groups=TWO_GROUPS)
+    source = open_checkpoint(made.write(tmp_path / 'x'))
+    assert_same_tensors(read_all(source, masters=True), dict(made.masters))
 
 
 def test_tied_names_are_one_tensor(tmp_path):

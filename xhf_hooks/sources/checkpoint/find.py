@@ -58,16 +58,13 @@ def _follow(folder: Path) -> Path:
         _refuse_unsupported(folder / name)
     if 'last_checkpoint' in names:
         return _last_checkpoint(folder)
-    if 'latest' in names:
+    # Accelerate's tags; with several models `latest` is that of the one that was saved last
+    models = [name for name in names if name.startswith('pytorch_model') and (folder / name).is_dir()]
+    if 'latest' in names and len(models) < 2:
         tag = _text(folder / 'latest')
-        if Path(tag).name != tag or not (folder / tag).is_dir():
-            raise CheckpointError(
-                f'{folder / "latest"}: names {tag[:80]!r}, which is no folder beside it; give a folder'
-            )
+        if tag not in names or not (folder / tag).is_dir():
+            raise CheckpointError(f'{folder / "latest"}: names {tag[:80]!r}, no folder beside it; give a tag folder')
         return folder / tag
-    models = [name for name in names if name.startswith('pytorch_model') and (folder / name / 'latest').is_file()]
-    if len(models) == 1:
-        return _follow(folder / models[0])
     candidates = models or _candidates(folder, names)
     if candidates:
         shown = ', '.join(candidates[-_SHOWN:])
@@ -88,9 +85,18 @@ def _last_checkpoint(folder: Path) -> Path:
     """MMEngine writes the path as it was then; the work folder may have moved since."""
     text = _text(folder / 'last_checkpoint')
     for path in (folder / Path(text).name, Path(text)):
-        if text and path.exists():
+        if text and _exists(path):
             return path
-    raise CheckpointError(f'{folder / "last_checkpoint"}: names {text[:200]!r}, which is not there; give its folder')
+    raise CheckpointError(
+        f'{folder / "last_checkpoint"}: names {text[:200]!r}, which is not there; give the checkpoint itself'
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _text(path: Path) -> str:
@@ -117,6 +123,8 @@ def _tag_folder(given: Path, folder: Path) -> FoundCheckpoint:
         elif match := _OPTIM.fullmatch(file.name):
             optims[match['rank']] = file
             prefixes[match['prefix'] or ''] = file
+    if not models and not optims:
+        raise CheckpointError(f'{folder}: not a checkpoint: holds no *_model_states.pt; give one that does')
     if '' in models and len(models) > 1:
         raise CheckpointError(f'{models[""]}: ZeRO-3 files lie beside it, left by another run; remove one or the other')
     if len(prefixes) > 1:
@@ -149,4 +157,4 @@ def _layout(folder: Path) -> str:
         return 'mmengine'
     if re.fullmatch(r'checkpoint-\d+', folder.absolute().parent.name):
         return 'trainer'
-    return 'accelerate' if folder.absolute().parent.name.startswith('pytorch_model') else 'deepspeed'
+    return 'accelerate' if folder.name.startswith('pytorch_model') else 'deepspeed'
