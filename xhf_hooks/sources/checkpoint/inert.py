@@ -41,6 +41,26 @@ class Inert:
         return f'<{self.made_by}>'  # the data may be endless
 
 
+_DEEPEST_DATA = 20
+
+
+def as_data(value: Any, depth: int = 0) -> Any:
+    """Dicts of a class of their own, as MMEngine's ConfigDict, as plain dicts; all else as it is.
+
+    ConfigDict is pickled as ``ConfigDict({...})`` (mmengine ``config/config.py``, ``__reduce_ex__``).
+    """
+    if depth > _DEEPEST_DATA:  # it may hold itself
+        return value
+    if isinstance(value, Inert):
+        given = value.args[0] if len(value.args) == 1 else {}
+        if not isinstance(given, dict) or not (given or value.entries):
+            return value
+        value = {**given, **value.entries}
+    if isinstance(value, dict):
+        return {key: as_data(item, depth + 1) for key, item in value.items()}
+    return value
+
+
 #: Members of DeepSpeed's ZeroStageEnum, for pickles of Python 3.11, which store members by name.
 _ZERO_STAGES = {'disabled': 0, 'optimizer_states': 1, 'gradients': 2, 'weights': 3}
 

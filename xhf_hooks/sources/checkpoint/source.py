@@ -8,25 +8,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.records import TensorSpec
-from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
+from xhf_hooks.sources.slices import SliceSource
 
 #: Values that are compared to find files of different iterations: of so many tensors, so many elements each.
 _COMPARED_TENSORS, _COMPARED_ELEMENTS = 16, 2048
 _SHOWN = 5
 
 
-class CheckpointSource(Source):
+class CheckpointSource(SliceSource):
     """Reads slices of the files through mmap and casts them on the way; holds no tensor.
 
     Runs on: one process, or several that each got it by fork or pickle, or several threads.
@@ -71,11 +70,6 @@ class CheckpointSource(Source):
         self.config_text = meta['cfg'] if isinstance(meta.get('cfg'), str) else None
         self.ds_config = content['ds_config'] if isinstance(content.get('ds_config'), dict) else {}
 
-    @classmethod
-    def accepts(cls, model: nn.Module) -> bool:
-        """Never: it isn't made from a live model, nor registered."""
-        return False
-
     def specs(self) -> list[TensorSpec]:
         """Every tensor with data in the checkpoint, in state-dict order, under its first name.
 
@@ -93,6 +87,10 @@ class CheckpointSource(Source):
         """
         tensor = self._tensors[name]
         return tensor.master if masters and tensor.master is not None else tensor.trained
+
+    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+        """Bytes in the files that reading these tensors reads."""
+        return sum(piece.nbytes for name in names for piece in self.pieces(name, masters=masters))
 
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
         """Cast ``len(out) / width`` elements from element ``start`` on into ``out``. Memory: a few MB.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.inert import as_int
+from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
@@ -91,6 +91,7 @@ def load_model_state(file: Path) -> ModelState:
         raise CheckpointError(
             f'{file}: has no state dict of the module (pipeline parallelism?), which is not supported'
         )
+    content['ds_config'] = as_data(content.get('ds_config'))
     shapes = content.get('param_shapes')
     frozen = content.get('frozen_param_shapes')
     return ModelState(
