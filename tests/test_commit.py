@@ -6,16 +6,18 @@ import json
 import os
 import stat
 import threading
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.commit import retention, staging
 from xhf_hooks.commit.manifest import MANIFEST_NAME, read_step
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.errors import IncompleteError, TargetError
-from xhf_hooks.records import Step, WriteReceipt
+from xhf_hooks.records import Step
 from xhf_hooks.safetensors_format import check_file
 
 
@@ -52,8 +54,13 @@ def test_first_commit(folder, tmp_path):
     assert json.loads((folder.final / name).read_text()) == index
     assert read_step(folder.final) == iteration(7)
     manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
-    assert (manifest['zero_stage'], manifest['n_tensors'], manifest['iteration']) == (3, 3, 7)
-    assert manifest['files'] == {file.name: {'nbytes': file.nbytes} for file in plan.files}
+    assert (manifest['zero_stage'], manifest['iteration'], manifest['format_version']) == (3, 7, 2)
+    described = {path.name: path.read_bytes() for path in folder.final.iterdir() if path.name != MANIFEST_NAME}
+    found = {name: (entry['nbytes'], entry['crc32']) for name, entry in manifest['files'].items()}
+    assert found == {name: (len(data), f'{zlib.crc32(data):08x}') for name, data in described.items()}
+    tensors = {name: entry for file in manifest['files'].values() for name, entry in file.get('tensors', {}).items()}
+    crc = f'{zlib.crc32(bytes([7]) * N_ELEMENTS):08x}'
+    assert tensors['w0'] == {'shape': [N_ELEMENTS], 'dtype': 'U8', 'crc32': crc, 'non_finite': 0}
 
 
 def test_one_file_has_no_index(folder):
@@ -182,16 +189,18 @@ def test_incomplete_staging_is_refused(folder, tmp_path, damage):
     assert hidden(tmp_path) == {'.hf_model.lock'}
 
 
-@pytest.mark.parametrize('wrong', ['fewer', 'other size', 'other name'])
+@pytest.mark.parametrize('wrong', ['fewer', 'shorter', 'other file', 'twice', 'a gap'])
 def test_receipts_must_be_those_of_the_plan(folder, wrong):
     plan = tiny_plan()
     first, *rest = stage(folder, plan, 1)
     changed = {
         'fewer': [],
-        'other size': [WriteReceipt(first.file, first.nbytes - 1)],
-        'other name': [WriteReceipt('other.safetensors', first.nbytes)],
+        'shorter': [replace(first, nbytes=first.nbytes - 1)],
+        'other file': [replace(first, file='other.safetensors')],
+        'twice': [first, first],
+        'a gap': [replace(first, nbytes=1), replace(first, start=2, nbytes=first.nbytes - 2)],
     }
-    with pytest.raises(IncompleteError, match='expected bytes'):
+    with pytest.raises(IncompleteError, match=f'{first.hf_name}: expected {first.nbytes} bytes|not planned'):
         folder.commit(plan, [*changed[wrong], *rest], iteration(1), {})
     assert not folder.final.exists()
 

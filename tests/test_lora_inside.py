@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModel, PreTrainedModel
 
 from tests.helpers.adapted import adapt, around
@@ -16,7 +18,13 @@ from tests.helpers.engines import save_folder
 from tests.helpers.internvl import CODE, load_internvl
 from tests.helpers.remote_code import use_modules_cache
 from xhf_hooks.errors import ModelError, OptionError
-from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, LoraInsideExporter, exporter_for
+from xhf_hooks.exporters import (
+    HuggingFaceExporter,
+    LoraExporter,
+    LoraInsideExporter,
+    QuantizedLoraInsideExporter,
+    exporter_for,
+)
 
 ADAPTED = {
     'llm': dict(language_model=dict(target_modules='all-linear')),
@@ -93,11 +101,34 @@ def test_one_part_on_its_own(base, tmp_path):
 
 
 @pytest.mark.parametrize('part', ['model', 'model.language_model.base_model.model'])
-def test_quantized(base, part):
+def test_quantized_goes_out_as_what_was_trained(part, base, tmp_path):
     model = around(model=with_adapters(base, 'llm'))
     model.get_submodule(part).quantization_method = 'bitsandbytes'
-    with pytest.raises(ModelError, match=r'is quantized \(bitsandbytes\).* quantization_llm=False .* set module to'):
-        exporter_for(model, None)
+    for name, parameter in model.model.named_parameters():
+        parameter.requires_grad_('lora_' in name or 'mlp1' in name)
+    with pytest.raises(OptionError, match=r"'bitsandbytes'.* quantization_llm=False"):
+        exporter_for(model, None, lora='merge')
+    assert type(exporter_for(model, None)) is QuantizedLoraInsideExporter
+    _, committed = save_folder(model, tmp_path / 'hf_model')
+
+    del model.get_submodule(part).quantization_method
+    live = model.model.state_dict()
+    trained = load_file(committed.path / 'trained.safetensors')
+    assert set(trained) == {
+        name for name, p in model.model.named_parameters() if p.requires_grad and 'lora_' not in name
+    }
+    assert trained and all('mlp1' in name and tensor.equal(live[name]) for name, tensor in trained.items())
+    model.model.language_model.save_pretrained(tmp_path / 'expected')
+    expected = (tmp_path / 'expected' / 'adapter_model.safetensors').read_bytes()
+    assert (committed.path / 'language_model_adapter' / 'adapter_model.safetensors').read_bytes() == expected
+
+    # As the docstring says that the folder is used
+    rebuilt = load_internvl(base)
+    rebuilt.language_model = PeftModel.from_pretrained(
+        rebuilt.language_model, committed.path / 'language_model_adapter'
+    )
+    assert rebuilt.load_state_dict(trained, strict=False).unexpected_keys == []
+    assert all(tensor.equal(live[name]) for name, tensor in rebuilt.state_dict().items())
 
 
 def test_untrained_adapter(base):

@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from tests.helpers.zoo import build
+from xhf_hooks.commit.contents import assemble
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.gather import gather
@@ -291,7 +292,9 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}
     found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
     assert found == expected
-    assert {r.file: r.nbytes for r in receipts} == {f.name: f.nbytes - len(f.header) for f in plan.files}
+    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, receipts)} == {
+        p.hf_name: p.nbytes for p in plan.placements
+    }
     indexes = {path.name: path.read_text() for path in (tmp_path / 'expected').glob('*.index.json')}
     assert len(indexes) == (max_shard_size == '20KB')
     assert {n: json.dumps(index, indent=2, sort_keys=True) + '\n' for n, index in plan.indexes.items()} == indexes

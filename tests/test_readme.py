@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
+MEASURED = ['save', 'stall', 'plan']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
 COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', 'python tools/bench.py save', *CONVERSIONS]
 
@@ -65,6 +66,34 @@ def test_the_config_lines_configure_the_hook():
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
 
 
+def test_the_import_to_change_is_xtuners_name():
+    (lines,) = blocks('diff')
+    before, after = lines.splitlines()
+    assert before == '-from xtuner.engine.hooks import HFCheckpointHook'
+    namespace: dict[str, object] = {}
+    exec(after.removeprefix('+'), namespace)
+    from xhf_hooks import HFCheckpointHook
+
+    assert namespace['HFCheckpointHook'] is HFCheckpointHook
+
+
+def test_what_the_readme_counts_of_xtuners_configs():
+    """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
+    table = (ROOT / 'docs' / 'xtuner_configs.md').read_text()
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines() if line.startswith('| ')]
+    counts: dict[str, int] = {}
+    for _, _, exporter, count, _ in rows[1:-1]:
+        kind = exporter.split(':')[0] if 'Trainer' not in exporter else 'Trainer'
+        counts[kind] = counts.get(kind, 0) + int(count)
+    _, _, _, n_configs, n_templates = rows[-1]
+    trainer = counts.pop('Trainer')
+    words = ' '.join(README.split())
+    assert f'Of the {n_configs} configs that come with XTuner {sum(counts.values())} are saved' in words
+    assert f'{trainer} are for' in words and 'none' not in counts
+    assert f'({n_templates} do)' in words
+    assert 'seven of' in README and len(list((ROOT / 'configs' / 'xtuner').glob('*.py'))) == 7
+
+
 def test_the_options_table_is_the_hooks_signature():
     import inspect
 
@@ -106,19 +135,22 @@ def test_the_example_exporter_is_chosen():
 
 
 @pytest.mark.modern_only
-def test_the_table_is_the_one_measured(monkeypatch):
-    """docs/bench/save.json is what the benchmark wrote when the README's table was made."""
+@pytest.mark.parametrize('what', MEASURED)
+def test_the_table_is_the_one_measured(monkeypatch, what):
+    """docs/bench/WHAT.json is what the benchmark wrote when the README's table was made."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    import bench
+    from bench_report import table
 
-    measured = json.loads((ROOT / 'docs' / 'bench' / 'save.json').read_text())
-    assert bench.table(measured).strip() in README
-    assert measured['repeats'] >= 5
+    measured = json.loads((ROOT / 'docs' / 'bench' / f'{what}.json').read_text())
+    assert table(what, measured).strip() in README
+    assert (ROOT / 'docs' / 'bench' / f'{what}.svg').is_file()
+    assert what == 'plan' or measured['repeats'] >= 5
 
 
 @pytest.mark.modern_only
 def test_the_benchmark_runs(tmp_path):
-    command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.8', '--repeats', '1', '--out', str(tmp_path)]
+    command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.2', '--repeats', '1', '--out', str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert '0.83 B parameters' in finished.stdout and (tmp_path / 'save.json').exists()
+    assert finished.stdout.startswith('0.17 B parameters'), 'what is pasted into the README is the table alone'
+    assert (tmp_path / 'save.json').exists()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # its import prints a warning to standard output, and that is for bench.py's table alone
+    import deepspeed
 
 FLOOR = 'floor: one process writes as many bytes'
 FLOOR_ALL = 'floor: all processes write as many bytes together'
@@ -83,7 +86,9 @@ class AcceleratePeer:
             'bf16': {'enabled': True},
             'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
         }
-        return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        accelerator.deepspeed_config = config  # as accelerator.prepare does, which would build another engine
+        return accelerator
 
 
 class DcpPeer:

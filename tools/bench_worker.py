@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from bench import LAYERS
 from bench_peers import DCP, FLOOR, FLOOR_ALL, PEERS, XTUNER, DcpPeer, floor, floor_on_all_ranks, xtuner_way
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,8 +27,6 @@ from xhf_hooks.memory import MemoryMeter, return_freed_memory
 from xhf_hooks.records import Step
 from xhf_hooks.save import SaveOptions, Saver
 
-#: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too.
-LAYERS = {0.8: 14, 1.6: 30}
 WRITERS = ('stream', 'parallel', 'positional')
 #: A training iteration of ``stall``: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
 N_TOKENS = 64
@@ -74,8 +73,12 @@ def build_engine(billions: float) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
-def measure(way: Callable[[Path], None], folder: Path) -> dict[str, float]:
-    """Seconds until all ranks are done, and extra anonymous bytes of the busiest."""
+def measure(way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str, float]:
+    """Seconds until all ranks are done, and extra anonymous bytes of the busiest.
+
+    Raises:
+        RuntimeError: The way has not written so many bytes.
+    """
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.sync()
@@ -87,6 +90,9 @@ def measure(way: Callable[[Path], None], folder: Path) -> dict[str, float]:
         way(folder)
         dist.barrier()
         seconds = time.perf_counter() - started
+    written = sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
+    if written < nbytes:
+        raise RuntimeError(f'{folder}: expected at least {nbytes} bytes, found {written}')
     peaks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(peaks, sampler.meter.peak_extra_nbytes)
     return {'seconds': seconds, 'peak_extra_mb': max(peaks) / 1e6}
@@ -116,14 +122,15 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in [*ways, DCP]}
     order = random.Random(0)
     folder = args.folder / 'hf_model'
+    n_least = sum(p.nbytes for p in savers['stream'].plan.placements)
     for _ in range(args.repeats):
         for name in order.sample(list(runs), len(runs)):
             if name == DCP:  # its tensors are made, and let go, around it: they would count as others' memory
                 dcp = DcpPeer(engine.module)
-                runs[name].append(measure(dcp.save, folder))
+                runs[name].append(measure(dcp.save, folder, n_least))
                 del dcp
             else:
-                runs[name].append(measure(ways[name], folder))
+                runs[name].append(measure(ways[name], folder, n_least))
     return {'nbytes': nbytes, 'runs': runs}
 
 
@@ -158,7 +165,7 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> 
             dist.barrier()
             found = {'stalled_secs': 0.0, 'save_secs': 0.0}
             if name == XTUNER:
-                figures = measure(lambda to: xtuner_way(engine, to), folder)
+                figures = measure(lambda to: xtuner_way(engine, to), folder, nbytes - 2**20)
                 found = {'stalled_secs': figures['seconds'], 'save_secs': figures['seconds']}
             if name.startswith('xhf_hooks'):
                 started = time.perf_counter()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,16 @@ from typing import Any
 
 import torch
 
+from xhf_hooks.checksum import crc32
+from xhf_hooks.commit.contents import warn_of_non_finite
 from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.dtypes import host_bytes, is_float
+from xhf_hooks.dtypes import host_bytes, is_float, non_finite_count
 from xhf_hooks.errors import TensorError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.gather import group_chunks
 from xhf_hooks.memory import MemoryMeter
 from xhf_hooks.plan import make_plan
-from xhf_hooks.records import CommittedCheckpoint, Group, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
+from xhf_hooks.records import CommittedCheckpoint, Group, Placement, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.slices import SliceSource
 from xhf_hooks.version import package_versions
@@ -37,7 +38,7 @@ from xhf_hooks.writers.blocks import Block, BlockBuffer, BlockFile, cut_into_blo
 #: Reads of groups that are made together which may be in memory at once; a larger group is there alone.
 _GROUPS_NBYTES = 64 * 10**6
 
-_Result = tuple[Mapping[str, int], int]
+_Result = tuple[list[WriteReceipt], int]
 _Job = Callable[[], _Result]
 
 
@@ -120,7 +121,7 @@ class Converter:
             try:
                 for file in self.plan.files:
                     files[file.name] = BlockFile(staging / file.name, file.nbytes)
-                written, overflows = self._walk(files, meter, on_progress, verifying=False)
+                receipts, overflows = self._walk(files, meter, on_progress, verifying=False)
                 for file in files.values():
                     file.finish(folder.fsync)
                 if self._options.verify:
@@ -130,12 +131,12 @@ class Converter:
             finally:
                 for file in files.values():
                     file.close()
-            receipts = [WriteReceipt(file, nbytes) for file, nbytes in written.items()]
             facts = {'dtype': self._options.dtype or 'as trained', **self._options.facts}
-            folder.commit(self.plan, receipts, step, {'packages': package_versions(), **facts})
+            tensors = folder.commit(self.plan, receipts, step, {'packages': package_versions(), **facts})
         except BaseException:  # a signal, too, must leave nothing
             folder.abandon()
             raise
+        warnings += warn_of_non_finite(tensors)
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         seconds = time.perf_counter() - started
@@ -149,22 +150,22 @@ class Converter:
         on_progress: Callable[[int, int], None] | None,
         *,
         verifying: bool,
-    ) -> tuple[Counter[str], int]:
+    ) -> tuple[list[WriteReceipt], int]:
         """Make every byte of every file, and write it, or compare it with what was written.
 
         Returns:
-            Bytes of tensors by file, and elements that overflowed.
+            What was made, and elements that overflowed.
         """
         nbytes = sum(placement.nbytes for placement in self.plan.placements)
         done, total = (nbytes, 2 * nbytes) if verifying else (0, nbytes * (1 + self._options.verify))
-        made: Counter[str] = Counter()
+        made: list[WriteReceipt] = []
         overflows = 0
         work = _Work(self._source, self.plan, files, masters=self._masters, verifying=verifying, meter=meter)
         with closing(_run(self._jobs(work), self._options.workers)) as results:
             for job_made, job_overflows in results:
                 meter.sample()
-                made.update(job_made)
-                done += sum(job_made.values())
+                made += job_made
+                done += sum(receipt.nbytes for receipt in job_made)
                 overflows += job_overflows
                 if on_progress is not None:
                     on_progress(done, total)
@@ -178,7 +179,7 @@ class Converter:
 
 
 class _Work:
-    """What the threads do; each result is bytes of tensors made, by file, and elements that overflowed."""
+    """What the threads do; each result is what was made, and elements that overflowed."""
 
     def __init__(
         self,
@@ -196,9 +197,10 @@ class _Work:
         self._own = threading.local()
         self._budget = _Budget(_GROUPS_NBYTES)
 
-    def block(self, block: Block) -> tuple[dict[str, int], int]:
+    def block(self, block: Block) -> _Result:
         buffer = self._buffer()
-        nbytes = overflows = 0
+        made: list[WriteReceipt] = []
+        overflows = 0
         for part in block.parts:
             out = buffer.data[part.start - block.start : part.end - block.start]
             if part.group is None:
@@ -208,17 +210,17 @@ class _Work:
             first = (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
             name = part.group.reads[0].name
             overflows += self._source.read_into(name, first, out, place.dtype, masters=self._masters)
-            nbytes += out.nbytes
+            made.append(_receipt(place, part.start - place.offset, out))
         file = self._files[block.file]
         if self._verifying:
             file.require_block(block, buffer)
         else:
             file.write_block(block, buffer)
-        return {block.file: nbytes}, overflows
+        return made, overflows
 
-    def group(self, group: Group) -> tuple[Counter[str], int]:
+    def group(self, group: Group) -> _Result:
         names = [spec.name for spec in group.reads]
-        made: Counter[str] = Counter()
+        made: list[WriteReceipt] = []
         overflows = 0
         with (
             self._budget.taken(group.read_nbytes),
@@ -231,7 +233,7 @@ class _Work:
                     file.require(chunk.placement.offset, chunk.data)
                 else:
                     file.write_anywhere(chunk.placement.offset, chunk.data, self._buffer())
-                made[chunk.placement.file] += chunk.data.nbytes
+                made.append(_receipt(chunk.placement, 0, chunk.data))
                 overflows += chunk.overflows
         return made, overflows
 
@@ -239,6 +241,11 @@ class _Work:
         if not hasattr(self._own, 'buffer'):
             self._own.buffer = BlockBuffer()
         return self._own.buffer
+
+
+def _receipt(place: Placement, start: int, data: memoryview) -> WriteReceipt:
+    bad = non_finite_count(data, place.dtype)
+    return WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad)
 
 
 class _Budget:

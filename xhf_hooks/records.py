@@ -179,10 +179,29 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WriteReceipt:
-    """How many bytes of tensors one rank has written into a file."""
+    """Consecutive bytes of one tensor that one rank has written.
+
+    Attributes:
+        start: Where in the tensor they begin, in bytes.
+        crc32: Of the bytes, taken from memory before they were written.
+        non_finite: NaN and infinite values among them.
+    """
 
     file: str
+    hf_name: str
+    start: int
     nbytes: int
+    crc32: int
+    non_finite: int
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """All of a placement, written: CRC-32 of its bytes and count of its NaN and infinite values."""
+
+    placement: Placement
+    crc32: int
+    non_finite: int
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import nn
 
 from xhf_hooks.background import Background
 from xhf_hooks.collective import Collective
+from xhf_hooks.commit.contents import warn_of_non_finite
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.dtypes import host_bytes
 from xhf_hooks.errors import XhfError
@@ -31,7 +32,15 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
 from xhf_hooks.plan import describe_plan, make_plan
-from xhf_hooks.records import Chunk, CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
+from xhf_hooks.records import (
+    Chunk,
+    CommittedCheckpoint,
+    SaveCost,
+    SavePlan,
+    Step,
+    TensorSpec,
+    WriteReceipt,
+)
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.slices import own_slices
 from xhf_hooks.snapshot import SnapshotMemory
@@ -261,7 +270,8 @@ class Saver:
             with collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
-                    folder.commit(plan, everyones, step, {'packages': package_versions(), **self._facts()})
+                    tensors = folder.commit(plan, everyones, step, {'packages': package_versions(), **self._facts()})
+                    warnings += warn_of_non_finite(tensors)
         except XhfError:
             if is_rank0:
                 folder.abandon()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.manifest import write_manifest
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.plan import make_plan
@@ -68,8 +69,8 @@ def visible(parent: Path) -> dict[str, int]:
 def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """A complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
-    stage(folder, plan, number)
-    write_manifest(folder.staging, plan, iteration(number), {})
+    receipts = stage(folder, plan, number)
+    write_manifest(folder.staging, plan, assemble(plan, receipts), iteration(number), {})
     path = folder.final.with_name(name)
     os.rename(folder.staging, path)
     return path

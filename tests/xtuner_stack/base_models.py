@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     'llama': ('LlamaConfig', {}),
     'qwen2': ('Qwen2Config', {'tie_word_embeddings': True}),
+    'mistral': ('MistralConfig', {}),
 }
 # Odd sizes, so that two ranks cannot share a parameter without padding. The embeddings have just over the
 # 100,000 elements up to which ZeRO-3, as XTuner configures it, keeps a parameter whole on every rank.
@@ -27,6 +28,7 @@ _SIZES = dict(
 )
 _VOCABULARY_SIZE = 301  # 256 bytes, 3 special tokens, and what the BPE learns from the dataset
 _N_SAMPLES = 48
+N_CHATS = 4
 
 
 def make_base_model(folder: Path, family: str) -> None:
@@ -49,15 +51,42 @@ def make_base_model(folder: Path, family: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def make_clip(folder: Path) -> None:
+    """A folder that CLIPVisionModel and CLIPImageProcessor load: 4 patches of 4 x 4 pixels."""
+    import torch
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=35, intermediate_size=51, num_hidden_layers=2, num_attention_heads=5, image_size=8, patch_size=4
+    )
+    torch.manual_seed(1)
+    CLIPVisionModel(config).save_pretrained(folder)
+    sides = dict(height=8, width=8)
+    CLIPImageProcessor(size=dict(shortest_edge=8), crop_size=sides).save_pretrained(folder)
+
+
+def make_chats(folder: Path) -> None:
+    """LLaVA's chats (chats.json) about one picture (dot.png)."""
+    from PIL import Image
+
+    chats = []
+    for i, sample in enumerate(_samples()[:N_CHATS]):
+        turns = [('human', '<image>\nWhat is this?'), ('gpt', sample['output'])]
+        conversation = [{'from': who, 'value': text} for who, text in turns]
+        chats.append({'id': str(i), 'image': 'dot.png', 'conversations': conversation})
+    (folder / 'chats.json').write_text(json.dumps(chats))
+    Image.new('RGB', (8, 8), 'red').save(folder / 'dot.png')
+
+
 def make_dataset(file: Path) -> None:
     """A json file in the style of Alpaca: sums, with their answers."""
     file.write_text(json.dumps(_samples(), indent=1))
 
 
-def make_preferences(file: Path) -> None:
+def make_preferences(file: Path, n_pairs: int | None = None) -> None:
     """A json file in the style of orpo-dpo-mix-40k: the same sums, with a wrong answer beside each right one."""
     pairs = []
-    for sample in _samples():
+    for sample in _samples()[:n_pairs]:
         question = {'role': 'user', 'content': f'{sample["instruction"]} {sample["input"]}'}
         answers = {'chosen': sample['output'], 'rejected': 'I do not know.'}
         pairs.append({kind: [question, {'role': 'assistant', 'content': text}] for kind, text in answers.items()})
@@ -94,4 +123,5 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator((text for sample in _samples() for text in sample.values()), trainer)
     # Without token_type_ids, which these models do not take
     inputs = ['input_ids', 'attention_mask']
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **special)
+    chat = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, chat_template=chat, **special)

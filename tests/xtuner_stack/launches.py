@@ -65,9 +65,8 @@ class Runs:
         if name not in self._outcomes:
             launch = self._launches[name]
             command = self._resume(*launch.resumes) if launch.resumes else self._train(launch, name)
-            self._outcomes[name] = self._run([*command, '--work-dir', str(self._root / name)], name)
-        status, output = self._outcomes[name]
-        assert status == 0, f'{name}: exit status {status} (None: more than {TIMEOUT_SECS} s)\n{output[-OUTPUT_TAIL:]}'
+            self._outcomes[name] = run([*command, '--work-dir', str(self._root / name)], self._root, name)
+        assert_ran(self._outcomes[name], name)
         return self._root / name
 
     def _train(self, launch: Launch, name: str) -> list[str]:
@@ -85,21 +84,28 @@ class Runs:
         dumped, checkpoint = started / f'{name}.py', started / f'iter_{iteration}.pth'
         return [*TORCHRUN, str(dumped), '--launcher', 'pytorch', '--resume', str(checkpoint)]
 
-    def _run(self, command: list[str], name: str) -> tuple[int | None, str]:
-        """Exit status (None after a time-out) and output. Runs in the folder that holds the inputs."""
-        file = self._root / f'{name}.output'
-        with file.open('wb') as output:
-            process = subprocess.Popen(
-                command, cwd=self._root, env=environment(self._root), stdout=output, stderr=subprocess.STDOUT
-            )
-            try:
-                status = process.wait(TIMEOUT_SECS)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                process.terminate()  # torchrun then ends its processes, too
-                process.wait()
-        return status, file.read_text(errors='replace')
+
+def run(command: list[str], folder: Path, name: str) -> tuple[int | None, str]:
+    """Exit status (None after a time-out) and output of a command that finds its inputs in `folder`."""
+    file = folder / f'{name}.output'
+    with file.open('wb') as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(folder), stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            status = process.wait(TIMEOUT_SECS)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            process.terminate()  # torchrun then ends its processes, too
+            process.wait()
+    return status, file.read_text(errors='replace')
+
+
+def assert_ran(outcome: tuple[int | None, str], name: str) -> None:
+    """Else the end of its output is in the message."""
+    status, output = outcome
+    assert status == 0, f'{name}: exit status {status} (None: more than {TIMEOUT_SECS} s)\n{output[-OUTPUT_TAIL:]}'
 
 
 def filled_in(config: str, **settings: Any) -> str:

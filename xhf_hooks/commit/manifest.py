@@ -1,33 +1,68 @@
-"""``xhf_manifest.json``: the file that makes a folder a checkpoint of ours. Written last."""
+"""``xhf_manifest.json``: what a folder of ours holds, with checksums; what makes it one. Written last."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.records import SavePlan, Step
+from xhf_hooks.checksum import combine, crc32, to_hex
+from xhf_hooks.records import SavePlan, Step, WrittenTensor
 
 MANIFEST_NAME = 'xhf_manifest.json'
-FORMAT_VERSION = 1
+#: 2: checksums of every file and tensor. 1 had the sizes of the files of weights.
+FORMAT_VERSION = 2
 
 
-def write_manifest(folder: Path, plan: SavePlan, step: Step, facts: dict[str, Any]) -> None:
-    """Describe a complete staged folder and flush the description to disk. Runs on: rank 0."""
+def write_manifest(
+    folder: Path, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: dict[str, Any]
+) -> None:
+    """Describe a complete staged folder and flush the description to disk. Runs on: rank 0.
+
+    Weights are not read for it: their checksums were taken from memory, before they were written.
+    """
     content = {
         'format_version': FORMAT_VERSION,
         'step': {'unit': step.unit, 'number': step.number},
         'iteration': step.iteration,
         **facts,
-        'n_tensors': len(plan.placements),
-        'files': {file.name: {'nbytes': file.nbytes} for file in plan.files},
+        'files': {**_describe_weights(plan, tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
     with (folder / MANIFEST_NAME).open('w', encoding='utf-8') as file:
-        json.dump(content, file, indent=2)
+        json.dump(content, file, indent=1)
         file.write('\n')
         file.flush()
         os.fsync(file.fileno())
+
+
+def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:
+    crcs = {file.name: crc32(file.header) for file in plan.files}
+    of_file: dict[str, dict[str, Any]] = {file.name: {} for file in plan.files}
+    for tensor in sorted(tensors, key=lambda tensor: tensor.placement.offset):
+        place = tensor.placement
+        crcs[place.file] = combine(crcs[place.file], tensor.crc32, place.nbytes)
+        of_file[place.file][place.hf_name] = {
+            'shape': list(place.shape),
+            'dtype': place.dtype,
+            'crc32': to_hex(tensor.crc32),
+            'non_finite': tensor.non_finite,
+        }
+    return {
+        file.name: {'nbytes': file.nbytes, 'crc32': to_hex(crcs[file.name]), 'tensors': of_file[file.name]}
+        for file in plan.files
+    }
+
+
+def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
+    found = {}
+    for path in sorted(folder.rglob('*')):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in weights and name != MANIFEST_NAME:
+            data = path.read_bytes()
+            found[name] = {'nbytes': len(data), 'crc32': to_hex(crc32(data))}
+    return found
 
 
 def read_step(folder: Path) -> Step | None:

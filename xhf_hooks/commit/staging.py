@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.commit import retention
+from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.exchange import exchange
 from xhf_hooks.commit.lock import RunLock
 from xhf_hooks.commit.manifest import read_step, write_manifest
-from xhf_hooks.errors import IncompleteError, TargetError
-from xhf_hooks.records import SavePlan, Step, WriteReceipt
+from xhf_hooks.errors import TargetError
+from xhf_hooks.records import SavePlan, Step, WriteReceipt, WrittenTensor
 from xhf_hooks.safetensors_format import check_file
 
 
@@ -122,8 +123,13 @@ class CheckpointFolder:
             )
         return free
 
-    def commit(self, plan: SavePlan, receipts: list[WriteReceipt], step: Step, facts: dict[str, Any]) -> None:
+    def commit(
+        self, plan: SavePlan, receipts: list[WriteReceipt], step: Step, facts: dict[str, Any]
+    ) -> list[WrittenTensor]:
         """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
+
+        Returns:
+            What was written.
 
         Raises:
             IncompleteError: Something planned is not there.
@@ -132,15 +138,18 @@ class CheckpointFolder:
         for name, index in plan.indexes.items():
             with (self.staging / name).open('w', encoding='utf-8') as file:
                 file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
-        self._check_complete(plan, receipts)
+        tensors = assemble(plan, receipts)
+        for file in plan.files:
+            check_file(self.staging / file.name, file.header, file.nbytes)
         self._refuse_foreign()
         if self.fsync:
             _fsync_tree(self.staging)
-        write_manifest(self.staging, plan, step, facts)
+        write_manifest(self.staging, plan, tensors, step, facts)
         _fsync_folder(self.staging)
         self._publish(step)
         with contextlib.suppress(OSError):
             self._delete_outdated()
+        return tensors
 
     def abandon(self) -> None:
         """Remove a staging folder that will not be committed."""
@@ -149,16 +158,6 @@ class CheckpointFolder:
     def release(self) -> None:
         """Let another run use the folder."""
         self._lock.release()
-
-    def _check_complete(self, plan: SavePlan, receipts: list[WriteReceipt]) -> None:
-        planned = {file.name: file.nbytes - len(file.header) for file in plan.files}
-        written = dict.fromkeys(planned, 0)
-        for receipt in receipts:
-            written[receipt.file] = written.get(receipt.file, 0) + receipt.nbytes
-        if written != planned:
-            raise IncompleteError(f'{self.staging}: expected bytes of tensors {planned}, written were {written}')
-        for file in plan.files:
-            check_file(self.staging / file.name, file.header, file.nbytes)
 
     def _publish(self, step: Step) -> None:
         if not self.final.exists():

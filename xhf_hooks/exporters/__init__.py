@@ -12,6 +12,7 @@ from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.llava import LlavaExporter
 from xhf_hooks.exporters.lora import LoraExporter
 from xhf_hooks.exporters.lora_inside import LoraInsideExporter
+from xhf_hooks.exporters.lora_inside_quantized import QuantizedLoraInsideExporter
 from xhf_hooks.exporters.reward import RewardExporter, RewardLoraExporter
 from xhf_hooks.exporters.sharded_moe import ShardedMoeExporter
 from xhf_hooks.registry import EXPORTERS
@@ -22,6 +23,7 @@ __all__ = [
     'LlavaExporter',
     'LoraExporter',
     'LoraInsideExporter',
+    'QuantizedLoraInsideExporter',
     'RewardExporter',
     'RewardLoraExporter',
     'ShardedMoeExporter',

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter, find_pretrained
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, find_pretrained, quantization_of
 from xhf_hooks.exporters.lora_adapter import adapters_in, trained_adapter
 from xhf_hooks.exporters.lora_merge import MergedExporter
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -30,7 +29,7 @@ class LoraInsideExporter(MergedExporter):
 
     Raises:
         OptionError: Another value was given.
-        ModelError: A part is quantized, or has an adapter that cannot be merged.
+        ModelError: A part has an adapter that cannot be merged.
     """
 
     options = ('lora',)
@@ -45,7 +44,6 @@ class LoraInsideExporter(MergedExporter):
                 f'loads as a whole',
                 lora,
             )
-        _require_not_quantized(pretrained, adapters)
         HuggingFaceExporter.__init__(self, model, path)
         self._adapters = {below: trained_adapter(below, peft_model) for below, peft_model in adapters.items()}
 
@@ -58,13 +56,9 @@ class LoraInsideExporter(MergedExporter):
         return bool(adapters_in(pretrained))
 
 
-def _require_not_quantized(pretrained: PreTrainedModel, adapters: dict[str, PeftModel]) -> None:
-    whole = {type(pretrained).__name__: pretrained}
-    for name, part in {**whole, **{path: m.get_base_model() for path, m in adapters.items()}}.items():
-        quantized = getattr(part, 'quantization_method', None)
-        if quantized is not None:
-            raise ModelError(
-                f'{name} is quantized ({quantized}), and an adapter cannot be merged into such weights without loss. '
-                f'Train with quantization_llm=False and quantization_vit=False, or set module to one adapted part '
-                f'({sorted(adapters)}) to save its adapter alone'
-            )
+def quantized_parts(pretrained: PreTrainedModel) -> dict[str, str]:
+    """What of the model, or of the models that its adapters are on, is quantized, and how."""
+    parts = {type(pretrained).__name__: pretrained}
+    parts.update((path, peft_model.get_base_model()) for path, peft_model in adapters_in(pretrained).items())
+    methods = {name: quantization_of(part) for name, part in parts.items()}
+    return {name: method for name, method in methods.items() if method is not None}

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import CheckpointHook, Hook
-from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
-from torch import nn
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
-from xhf_hooks.errors import OptionError, TargetError, XhfError
-from xhf_hooks.exporters import chat_template as chat_templates
+from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.exporters.llava import LLAVA_FORMATS
 from xhf_hooks.exporters.lora import LORA_MODES
 from xhf_hooks.exporters.reward import has_head
-from xhf_hooks.exporters.sidecar import load_tokenizer
-from xhf_hooks.hooks import options
+from xhf_hooks.hooks import options, preflight
 from xhf_hooks.hooks.best_metric import BestMetric
 from xhf_hooks.hooks.exit_wait import ExitWait
+from xhf_hooks.hooks.report import ProgressLog, log_preparations, report_save
 from xhf_hooks.hooks.schedule import Schedule
+from xhf_hooks.hooks.tokenizer import find_tokenizer, with_chat_template
 from xhf_hooks.records import CommittedCheckpoint, Step
-from xhf_hooks.registry import BUILDER, WRITERS
+from xhf_hooks.registry import WRITERS
 from xhf_hooks.save import SaveOptions, Saver
-from xhf_hooks.shared_folder import is_shared
 
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
@@ -147,11 +143,13 @@ class HFCheckpointHook(Hook):
         Raises:
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
-        model, facts = _unwrap(runner.model)
+        model, facts = preflight.unwrap(runner.model)
+        if self._save_options['dtype'] == 'F32':
+            preflight.refuse_unreadable_masters(runner.model)
         self._schedule = self._resolve_schedule(runner)
         self._collective = Collective()
         final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
-        writer = self._choose_writer(runner, final.parent)
+        writer = preflight.choose_writer(runner, self._writer, final.parent, self._collective)
         token_id = runner.cfg.get('reward_token_id') if has_head(model) else None
         save_options = SaveOptions(writer=writer, facts=facts, reward_token_id=token_id, **self._save_options)
         self._saver = Saver(model, save_options, self._collective)
@@ -163,8 +161,10 @@ class HFCheckpointHook(Hook):
         }
         with self._collective.stage('preflight'):
             if self._collective.rank == 0:
-                self._check_target(runner, plan.nbytes)
-                self._saver.set_tokenizer(*self._with_chat_template(runner, self._find_tokenizer(runner)))
+                folders = [self._newest, *self._best_folders.values()]
+                base_dir, sweep = self._saver.exporter.base_dir, self.out_dir is None
+                preflight.claim_targets(runner, folders, plan.nbytes, base_dir, sweep=sweep)
+                self._saver.set_tokenizer(*self._final_tokenizer(runner))
                 for warning in self._saver.rehearse(self._newest):
                     runner.logger.warning(f'HFCheckpointHook: {warning}')
         if self._async:
@@ -175,17 +175,7 @@ class HFCheckpointHook(Hook):
                 f'this rank'
             )
             self._exit_wait = ExitWait(lambda: self._wait_at_exit(runner))
-        runner.logger.info(
-            f'HFCheckpointHook: {len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
-            f'file(s), about {self._saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
-            f'{self._schedule}, by the {writer} writer, to {final}'
-        )
-        left_out = self._saver.exporter.left_out
-        if left_out:
-            some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
-            runner.logger.info(f'HFCheckpointHook: not exported: {len(left_out)} tensors ({some})')
-        for note in self._saver.exporter.notes:
-            runner.logger.info(f'HFCheckpointHook: {note}')
+        log_preparations(runner, self._saver, self._schedule, writer, final)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
@@ -294,42 +284,17 @@ class HFCheckpointHook(Hook):
         )
 
     def _report(self, runner: Any, committed: CommittedCheckpoint) -> None:
-        cost = committed.cost
         if self._best_in_flight is not None:
             metric, score = self._best_in_flight
             self._best_in_flight = None
             self._best.remember(metric, score, runner.message_hub)
             runner.logger.info(f'HFCheckpointHook: best {metric} so far, {score:.4f}')
-        for warning in committed.warnings:
-            runner.logger.warning(f'HFCheckpointHook: {warning}')
-        runner.logger.info(
-            f'HFCheckpointHook: saved {committed.step.label} to {committed.path}: {cost.nbytes / 1e6:.1f} MB in '
-            f'{cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s, training stalled for {cost.stalled_secs:.2f} s, '
-            f'{cost.peak_extra_nbytes / 1e6:.0f} MB of extra '
-            f'memory on the busiest rank'
-        )
-        if self._collective.rank == 0:
-            runner.visualizer.add_scalars(
-                {
-                    'hf_checkpoint/seconds': cost.seconds,
-                    'hf_checkpoint/stalled_seconds': cost.stalled_secs,
-                    'hf_checkpoint/nbytes': cost.nbytes,
-                    'hf_checkpoint/gbytes_per_sec': cost.gbytes_per_sec,
-                    'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
-                },
-                step=committed.step.iteration,
-            )
+        report_save(runner, committed, to_visualizer=self._collective.rank == 0)
 
-    def _choose_writer(self, runner: Any, folder: Path) -> str:
-        """What ``writer`` comes to on this file system. Runs on: all ranks."""
-        wanted = 'positional' if self._writer == 'auto' else self._writer
-        if not WRITERS.get(wanted).all_ranks or is_shared(folder, self._collective):
-            return wanted
-        runner.logger.warning(
-            f'HFCheckpointHook: not all ranks see {folder}, so rank 0 writes: the writer is stream, not {wanted}. '
-            f'Set out_dir to a folder on a shared file system to let every rank write'
-        )
-        return 'stream'
+    def _final_tokenizer(self, runner: Any) -> tuple[Any | None, list[int]]:
+        """With the ids of what ends an answer. Runs on: rank 0."""
+        tokenizer = find_tokenizer(runner, self._tokenizer, self._saver.exporter)
+        return with_chat_template(runner, tokenizer) if self._chat_template else (tokenizer, [])
 
     def _resolve_schedule(self, runner: Any) -> Schedule:
         own = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
@@ -339,79 +304,3 @@ class HFCheckpointHook(Hook):
         if by_epoch is None:
             by_epoch = True if own is None else own.by_epoch
         return Schedule(-1 if self._interval is None else self._interval, by_epoch, self._save_begin)
-
-    def _check_target(self, runner: Any, nbytes: int) -> None:
-        """Runs on: rank 0."""
-        newest = self._newest
-        base_dir = self._saver.exporter.base_dir
-        if base_dir and Path(base_dir).absolute() == newest.final:
-            raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
-        for folder in (newest, *self._best_folders.values()):
-            folder.claim()
-            if self.out_dir is None:
-                for path in sweep_dead_runs(Path(runner.work_dir), folder.final.name):
-                    runner.logger.info(f'HFCheckpointHook: cleared what a killed run left: {path}')
-        free = newest.require_room(nbytes)
-        copies = self._max_keep + 1  # the kept ones, and the next while it is written
-        if self._max_keep > 0 and free < copies * nbytes:
-            runner.logger.warning(
-                f'HFCheckpointHook: {newest.final.parent} has {free / 1e9:.2f} GB free; keeping {self._max_keep} '
-                f'and writing the next needs {copies * nbytes / 1e9:.2f} GB'
-            )
-
-    def _find_tokenizer(self, runner: Any) -> Any | None:
-        """Build it once. Runs on: rank 0."""
-        tokenizer = self._tokenizer if self._tokenizer is not None else runner.cfg.get('tokenizer')
-        if isinstance(tokenizer, dict):
-            return BUILDER.build(dict(tokenizer))
-        if isinstance(tokenizer, (str, Path)):
-            found = load_tokenizer(str(tokenizer), trust_remote_code=False)
-            if found is None:
-                raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
-            return found
-        if tokenizer is None:
-            tokenizer = self._saver.exporter.base_tokenizer()
-        if tokenizer is None:
-            runner.logger.warning(
-                'HFCheckpointHook: no tokenizer: the config has none, and neither has the base model '
-                f'{self._saver.exporter.base_dir!r}. The folder will hold weights and configs only; set tokenizer'
-            )
-        return tokenizer
-
-    def _with_chat_template(self, runner: Any, tokenizer: Any | None) -> tuple[Any | None, list[int]]:
-        """The tokenizer that chats as the run trains, and what ends its answers. Runs on: rank 0."""
-        found = chat_templates.template_of_config(runner.cfg) if self._chat_template else None
-        if found is None or tokenizer is None:
-            return tokenizer, []
-        name, template = found
-        tokenizer, messages = chat_templates.apply_to_tokenizer(tokenizer, template, name)
-        for message in messages:
-            runner.logger.info(f'HFCheckpointHook: {message}')
-        return tokenizer, chat_templates.stop_token_ids(tokenizer, template)
-
-
-class ProgressLog:
-    """A log line every half minute of a save. Called with bytes written and bytes in all."""
-
-    interval_secs = 30.0
-
-    def __init__(self, logger: Any, label: str) -> None:
-        self._logger, self._label = logger, label
-        self._last = time.monotonic()
-
-    def __call__(self, done_nbytes: int, total_nbytes: int) -> None:
-        if time.monotonic() - self._last >= self.interval_secs:
-            self._last = time.monotonic()
-            self._logger.info(
-                f'HFCheckpointHook: saving {self._label}, {done_nbytes / 1e9:.2f} of {total_nbytes / 1e9:.2f} GB'
-            )
-
-
-def _unwrap(model: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The bare module inside MMEngine's wrapper, DeepSpeed's engine or DDP, and what the manifest says of it."""
-    facts = {'engine': 'torch'}
-    if is_model_wrapper(model):
-        if hasattr(model, 'zero_optimization_stage'):
-            facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
-        model = model.module
-    return model, facts

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+from xhf_hooks.checksum import crc32
+from xhf_hooks.dtypes import non_finite_count
 from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
@@ -33,7 +35,7 @@ class StreamWriter(Writer):
         self._folder = Path()
         self._files: dict[str, OutputFile] = {}  # opened when the first chunk for it comes
         self._buffer: AlignedBuffer | None = None
-        self._written: Counter[str] = Counter()
+        self._receipts: list[WriteReceipt] = []
         self._thread: threading.Thread | None = None
 
     def create(self, plan: SavePlan, folder: Path) -> None:
@@ -64,7 +66,7 @@ class StreamWriter(Writer):
         self._close()
         if self._error:
             raise self._error
-        return [WriteReceipt(file, nbytes) for file, nbytes in self._written.items()]
+        return self._receipts
 
     def abort(self) -> None:
         self._error = self._error or OSError('the save was given up')
@@ -107,5 +109,17 @@ class StreamWriter(Writer):
         name = chunk.placement.file
         if name not in self._files:
             self._files[name] = OutputFile(self._folder / name)
+        self._note(chunk)  # before it is written: the checksum is of what was in memory
         self._files[name].write(chunk.data, chunk.placement.offset + chunk.start, self._buffer)
-        self._written[name] += chunk.data.nbytes
+
+    def _note(self, chunk: Chunk) -> None:
+        """Add a chunk to the receipts; one that goes on where the last of its tensor ended prolongs it."""
+        place, nbytes = chunk.placement, chunk.data.nbytes
+        bad = non_finite_count(chunk.data, place.dtype)
+        last = self._receipts[-1] if self._receipts else None
+        if last and (last.file, last.hf_name, last.start + last.nbytes) == (place.file, place.hf_name, chunk.start):
+            crc = crc32(chunk.data, last.crc32)
+            self._receipts[-1] = replace(last, nbytes=last.nbytes + nbytes, crc32=crc, non_finite=last.non_finite + bad)
+        else:
+            crc = crc32(chunk.data)
+            self._receipts.append(WriteReceipt(place.file, place.hf_name, chunk.start, nbytes, crc, bad))

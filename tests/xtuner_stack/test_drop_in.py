@@ -1,0 +1,85 @@
+"""A config of XTuner's with only the import changed; and a run without XTuner never imports it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+from mmengine.registry import HOOKS
+
+from tests.helpers.ranks import REPO_ROOT
+from xhf_hooks import HFCheckpointHook
+
+(XTUNER,) = find_spec('xtuner').submodule_search_locations
+WITH_ITS_HOOK = [
+    file for file in sorted(Path(XTUNER, 'configs').rglob('*.py')) if 'dict(type=HFCheckpointHook' in file.read_text()
+]
+
+
+def with_our_import(file: Path) -> str:
+    text = file.read_text()
+    assert text.count('    HFCheckpointHook,\n') == 1, file
+    text = text.replace('    HFCheckpointHook,\n', '')
+    return text.replace(
+        'from xtuner.engine.runner', 'from xhf_hooks import HFCheckpointHook\nfrom xtuner.engine.runner'
+    )
+
+
+@pytest.mark.parametrize('options', ['', ', out_dir="exports/mine"', ', out_dir=None'])
+@pytest.mark.parametrize('file', WITH_ITS_HOOK, ids=lambda file: file.stem)
+def test_xtuners_configs_with_its_hook(file, options, tmp_path):
+    text = with_our_import(file).replace('dict(type=HFCheckpointHook)', f'dict(type=HFCheckpointHook{options})')
+    changed = tmp_path / 'config.py'
+    changed.write_text(text)
+    (hook,) = [HOOKS.build(h) for h in Config.fromfile(changed).custom_hooks if 'CheckpointHook' in str(h['type'])]
+    assert type(hook) is HFCheckpointHook
+    assert hook.out_dir == (Path('exports/mine') if 'mine' in options else None)
+
+
+def test_there_are_such_configs():
+    assert len(WITH_ITS_HOOK) == 3
+
+
+@pytest.mark.parametrize('out_dir', [None, 'exports/mine', Path('exports/mine')])
+def test_its_arguments_mean_the_same(out_dir):
+    from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
+
+    for theirs, ours in (
+        (XTunersHook(out_dir), HFCheckpointHook(out_dir)),
+        (XTunersHook(out_dir=out_dir), HFCheckpointHook(out_dir=out_dir)),
+    ):
+        assert theirs.out_dir == out_dir
+        assert ours.out_dir == (out_dir and Path(out_dir))
+    assert ours.priority == theirs.priority
+    for name, parameter in list(inspect.signature(XTunersHook).parameters.items()):
+        same = inspect.signature(HFCheckpointHook).parameters[name]
+        assert (same.kind, same.default) == (parameter.kind, parameter.default)
+
+
+def test_what_the_readme_says_of_xtuners_hook():
+    """It saves in after_run, which a run that fails does not reach, and only under DeepSpeed."""
+    from mmengine.runner import Runner
+    from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
+
+    assert [name for name in vars(XTunersHook) if name.startswith(('before_', 'after_'))] == ['after_run']
+    with pytest.raises(AssertionError, match='Runner should be `FlexibleRunner`'):
+        XTunersHook().after_run(Runner.__new__(Runner))
+
+
+def test_a_run_without_xtuner_does_not_import_it(tmp_path):
+    """A plain MMEngine run that saves with the hook, chat template and all, where xtuner is installed."""
+    code = f"""
+import sys
+from pathlib import Path
+from tests.helpers.toy_run import run_config, train
+template = dict(INSTRUCTION='{{input}}')
+train(run_config(Path({str(tmp_path)!r}), hook={{}}, stage=None, max_iters=2, prompt_template=template))
+assert not [name for name in sys.modules if name.partition('.')[0] == 'xtuner']
+"""
+    subprocess.run([sys.executable, '-c', code], cwd=REPO_ROOT, check=True)
+    assert list(tmp_path.glob('*/hf_model/model.safetensors'))
