@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 MEASURED = ['save', 'stall', 'plan']
-COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', 'python tools/bench.py save']
+CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
+COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', 'python tools/bench.py save', *CONVERSIONS]
 
 
 def blocks(language: str) -> list[str]:

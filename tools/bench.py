@@ -3,10 +3,12 @@
     python tools/bench.py save  [--billions 0.8 1.6] [--repeats 5] [--ranks 2] [--bucket-size 128MB] [--out DIR]
     python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
+    python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
 
 save: gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns.
 stall: the same, while they iterate: for how long a save stops them, and how fast they are beside one.
 plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
+convert: the conversion of a checkpoint, with xtuner's environment (bench_convert.py).
 
 Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memory is the extra anonymous memory
 of the busiest rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from
@@ -24,6 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import bench_convert
 from bench_plan import measure_plans
 from bench_report import describe_machine, draw, table
 
@@ -70,6 +73,9 @@ def parse_args() -> argparse.Namespace:
         command.add_argument('--ranks', type=int, default=2)
         command.add_argument('--bucket-size', default='128MB')
     commands.add_parser('plan').add_argument('--ranks', type=int, default=1024)
+    convert = commands.add_parser('convert')
+    convert.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=[0.01, 0.5, 1.5])
+    convert.add_argument('--repeats', type=int, default=5)
     for command in commands.choices.values():
         command.add_argument('--out', type=Path, default=Path('work_dirs/bench'))
     return parser.parse_args()
@@ -77,7 +83,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.what == 'convert':
+        measured = {'machine': describe_machine(), **bench_convert.measure_all(args.billions, args.repeats, args.out)}
+        (args.out / 'convert.json').write_text(json.dumps(measured, indent=2) + '\n')
+        print(bench_convert.table(measured))
+        return
     if args.what == 'plan':
         measured = {'machine': describe_machine(), 'ranks': args.ranks, 'plans': measure_plans(args.ranks)}
     else:

@@ -1,10 +1,36 @@
-"""Hugging Face checkpoints out of live DeepSpeed ZeRO training with MMEngine.
+"""Hugging Face checkpoints out of DeepSpeed ZeRO training with MMEngine, live or from its old files.
 
-Importing this package puts :class:`HFCheckpointHook` into MMEngine's HOOKS registry.
+Importing this package puts :class:`HFCheckpointHook` into MMEngine's HOOKS registry: a function of that name, which
+imports the hook when it is built. MMEngine's hooks import its optimizers, and those transformers' Trainer and peft:
+seconds that a conversion, which needs none of them, would spend in vain.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.registry import HOOKS
 from xhf_hooks.version import __version__
 
-from xhf_hooks.hooks import HFCheckpointHook  # isort: skip  (needs __version__)
+if TYPE_CHECKING:
+    from xhf_hooks.hooks import HFCheckpointHook
 
 __all__ = ['HFCheckpointHook', '__version__']
+
+
+def __getattr__(name: str) -> Any:
+    if name == 'HFCheckpointHook':
+        from xhf_hooks.hooks import HFCheckpointHook
+
+        return HFCheckpointHook
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def _build_hook(*args: Any, **options: Any) -> HFCheckpointHook:
+    from xhf_hooks.hooks import HFCheckpointHook
+
+    return HFCheckpointHook(*args, **options)
+
+
+if 'HFCheckpointHook' not in HOOKS.module_dict:  # not even the class itself, which replaces the function
+    HOOKS.register_module(name='HFCheckpointHook', module=_build_hook)

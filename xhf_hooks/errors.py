@@ -19,6 +19,18 @@ class ModelError(XhfError):
     """The trained model cannot be exported: not found, ambiguous, or unlike what loads it."""
 
 
+class CheckpointError(XhfError):
+    """A checkpoint on disk cannot be read: not one, incomplete, damaged, inconsistent or unsupported."""
+
+
+class ConfigError(XhfError):
+    """The config of a finished run is not there, cannot be read, or does not say how its model was built."""
+
+
+class BaseModelError(XhfError):
+    """The model that training started from is not there, or is not the one that training started from."""
+
+
 class PlanError(XhfError):
     """The plan of a save is impossible or differs between ranks."""
 

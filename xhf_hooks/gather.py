@@ -45,8 +45,7 @@ def gather(
         wanted = {spec.name for group in ours for spec in group.reads}
         with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
             for group in ours:
-                _check(group, tensors)
-                yield from _chunks(group, tensors, rank, to_host, meter)
+                yield from group_chunks(group, tensors, rank, to_host, meter)
             meter.sample()
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
@@ -61,13 +60,19 @@ def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _chunks(
+def group_chunks(
     group: Group,
     tensors: Mapping[str, torch.Tensor],
     rank: int,
     to_host: Callable[[torch.Tensor], memoryview],
     meter: MemoryMeter,
 ) -> Iterator[Chunk]:
+    """What is made of a group's tensors, cast, as far as ``rank`` writes it.
+
+    Raises:
+        TensorError: A tensor is not what the plan says.
+    """
+    _check(group, tensors)
     if group.combine is None:
         outputs = {group.placements[0].hf_name: tensors[group.reads[0].name]}
     else:

@@ -6,7 +6,9 @@ is MMEngine's, where what a run's config names is looked up, too.
 
 from __future__ import annotations
 
-from mmengine.registry import Registry
+from mmengine.registry import HOOKS, Registry
+
+__all__ = ['BUILDER', 'EXPORTERS', 'HOOKS', 'SOURCES', 'WRITERS']
 
 SOURCES = Registry('source', scope='mmengine')
 EXPORTERS = Registry('exporter', scope='mmengine')

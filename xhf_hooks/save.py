@@ -24,6 +24,7 @@ from torch import nn
 
 from xhf_hooks.background import Background
 from xhf_hooks.collective import Collective
+from xhf_hooks.commit.contents import warn_of_non_finite
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.dtypes import host_bytes
 from xhf_hooks.errors import XhfError
@@ -39,13 +40,12 @@ from xhf_hooks.records import (
     Step,
     TensorSpec,
     WriteReceipt,
-    WrittenTensor,
 )
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.slices import own_slices
 from xhf_hooks.snapshot import SnapshotMemory
 from xhf_hooks.sources import source_for
-from xhf_hooks.version import __version__
+from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
 
 #: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (slices.py, writers/).
@@ -270,8 +270,8 @@ class Saver:
             with collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
-                    tensors = folder.commit(plan, everyones, step, {**_versions(), **self._facts()})
-                    warnings += _warn_of_non_finite(tensors)
+                    tensors = folder.commit(plan, everyones, step, {'packages': package_versions(), **self._facts()})
+                    warnings += warn_of_non_finite(tensors)
         except XhfError:
             if is_rank0:
                 folder.abandon()
@@ -330,15 +330,6 @@ class Saver:
         }
 
 
-def _warn_of_non_finite(tensors: list[WrittenTensor]) -> list[str]:
-    bad = [tensor for tensor in tensors if tensor.non_finite]
-    if not bad:
-        return []
-    some = ', '.join(f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad[:5])
-    more = f' and {len(bad) - 5} more' if len(bad) > 5 else ''
-    return [f'NaN or infinite values in {len(bad)} tensors: {some}{more}']
-
-
 class _Clock:
     """Times one save, and its memory."""
 
@@ -357,10 +348,3 @@ class _Clock:
     @property
     def stalled_secs(self) -> float:
         return self.seconds if self._stalled_secs is None else self._stalled_secs
-
-
-def _versions() -> dict[str, Any]:
-    import transformers
-
-    versions = {'xhf_hooks': __version__, 'torch': torch.__version__, 'transformers': transformers.__version__}
-    return {'packages': versions}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,22 @@ if TYPE_CHECKING:
 STEP_NUMBER = 1
 
 
-def zero_engine(model: nn.Module, stage: int, *, bf16: bool = True, **zero: Any) -> deepspeed.DeepSpeedEngine:
-    """A training engine; at stage 3 every parameter is really partitioned unless ``zero`` says otherwise."""
+def zero_engine(
+    model: nn.Module,
+    stage: int,
+    *,
+    bf16: bool = True,
+    two_groups: bool = False,
+    sections: Mapping[str, Any] | None = None,
+    **zero: Any,
+) -> deepspeed.DeepSpeedEngine:
+    """A training engine; at stage 3 every parameter is really partitioned unless ``zero`` says otherwise.
+
+    Args:
+        two_groups: Matrices and vectors in two parameter groups, as trainers have them for weight decay.
+        sections: Of DeepSpeed's config, beside those that are set here.
+        zero: Of the section ``zero_optimization``.
+    """
     import deepspeed
     import torch
 
@@ -29,8 +44,11 @@ def zero_engine(model: nn.Module, stage: int, *, bf16: bool = True, **zero: Any)
         'zero_allow_untested_optimizer': True,
         'zero_force_ds_cpu_optimizer': False,
         'steps_per_print': 10**9,
+        **(sections or {}),
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if two_groups:
+        trained = [{'params': [p for p in trained if (p.ndim > 1) == matrices]} for matrices in (True, False)]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

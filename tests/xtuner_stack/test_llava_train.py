@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_loads_clean, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.llava import N_PATCHES, VOCAB_SIZE, save_bases
 from tests.xtuner_stack.launches import (
     OUTPUT_TAIL,
@@ -257,3 +258,9 @@ def test_training_moved_what_is_not_frozen(runs, name):
         base = folder_tensors(work_dir.parent / 'llm')
         trained = folder_tensors(export_of(work_dir))
         assert [key for key, t in base.items() if torch.equal(trained[key], t.to(torch.bfloat16))] == []
+
+
+@pytest.mark.parametrize('name', RUNS)
+def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
+    work_dir = runs.work_dir(name)
+    assert_same_files(convert(work_dir, tmp_path / 'out'), export_of(work_dir))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
 from tests.xtuner_stack.base_models import FAMILIES, make_base_model, make_dataset
 from tests.xtuner_stack.launches import PARTITIONED, Launch, Runs, export_of, log_of, partitioning_config, saves_in
 
@@ -131,3 +132,19 @@ def test_hook_survives_the_dump_of_the_config(runs):
     dumped = Config.fromfile(runs.work_dir('zero1') / 'zero1.py')
     assert [hook['type'] for hook in dumped.custom_hooks][-1] == 'xhf_hooks.HFCheckpointHook'
     assert type(HOOKS.build(dumped.custom_hooks[-1])) is HFCheckpointHook
+
+
+@pytest.mark.parametrize('name', RESULTS)
+def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
+    """The config is the checkpoint's own text; the checkpoint is found through `last_checkpoint`."""
+    work_dir = runs.work_dir(name)
+    assert_same_files(convert(work_dir, tmp_path / 'converted', '--verify'), export_of(work_dir))
+
+
+def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path):
+    """The lazy config that the user wrote is read, and what it imports is not imported."""
+    work_dir = runs.work_dir('zero3')
+    found = convert(work_dir / 'iter_2.pth', tmp_path / 'out', '--config', work_dir.parent / 'zero3.py')
+    assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == 2
+    for name in ('config.json', 'tokenizer_config.json', 'generation_config.json'):
+        assert (found / name).read_bytes() == (export_of(work_dir) / name).read_bytes()

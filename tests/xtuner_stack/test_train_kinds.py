@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
 from tests.xtuner_stack.base_models import make_base_model, make_dataset, make_preferences
 from tests.xtuner_stack.launches import PARTITIONED, Launch, Runs, export_of, log_of, partitioning_config, saves_in
 
@@ -130,3 +131,11 @@ def test_reward_model_scores_as_it_was_trained(runs):
     padded = torch.tensor([[7, 8, 9, 2], [7, 8, 9, 10]])
     assert model(padded).logits.shape == (2, 1)
     assert 'not exported' not in log_of(work_dir)
+
+
+@pytest.mark.parametrize('name', LAUNCHES)
+def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
+    """What the checkpoint lacks, such as weights under an adapter, comes from the base that its config names."""
+    work_dir = runs.work_dir(name)
+    options = ['--lora', 'both'] if name == 'orpo_lora' else []
+    assert_same_files(convert(work_dir, tmp_path / 'out', *options), export_of(work_dir))

@@ -42,3 +42,13 @@ def _assemble_one(place: Placement, receipts: list[WriteReceipt]) -> WrittenTens
             f'pieces, without a gap or overlap up to byte {end}'
         )
     return WrittenTensor(place, crc, non_finite)
+
+
+def warn_of_non_finite(tensors: list[WrittenTensor]) -> list[str]:
+    """What to tell the user about NaN and infinite values that were written."""
+    bad = [tensor for tensor in tensors if tensor.non_finite]
+    if not bad:
+        return []
+    some = ', '.join(f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad[:5])
+    more = f' and {len(bad) - 5} more' if len(bad) > 5 else ''
+    return [f'NaN or infinite values in {len(bad)} tensors: {some}{more}']

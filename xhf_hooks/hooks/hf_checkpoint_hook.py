@@ -25,7 +25,7 @@ from xhf_hooks.registry import WRITERS
 from xhf_hooks.save import SaveOptions, Saver
 
 
-@HOOKS.register_module()
+@HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
 class HFCheckpointHook(Hook):
     """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
 

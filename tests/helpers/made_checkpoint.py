@@ -1,0 +1,136 @@
+"""DeepSpeed checkpoints made by hand, in the layout of its files, for what this machine cannot train (fp16)."""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class ZeroStageEnum(enum.IntEnum):
+    """Of ``deepspeed.runtime.zero.config``, pickled likewise."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+def some_weights(seed: int = 0, frozen: bool = True) -> dict[str, torch.Tensor]:
+    """fp32 masters of odd shapes: fewer elements than ranks, a scalar, none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        'embed.weight': (13, 7), 'a.weight': (5, 3), 'a.bias': (1,), 'scalar': (), 'empty': (0, 4), 'b.weight': (11,),
+        'norm.weight': (7,), 'head.weight': (7, 13),
+    }  # fmt: skip
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@dataclass
+class MadeCheckpoint:
+    """What is to be saved, and how.
+
+    Attributes:
+        masters: Trained parameters in optimizer order.
+        groups: Names by parameter group; None puts all into one.
+        alignment: Elements that each parameter is padded to in the flat vector (DeepSpeed 0.19.8; ZeRO-1 and 2).
+        sub_group: At ZeRO-3, elements after which a rank's flat vector is cut.
+        frozen, buffers: As they are.
+    """
+
+    masters: Mapping[str, torch.Tensor] = field(default_factory=some_weights)
+    dtype: torch.dtype = torch.float16
+    stage: int = 1
+    world_size: int = 2
+    groups: Sequence[Sequence[str]] | None = None
+    alignment: int = 1
+    sub_group: int = 10**9
+    frozen: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+    step: int = 5
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def as_trained(self) -> dict[str, torch.Tensor]:
+        """What reading it must give."""
+        rounded = {name: master.to(self.dtype) for name, master in self.masters.items()}
+        return {**rounded, **self.frozen, **self.buffers}
+
+    def write(self, folder: Path) -> Path:
+        """The files, in ``folder``."""
+        folder.mkdir(parents=True)
+        for rank in range(self.world_size):
+            torch.save(self._optim_state(rank), folder / f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt')
+            if self.stage == 3:
+                torch.save(self._model_state(rank), folder / f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt')
+        if self.stage < 3:
+            torch.save(self._model_state(0), folder / 'mp_rank_00_model_states.pt')
+        return folder
+
+    def _names(self) -> list[list[str]]:
+        return [list(self.masters)] if self.groups is None else [list(group) for group in self.groups]
+
+    def _model_state(self, rank: int) -> dict[str, Any]:
+        module = collections.OrderedDict((name, tensor.clone()) for name, tensor in self.as_trained.items())
+        fragments = {name: tensor.clone() for name, tensor in self.frozen.items()}
+        if self.stage == 3:
+            module.update((n, torch.empty(0, dtype=module[n].dtype)) for n in (*self.masters, *self.frozen))
+            fragments = {name: self._slice(tensor, rank) for name, tensor in self.frozen.items()}
+        module.update((alias, module[name]) for alias, name in self.shared.items())
+        shapes = [collections.OrderedDict((n, self.masters[n].shape) for n in group) for group in self._names()]
+        saves_frozen = self.stage >= 2
+        return {
+            'module': module,
+            'buffer_names': list(self.buffers),
+            'optimizer': None,
+            'param_shapes': shapes,
+            'frozen_param_shapes': {n: t.shape for n, t in self.frozen.items()} if saves_frozen else None,
+            'shared_params': dict(self.shared),
+            'frozen_param_fragments': fragments if saves_frozen else None,
+            'global_steps': self.step,
+            'dp_world_size': self.world_size,
+            'mp_world_size': 1,
+            'ds_config': {'fp16': {'enabled': self.dtype == torch.float16}, 'zero_optimization': {'stage': self.stage}},
+            'ds_version': '0.19.8',
+            **({'meta': dict(self.meta)} if self.meta else {}),
+        }
+
+    def _optim_state(self, rank: int) -> dict[str, Any]:
+        steps = {'state': {0: {'step': torch.tensor(float(self.step))}}, 'param_groups': []}
+        state: dict[str, Any] = {'zero_stage': ZeroStageEnum(self.stage), 'partition_count': self.world_size}
+        if self.stage == 3:
+            slices = [self._slice(self.masters[name], rank) for group in self._names() for name in group]
+            state |= {'fp32_flat_groups': list(torch.cat(slices).split(self.sub_group)), 'optimizer_state_dict': steps}
+        else:
+            parts, paddings = zip(*(self._partition(group, rank) for group in self._names()), strict=True)
+            state |= {'single_partition_of_fp32_groups': list(parts), 'base_optimizer_state': steps}
+            state |= {'partition_count': [self.world_size] * len(parts)}
+            if self.alignment > 1:
+                state['param_alignment_paddings'] = list(paddings)
+        return {'optimizer_state_dict': state, 'ds_config': {}, 'ds_version': '0.19.8'}
+
+    def _partition(self, group: list[str], rank: int) -> tuple[torch.Tensor, list[int]]:
+        """Stage 1 and 2: the group as one vector, aligned to 2 * ranks; the last rank's padding is not saved."""
+        paddings = [-self.masters[name].numel() % self.alignment for name in group]
+        parts = []
+        for name, padding in zip(group, paddings, strict=True):
+            parts += [self.masters[name].reshape(-1), torch.full((padding,), 99.0)]
+        vector = torch.cat(parts)
+        size = -(-vector.numel() // (2 * self.world_size)) * 2
+        aligned = torch.cat([vector, torch.full((size * self.world_size - vector.numel(),), 77.0)])
+        mine = aligned[rank * size : (rank + 1) * size]
+        if rank == self.world_size - 1:
+            mine = mine[: mine.numel() - (aligned.numel() - vector.numel())]
+        return mine.clone(), paddings
+
+    def _slice(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Stage 3: ceil(numel / ranks) elements, padded."""
+        size = -(-tensor.numel() // self.world_size)
+        flat = torch.cat([tensor.reshape(-1), tensor.new_full((size * self.world_size - tensor.numel(),), 88.0)])
+        return flat[rank * size : (rank + 1) * size].clone()

@@ -1,0 +1,132 @@
+"""Finished runs, small but real, in the layouts that a conversion starts from. Everything runs on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+#: Name to options of ``run_config``: MMEngine's runs, each with the hook's export of its last iteration.
+MMENGINE_RUNS: dict[str, dict[str, Any]] = {
+    'zero0': dict(stage=0),
+    'zero1': dict(stage=1),
+    'zero2': dict(stage=2),
+    'zero3': dict(stage=3),
+    'zero3_float32': dict(stage=3, hook=dict(dtype='float32')),
+    'zero1_frozen': dict(stage=1, model=dict(freeze='embed_tokens')),
+    'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
+    'zero2_tied': dict(stage=2, model=dict(tied=True)),
+    'zero3_fp32_training': dict(stage=3, bf16=False),
+    # Here each rank trains a model of its own, without DDP: only rank 0's is checkpointed, so only it may write
+    'runner': dict(stage=None, hook=dict(writer='stream')),
+    'zero2_weights_only': dict(
+        stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
+    ),
+    'zero3_epochs': dict(stage=3, epochs=1, checkpoint=dict(type='CheckpointHook', by_epoch=True, interval=1)),
+}
+
+
+def mmengine_run(name: str, work_dir: Path) -> str:
+    """A run with the hook; returns its log_dir."""
+    from tests.helpers.toy_run import run_config, train
+
+    options = {'hook': {}, **MMENGINE_RUNS[name]}
+    return train(run_config(work_dir, **options)).log_dir
+
+
+def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder: Path) -> None:
+    """An engine without MMEngine, trained for a step: ``folder/checkpoint``, and the hook's exports beside it.
+
+    The base model is in ``folder/base``. LoRA runs are exported as adapter and merged.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.adapted import adapt
+    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.zoo import build
+
+    model = build(family).bfloat16()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / 'base')
+    dist.barrier()
+    model.config._name_or_path = str(folder / 'base')
+    model.name_or_path = str(folder / 'base')
+    trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
+    engine = zero_engine(trained, stage)
+    ids = torch.arange(24).reshape(2, 12) % 131
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2')
+    modes = [None] if lora is None else ['adapter', 'merge', 'both']
+    for mode in modes:
+        save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
+
+
+def trainer_run(stage: int, folder: Path) -> None:
+    """transformers.Trainer: ``folder/checkpoint-2``, which holds the model that Trainer saved, too."""
+    import torch
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    from tests.helpers.zoo import build
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+
+    zero: dict[str, Any] = {'stage': stage}
+    if stage == 3:
+        zero |= {'stage3_gather_16bit_weights_on_model_save': True, 'stage3_param_persistence_threshold': 0}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=True,
+        ddp_backend='gloo',
+        report_to=[],
+        deepspeed={
+            'zero_optimization': zero,
+            'bf16': {'enabled': True},
+            'zero_allow_untested_optimizer': True,
+            'zero_force_ds_cpu_optimizer': False,
+            'train_micro_batch_size_per_gpu': 'auto',
+        },
+    )
+    ids = torch.arange(12)
+    data = [{'input_ids': (ids + shift) % 131, 'labels': (ids + shift) % 131} for shift in range(16)]
+    Trainer(model=build('qwen2'), args=arguments, train_dataset=data).train()
+
+
+def accelerate_run(folder: Path) -> None:
+    """``accelerator.save_state(folder/state)``; the config is in ``base`` and accelerate's own save in ``own``."""
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+    from tests.helpers.zoo import build
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={
+            'train_micro_batch_size_per_gpu': 1,
+            'gradient_accumulation_steps': 1,
+            'bf16': {'enabled': True},
+            'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
+            'zero_allow_untested_optimizer': True,
+            'zero_force_ds_cpu_optimizer': False,
+        }
+    )
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = build('llama')
+    engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    ids = torch.arange(24).reshape(2, 12) % 131
+    accelerator.backward(engine(input_ids=ids, labels=ids).loss)
+    accelerator.save_state(str(folder / 'state'))
+    weights = accelerator.get_state_dict(engine)
+    if accelerator.is_main_process:
+        model.config.architectures = [type(model).__name__]  # as in any model that was saved
+        model.config.save_pretrained(folder / 'base')
+        accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
+    accelerator.wait_for_everyone()

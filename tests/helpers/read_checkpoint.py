@@ -1,0 +1,47 @@
+"""What a CheckpointSource says, as plain tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from xhf_hooks.sources.checkpoint import CheckpointSource
+
+
+def open_checkpoint(path: Path) -> CheckpointSource:
+    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+
+    return CheckpointSource(find_checkpoint(path))
+
+
+def read_all(source: CheckpointSource, *, masters: bool = False) -> dict[str, torch.Tensor]:
+    """Every tensor under each of its names, in state-dict order, read in two parts that meet at an odd place."""
+    import torch
+
+    from xhf_hooks.dtypes import TORCH_DTYPES
+
+    tensors: dict[str, torch.Tensor] = {}
+    for spec in source.specs():
+        dtype = 'F32' if masters and spec.has_master else spec.dtype
+        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype])
+        data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b'')
+        cut = tensor.numel() // 3
+        for start, end in ((0, cut), (cut, tensor.numel())):
+            part = data[start * tensor.element_size() : end * tensor.element_size()]
+            assert source.read_into(spec.name, start, part, dtype, masters=masters) == 0
+        tensors.update(dict.fromkeys((spec.name, *spec.aliases), tensor))
+    return tensors
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Names, shapes, element types and bytes."""
+    import torch
+
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    for name, tensor in expected.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
+        ours, theirs = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(ours, theirs), name

@@ -1,0 +1,147 @@
+"""Real checkpoints of real engines, read back: what the hook saved at that moment, and what zero_to_fp32 gives."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.compare import folder_tensors
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.scenarios import Outcome, check, run_scenarios
+from tests.launched.test_one_answer import build_model
+
+STEPS = 2
+FP32_GRADIENTS = dict(data_types=dict(grad_accum_dtype='fp32'))
+OLD_FILES = dict(checkpoint=dict(checkpoint_serialization=False))
+#: Model, and how it is trained.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f'{model}-{name}': (model, options)
+    for model in ('tied', 'frozen')
+    for name, options in {
+        'zero0': dict(stage=0),
+        'zero1': dict(stage=1),
+        'zero2': dict(stage=2),
+        'zero3': dict(stage=3),
+        'zero3_small_sub_groups': dict(stage=3, sub_group_size=1000),
+    }.items()
+}
+#: Those that do not depend on the number of ranks.
+MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    'untied-zero1': ('untied', dict(stage=1)),
+    'untied-zero3_default_persistence': ('untied', dict(stage=3, stage3_param_persistence_threshold=100_000)),
+    'tied-round_robin_zero1': ('tied', dict(stage=1, round_robin_gradients=True)),
+    'tied-fp32_zero0': ('tied', dict(stage=0, bf16=False)),
+    'frozen-fp32_zero1': ('frozen', dict(stage=1, bf16=False)),
+    'tied-fp32_zero3': ('tied', dict(stage=3, bf16=False)),
+    'frozen-fp32_gradients_zero1': ('frozen', dict(stage=1, sections=FP32_GRADIENTS)),
+    'tied-two_groups_zero2': ('tied', dict(stage=2, two_groups=True)),
+    'frozen-two_groups_zero3': ('frozen', dict(stage=3, two_groups=True)),
+    'tied-old_files_zero1': ('tied', dict(stage=1, sections=OLD_FILES)),
+    'frozen-old_files_zero3': ('frozen', dict(stage=3, sections=OLD_FILES)),
+}
+CASES_OF = {2: CASES | MORE_CASES, 1: CASES, 3: CASES}
+EVERYWHERE = [
+    # DeepSpeed 0.16 always writes zip files
+    pytest.param(n, case, id=f'{n}ranks-{case}', marks=[pytest.mark.modern_only] * (n != 2 or 'old_files' in case))
+    for n, cases in CASES_OF.items()
+    for case in cases
+]
+WITH_ZERO = [param for param in EVERYWHERE if 'zero0' not in param.id]
+
+
+def train_and_save(kind: str, options: dict[str, Any], folder: Path) -> None:
+    """Runs on: all ranks."""
+    import torch
+
+    model = build_model(kind)
+    if options.get('bf16') is False:
+        model = model.float()
+    engine = zero_engine(model, **options)
+    for step in range(STEPS):
+        tokens = torch.arange(8).reshape(1, 8) + 3 * step
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder / 'checkpoint'))
+    save_folder(engine.module, folder / 'as_trained')
+    save_folder(engine.module, folder / 'float32', dtype='F32')
+    if hasattr(engine.optimizer, 'fp32_groups'):
+        # Without ZeRO the hook cannot get at the masters: they belong to no parameter
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        live = [master.detach() for group in engine.optimizer.fp32_groups for master in group]
+        torch.save(dict(zip(trained, live, strict=True)), folder / 'live_masters.pt')
+    engine.destroy()
+
+
+@pytest.fixture(scope='module')
+def launch(tmp_path_factory):
+    """Gives the folder and the outcomes of all cases at a number of ranks, from one launch each."""
+
+    @cache
+    def run(world_size: int) -> tuple[Path, dict[str, list[Outcome]]]:
+        root = tmp_path_factory.mktemp(f'checkpoints{world_size}')
+        cases = CASES_OF[world_size]
+        scenarios = {name: partial(train_and_save, *case, root / name) for name, case in cases.items()}
+        return root, run_scenarios(scenarios, world_size, timeout_secs=900)
+
+    return run
+
+
+@pytest.fixture
+def saved(launch, world_size, case):
+    root, results = launch(world_size)
+    check(results, case)
+    return root / case
+
+
+@pytest.mark.parametrize(('world_size', 'case'), EVERYWHERE)
+def test_tells_what_it_is(saved, world_size, case):
+    kind, options = CASES_OF[world_size][case]
+    source = open_checkpoint(saved / 'checkpoint')
+    facts = {'engine': 'deepspeed', 'zero_stage': options['stage'], 'world_size': world_size, 'layout': 'deepspeed'}
+    assert facts.items() <= source.facts.items()
+    assert source.iteration == STEPS and source.warnings == []
+
+    specs = source.specs()
+    model = build_model(kind)
+    assert [spec.name for spec in specs] == [name for name, _ in model.named_parameters()]
+    assert [spec.aliases for spec in specs if spec.aliases] == ([('lm_head.weight',)] if kind == 'tied' else [])
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert [spec.name for spec in specs if spec.has_master] == (trained if options.get('bf16', True) else [])
+
+
+@pytest.mark.parametrize(('world_size', 'case'), EVERYWHERE)
+def test_reads_what_the_hook_saved(saved, world_size, case):
+    source = open_checkpoint(saved / 'checkpoint')
+    first_names = [spec.name for spec in source.specs()]
+    as_trained = {name: tensor for name, tensor in read_all(source).items() if name in first_names}
+    masters = {name: tensor for name, tensor in read_all(source, masters=True).items() if name in first_names}
+    assert_same_tensors(as_trained, folder_tensors(saved / 'as_trained'))
+    assert_same_tensors({name: t.to(as_trained[name].dtype) for name, t in masters.items()}, as_trained)
+    if (saved / 'live_masters.pt').exists():
+        import torch
+
+        live = torch.load(saved / 'live_masters.pt')
+        assert_same_tensors({name: t.float() for name, t in masters.items() if name in live}, live)
+    elif 'round_robin' not in case:  # DeepSpeed itself looks for the live masters in the wrong order then
+        assert_same_tensors({n: t.float() for n, t in masters.items()}, folder_tensors(saved / 'float32'))
+
+
+@pytest.mark.parametrize(('world_size', 'case'), WITH_ZERO)
+def test_masters_are_what_zero_to_fp32_gives(saved, world_size, case):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    kind, options = CASES_OF[world_size][case]
+    if 'sections' in options:  # read by us, and not by zero_to_fp32
+        with pytest.raises((ValueError, RuntimeError), match=r'is not a zero checkpoint|mmap can only be used'):
+            get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
+        return
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
+    ours = read_all(open_checkpoint(saved / 'checkpoint'), masters=True)
+    assert bool(ours.keys() - theirs.keys()) == (kind == 'frozen' and options['stage'] == 1)  # which it drops
+    assert_same_tensors(
+        {name: ours[name].float() for name in theirs}, {name: tensor.float() for name, tensor in theirs.items()}
+    )

@@ -1,0 +1,137 @@
+"""Checkpoints of real runs, converted, against what the hook wrote at that iteration and what their own tools give."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
+from tests.helpers.old_runs import MMENGINE_RUNS, accelerate_run, mmengine_run, plain_deepspeed, trainer_run
+from tests.helpers.scenarios import check, run_scenarios
+
+MODES = ('adapter', 'merge', 'both')
+#: Name to (family, stage, LoRA options).
+PLAIN: dict[str, tuple[str, int, dict[str, Any] | None]] = {
+    'mixtral_zero2': ('mixtral', 2, None),
+    'lora_tied_zero3': ('qwen2', 3, {}),
+    'lora_modules_to_save_zero2': ('llama', 2, {'modules_to_save': ['lm_head']}),
+}
+TRAINER_STAGES = (2, 3)
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp('old_runs')
+    scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
+    for name, options in PLAIN.items():
+        scenarios[name] = partial(plain_deepspeed, *options, root / name)
+    return root, run_scenarios(scenarios, 2, timeout_secs=600)
+
+
+@pytest.fixture(scope='module')
+def accelerated(tmp_path_factory):
+    """Accelerate and Trainer set DeepSpeed up in ways of their own: a process for themselves."""
+    root = tmp_path_factory.mktemp('accelerated')
+    scenarios: dict[str, Any] = {
+        f'trainer{stage}': partial(trainer_run, stage, root / f'trainer{stage}') for stage in TRAINER_STAGES
+    }
+    scenarios['accelerate'] = partial(accelerate_run, root / 'accelerate')
+    environment = {'ACCELERATE_USE_DEEPSPEED': 'true'}
+    return root, run_scenarios(scenarios, 2, timeout_secs=300, env=environment)
+
+
+def export_of(finished: Any, name: str) -> Path:
+    return Path(check(finished[1], name)[0]) / 'hf_model'
+
+
+@pytest.mark.parametrize('name', MMENGINE_RUNS)
+def test_the_hooks_bytes(finished, name, tmp_path):
+    """From the work_dir alone, whose last checkpoint is taken."""
+    expected = export_of(finished, name)
+    options = ['--dtype', 'float32'] if 'float32' in name else []
+    folder = convert(finished[0] / name, tmp_path / 'out', '--base', expected, '--workers', '3', *options)
+    assert_same_files(folder, expected)
+    manifests = [json.loads((each / 'xhf_manifest.json').read_text()) for each in (folder, expected)]
+    for key in ('step', 'iteration'):
+        assert manifests[0][key] == manifests[1][key]
+    weights = [manifest['files']['model.safetensors'] for manifest in manifests]
+    assert weights[0] == weights[1], 'with the checksum of every tensor'
+
+
+def test_an_earlier_iteration_in_shards_is_another_model(finished, tmp_path):
+    base = export_of(finished, 'zero3')
+    checkpoint = finished[0] / 'zero3' / 'iter_2.pth'
+    folder = convert(checkpoint, tmp_path / 'out', '--base', base, '--max-shard-size', '20KB', '--verify')
+    sharded, last = folder_tensors(folder), folder_tensors(base)
+    assert len(list(folder.glob('*.safetensors'))) > 3 and sharded.keys() == last.keys()
+    whole = folder_tensors(convert(checkpoint, tmp_path / 'whole', '--base', base, '--dtype', 'bfloat16'))
+    assert all(torch.equal(whole[name], tensor) for name, tensor in sharded.items())
+    assert not all(torch.equal(sharded[name], last[name]) for name in last)
+
+
+@pytest.mark.parametrize('name', ['zero1', 'zero2', 'zero3', 'zero3_frozen_tied'])
+def test_float32_is_zero_to_fp32(finished, name, tmp_path):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder = convert(finished[0] / name, tmp_path / 'out', '--base', export_of(finished, name), '--dtype', 'float32')
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(finished[0] / name), tag='iter_4.pth')
+    rounded = 0
+    for key, tensor in folder_tensors(folder).items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[f'llm.{key}'].float()), key
+        rounded += int((tensor != tensor.bfloat16().float()).sum())
+    assert rounded > 0
+
+
+def test_float16_is_rounded_once_from_the_master(finished, tmp_path):
+    base = export_of(finished, 'zero3')
+    exact = folder_tensors(convert(finished[0] / 'zero3', tmp_path / 'a', '--base', base, '--dtype', 'float32'))
+    rounded = folder_tensors(convert(finished[0] / 'zero3', tmp_path / 'b', '--base', base, '--dtype', 'float16'))
+    assert all(torch.equal(tensor, exact[name].half()) for name, tensor in rounded.items())
+    assert not all(torch.equal(tensor, exact[name].bfloat16().half()) for name, tensor in rounded.items())
+
+
+def test_experts_are_unfused_as_the_hook_does(finished, tmp_path):
+    check(finished[1], 'mixtral_zero2')
+    folder = finished[0] / 'mixtral_zero2'
+    assert_same_files(
+        convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base', '--verify'), folder / 'hook_full'
+    )
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('name', [name for name in PLAIN if 'lora' in name])
+def test_lora(finished, name, mode, tmp_path, monkeypatch):
+    from xhf_hooks.writers import blocks
+
+    monkeypatch.setattr(blocks, 'BLOCK_NBYTES', 4096)  # so that what is merged lies across blocks, and between
+    check(finished[1], name)
+    folder = finished[0] / name
+    base = folder / 'hook_adapter'  # its adapter_config.json says what was trained, and names the base model
+    found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', base, '--lora', mode, '--verify')
+    assert_same_files(found, folder / f'hook_{mode}')
+
+
+@pytest.mark.parametrize('stage', TRAINER_STAGES)
+def test_trainer(accelerated, stage, tmp_path):
+    """Nothing but the checkpoint folder is named."""
+    check(accelerated[1], f'trainer{stage}')
+    checkpoint = accelerated[0] / f'trainer{stage}' / 'checkpoint-2'
+    folder = convert(checkpoint, tmp_path / 'out')
+    found, expected = folder_tensors(folder), folder_tensors(checkpoint)
+    if stage == 2:  # Trainer saves copies there, and so the tied weight twice
+        assert torch.equal(expected.pop('lm_head.weight'), expected['model.embed_tokens.weight'])
+    assert found.keys() == expected.keys()
+    assert all(t.dtype == torch.bfloat16 and torch.equal(t, expected[name]) for name, t in found.items())
+    assert json.loads((folder / 'config.json').read_text()) == json.loads((checkpoint / 'config.json').read_text())
+
+
+def test_accelerate(accelerated, tmp_path):
+    check(accelerated[1], 'accelerate')
+    folder = accelerated[0] / 'accelerate'
+    assert_same_folder_tensors(convert(folder / 'state', tmp_path / 'out', '--base', folder / 'base'), folder / 'own')

@@ -1,0 +1,147 @@
+"""What is wrong with a checkpoint is said in one line that names the file and what to do; never a model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.made_checkpoint import MadeCheckpoint, some_weights
+from tests.helpers.read_checkpoint import open_checkpoint, read_all
+from xhf_hooks.errors import CheckpointError
+
+MODEL = 'mp_rank_00_model_states.pt'
+HALF = torch.randn(6, 2).half()
+
+
+def optim(rank: int) -> str:
+    return f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'
+
+
+def model3(rank: int) -> str:
+    return f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt'
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str, share: float) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, int((folder / name).stat().st_size * share))
+
+
+def text(name: str, content: bytes = b'<html>404 Not Found</html>') -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def from_another(name: str, **options: Any) -> Callable[[Path], None]:
+    """The file of another save in its place."""
+
+    def put(folder: Path) -> None:
+        stage = 3 if (folder / model3(0)).exists() else 1
+        other = MadeCheckpoint(**{'stage': stage, 'world_size': 3, **options}).write(folder.parent / 'other')
+        shutil.copy(other / name, folder / name)
+
+    return put
+
+
+def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def put(folder: Path) -> None:
+        state = torch.load(folder / name, weights_only=False)
+        change(state)
+        torch.save(state, folder / name)
+
+    return put
+
+
+def shapes(state: dict[str, Any], name: str, shape: tuple[int, ...]) -> None:
+    state['param_shapes'][0][name] = torch.Size(shape)
+
+
+def fewer(state: dict[str, Any], key: str) -> None:
+    groups = state['optimizer_state_dict'][key]
+    groups[0] = groups[0][:-2].clone()
+
+
+OTHER = some_weights(seed=1)
+FLAT12, FLAT3 = 'single_partition_of_fp32_groups', 'fp32_flat_groups'
+#: Stage, what is done to the folder, the file that the message names, part of the message.
+CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
+    'rank missing': (1, remove(optim(1)), optim(1), 'missing'),
+    'last rank missing': (1, remove(optim(2)), optim(2), 'missing: 3 ranks wrote'),
+    'rank missing at 3': (3, remove(optim(2)), optim(2), 'missing'),
+    'model file of a rank missing': (3, remove(model3(1)), model3(1), 'missing'),
+    'last rank missing at 3': (3, lambda f: (remove(optim(2))(f), remove(model3(2))(f)), optim(2), 'missing'),
+    'model file missing': (1, remove(MODEL), model3(0), 'missing'),
+    'all optimizer files missing': (3, lambda f: [remove(optim(r))(f) for r in range(3)], optim(0), 'missing'),
+    'truncated': (3, cut(optim(1), 0.7), optim(1), 'truncated'),
+    'truncated model file': (1, cut(MODEL, 0.5), MODEL, 'truncated'),
+    'empty': (1, cut(optim(0), 0), optim(0), 'is empty'),
+    'a web page': (1, text(optim(1)), optim(1), 'not a file of torch.save'),
+    'another world size': (1, from_another(optim(1), world_size=2), optim(1), 'by a run of 2 ranks'),
+    'a rank too many': (1, lambda f: shutil.copy(f / optim(2), f / optim(3)), optim(3), 'run of more ranks'),
+    'another step': (1, from_another(optim(1), step=6), optim(1), 'optimizer step 6'),
+    'another step at 3': (3, from_another(optim(2), step=6), optim(2), 'optimizer step 6'),
+    'another model file at 3': (3, from_another(model3(2), step=6), model3(2), 'global_steps 6'),
+    'another iteration': (1, from_another(MODEL, masters=OTHER), optim(0), 'of another iteration'),
+    'another stage': (1, from_another(optim(1), stage=2), optim(1), 'ZeRO stage 2'),
+    'leftovers of stage 3': (1, from_another(model3(0), stage=3), MODEL, 'ZeRO-3 files lie beside it'),
+    'another precision': (
+        1, lambda f: shutil.copy(f / optim(0), f / f'bf16_{optim(0)}'), optim(0), 'another precision'),
+    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(0), 'ends within'),
+    'other shape at 3': (3, edit(model3(0), lambda s: shapes(s, 'b.weight', (99,))), model3(1), 'shapes of parameters'),
+    'same size, other shape': (1, edit(MODEL, lambda s: shapes(s, 'a.weight', (3, 5))), MODEL, 'another is recorded'),
+    'too few elements': (1, edit(optim(2), lambda s: fewer(s, FLAT12)), optim(0), 'ends within'),
+    'uneven ranks': (1, edit(optim(1), lambda s: fewer(s, FLAT12)), optim(0), 'has parts of sizes'),
+    'too few elements at 3': (3, edit(optim(1), lambda s: fewer(s, FLAT3)), optim(1), 'elements, expected'),
+    'short frozen slice': (
+        3, edit(model3(1), lambda s: s['frozen_param_fragments'].update(frozen=HALF[0])), model3(1), 'frozen has'),
+    'lost frozen slice': (
+        3, edit(model3(1), lambda s: s['frozen_param_fragments'].clear()), model3(1), 'lacks the frozen'),
+    'no fp32 weights': (
+        1, edit(optim(0), lambda s: s['optimizer_state_dict'].pop(FLAT12)), optim(0), 'expected a list'),
+    'unknown stage': (1, edit(optim(0), lambda s: s['optimizer_state_dict'].update(zero_stage=7)), optim(0), 'unknown'),
+    'optimizer of torch': (1, edit(optim(0), lambda s: s.clear()), optim(0), 'not an optimizer file'),
+    'another model file': (1, edit(MODEL, lambda s: s.pop('buffer_names')), MODEL, 'not a model file'),
+    'tensor parallel': (1, edit(MODEL, lambda s: s.update(mp_world_size=2)), MODEL, 'tensor parallelism'),
+    'tensor parallel files': (
+        1, text('mp_rank_01_model_states.pt'), 'mp_rank_01_model_states.pt', 'tensor parallelism'),
+    'experts': (1, text('layer_0_expert_3_mp_rank_00_model_states.pt'), 'layer_0_expert_3', 'expert parallelism'),
+    'experts of AutoEP': (1, edit(MODEL, lambda s: s.update(ds_autoep_layers=[{'a': 1}])), MODEL, 'expert parallelism'),
+    'pipeline': (1, text('layer_00-model_00-model_states.pt'), 'layer_00-model_00', 'pipeline parallelism'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_is_refused(tmp_path, case):
+    stage, spoil, file, words = CASES[case]
+    folder = MadeCheckpoint(stage=stage, world_size=3, frozen={'frozen': HALF}).write(tmp_path / 'global_step5')
+    read_all(open_checkpoint(folder))  # fine so far
+    spoil(folder)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder)
+    message = str(caught.value)
+    assert words in message and file in message and '\n' not in message
+    assert str(folder) in message
+    assert ';' in message or 'not supported' in message  # what to do comes last
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+    folder = MadeCheckpoint(stage=3).write(tmp_path / 'x')
+    source = open_checkpoint(folder)
+    cut(optim(1), 0.1)(folder)
+    with pytest.raises(CheckpointError, match='has become shorter'):
+        read_all(source)
+
+
+def test_overlapping_weights_are_refused(tmp_path):
+    """An expanded view would make a model of any size out of four bytes."""
+    file = tmp_path / 'x.pth'
+    torch.save({'state_dict': {'w': torch.zeros(1).expand(10**6, 10**6)}}, file)
+    with pytest.raises(CheckpointError, match='its bytes overlap'):
+        open_checkpoint(file)

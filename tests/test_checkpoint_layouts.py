@@ -1,0 +1,139 @@
+"""Every layout of DeepSpeed's files, made by hand, gives back what went in; at any number of ranks."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import torch
+
+from tests.helpers.made_checkpoint import MadeCheckpoint, some_weights
+from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+
+WEIGHTS = some_weights()
+TWO_GROUPS = [[n for n, t in WEIGHTS.items() if t.ndim > 1], [n for n, t in WEIGHTS.items() if t.ndim <= 1]]
+FROZEN = {'frozen.a': torch.randn(3, 3).half(), 'frozen.b': torch.randn(5).half(), 'frozen.c': torch.randn(1).half()}
+BUFFERS = {
+    'positions': torch.arange(5),
+    'scale': torch.randn(2).half(),
+    'none': torch.empty(0),
+    'flag': torch.tensor(True),
+}
+KINDS = {
+    'one_group': {},
+    'two_groups': {'groups': TWO_GROUPS},
+    'frozen_and_buffers': {'frozen': FROZEN, 'buffers': BUFFERS},
+    'bf16': {'dtype': torch.bfloat16},
+    'fp32': {'dtype': torch.float32},
+}
+STAGE_KINDS = {1: {'aligned': {'alignment': 8}, 'aligned_groups': {'alignment': 8, 'groups': TWO_GROUPS}}}
+STAGE_KINDS[2] = STAGE_KINDS[1]
+STAGE_KINDS[3] = {f'sub_groups_of_{n}': {'sub_group': n} for n in (1, 7, 20)}
+CASES = [(stage, kind) for stage in (1, 2, 3) for kind in {**KINDS, **STAGE_KINDS[stage]}]
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 3, 8])
+@pytest.mark.parametrize(('stage', 'kind'), CASES)
+def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
+    options = {**KINDS, **STAGE_KINDS[stage]}[kind]
+    made = MadeCheckpoint(stage=stage, world_size=world_size, **options)
+    source = open_checkpoint(made.write(tmp_path / 'global_step5'))
+    assert source.facts['zero_stage'] == stage and source.facts['world_size'] == world_size
+    assert source.warnings == [] and source.iteration == 5
+    assert_same_tensors(read_all(source), made.as_trained)
+    expected = {**made.as_trained, **made.masters}
+    assert_same_tensors(read_all(source, masters=True), expected)
+    has_master = [spec.name for spec in source.specs() if spec.has_master]
+    assert has_master == ([] if made.dtype == torch.float32 else list(made.masters))
+
+
+@pytest.mark.parametrize('stage', [1, 3])
+def test_more_ranks_than_elements(tmp_path, stage):
+    made = MadeCheckpoint(stage=stage, world_size=150, groups=TWO_GROUPS)
+    source = open_checkpoint(made.write(tmp_path / 'x'))
+    assert_same_tensors(read_all(source, masters=True), dict(made.masters))
+
+
+def test_tied_names_are_one_tensor(tmp_path):
+    for stage in (1, 3):
+        made = MadeCheckpoint(stage=stage, shared={'head.alias': 'embed.weight', 'other': 'embed.weight'})
+        source = open_checkpoint(made.write(tmp_path / f'stage{stage}'))
+        assert {s.name: s.aliases for s in source.specs() if s.aliases} == {'embed.weight': ('head.alias', 'other')}
+
+
+def test_named_but_not_stored(tmp_path):
+    """Frozen parameters that a ZeRO-3 run has left out (``exclude_frozen_parameters``) are told of."""
+    made = MadeCheckpoint(stage=3, frozen=FROZEN)
+    folder = made.write(tmp_path / 'x')
+    for file in folder.glob('*model_states.pt'):
+        state = torch.load(file, weights_only=False)
+        torch.save({**state, 'frozen_param_shapes': None, 'frozen_param_fragments': None}, file)
+    source = open_checkpoint(folder)
+    assert len(source.specs()) == len(made.masters)
+    assert source.warnings == [f'3 tensors are named in the checkpoint, not stored: {", ".join(FROZEN)}']
+
+
+def test_what_state_dict_leaves_out_is_in_the_masters(tmp_path):
+    """XTuner's ``state_dict()`` keeps some names only; the trained rest comes from the optimizer's files."""
+    made = MadeCheckpoint(stage=2, frozen=FROZEN)
+    folder = made.write(tmp_path / 'x')
+    file = folder / 'mp_rank_00_model_states.pt'
+    state = torch.load(file, weights_only=False)
+    torch.save({**state, 'module': {'b.weight': state['module']['b.weight']}}, file)
+    found = read_all(open_checkpoint(folder))
+    assert_same_tensors(found, made.as_trained)
+    assert next(iter(found)) == 'b.weight'
+
+
+def test_rounds_once_and_counts_what_overflows(tmp_path):
+    masters = {
+        'w': torch.tensor([1.0, 70000.0, -1e9, float('inf'), float('nan'), 65519.0, 2.0**-25, 1 + 2**-11 + 2**-20])
+    }
+    source = open_checkpoint(MadeCheckpoint(masters=masters, dtype=torch.bfloat16).write(tmp_path / 'x'))
+    out = torch.empty(8, dtype=torch.float16)
+    count = source.read_into('w', 0, memoryview(out.view(torch.uint8).numpy()), 'F16', masters=True)
+    assert count == 2
+    assert torch.equal(out.view(torch.int16), masters['w'].half().view(torch.int16))
+    twice = torch.empty(8, dtype=torch.float16)
+    assert source.read_into('w', 0, memoryview(twice.view(torch.uint8).numpy()), 'F16', masters=False) == 3
+    assert torch.equal(twice.view(torch.int16), masters['w'].bfloat16().half().view(torch.int16))
+    assert not torch.equal(out.view(torch.int16), twice.view(torch.int16))
+
+
+def test_processes_and_threads_read_the_same(tmp_path):
+    made = MadeCheckpoint(stage=3, world_size=3)
+    source = open_checkpoint(made.write(tmp_path / 'x'))
+    expected = read_all(source)
+    copied = pickle.loads(pickle.dumps(source))
+    assert_same_tensors(read_all(copied), expected)
+    assert (copied.facts, copied.specs()) == (source.facts, source.specs())
+    results: list[dict] = []
+    threads = [threading.Thread(target=lambda: results.append(read_all(copied))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    for found in results:
+        assert_same_tensors(found, expected)
+
+
+def test_large_tensors_in_any_range(tmp_path):
+    """Ranges that begin and end within chunks, slices and files."""
+    master = torch.randn(700, 1001)
+    source = open_checkpoint(MadeCheckpoint(masters={'w': master}, stage=3, world_size=3).write(tmp_path / 'x'))
+    flat = master.reshape(-1)
+    for start, end in ((0, flat.numel()), (233_566, 233_568), (1, 600_000), (flat.numel() - 1, flat.numel()), (5, 5)):
+        out = torch.empty(end - start)
+        source.read_into('w', start, memoryview(out.view(torch.uint8).numpy()), 'F32', masters=True)
+        assert torch.equal(out, flat[start:end])
+
+
+def test_gathered_is_the_source_interface(tmp_path):
+    made = MadeCheckpoint(stage=3, world_size=2)
+    source = open_checkpoint(made.write(tmp_path / 'x'))
+    with source.opened(), source.gathered(['a.weight', 'a.bias'], wanted=['a.weight'], masters=False) as tensors:
+        assert_same_tensors(dict(tensors), {'a.weight': made.as_trained['a.weight']})
+    with source.gathered(['a.weight'], wanted=['a.weight'], masters=True) as tensors:
+        assert_same_tensors(dict(tensors), {'a.weight': made.masters['a.weight']})

@@ -1,0 +1,89 @@
+"""Configs of finished runs, read and never run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.hostile_configs import hostile_texts
+from xhf_hooks.errors import ConfigError
+from xhf_hooks.skeleton.config_text import Unread, parse_config
+
+LAZY = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+import xtuner.model as models
+from xtuner.utils import PROMPT_TEMPLATE
+
+path = '/models/' + 'tiny'
+size = 2 * (3 + 4) // 7 - 0.5
+template = PROMPT_TEMPLATE.qwen_chat
+model = dict(
+    type=models.SupervisedFinetune,
+    llm=dict(type=AutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path=path, torch_dtype=torch.float16),
+    {},
+)
+pair = (path, [-1, not True])
+again = model['llm']
+first = pair[0]
+computed = sorted([2, 1])
+changed = [1]
+changed += [2]
+if computed:
+    path = 'elsewhere'
+""".replace('    {},\n', '')
+
+
+def test_a_lazy_config_reads_as_mmengine_dumps_it():
+    read = parse_config(LAZY, 'a.py')
+    assert read['model'] == {
+        'type': 'xtuner.model.SupervisedFinetune',
+        'llm': {
+            'type': 'transformers.AutoModelForCausalLM.from_pretrained',
+            'pretrained_model_name_or_path': '/models/tiny',
+            'torch_dtype': 'torch.float16',
+        },
+    }
+    assert read['size'] == 1.5 and read['pair'] == ('/models/tiny', [-1, False])
+    assert read['template'] == 'xtuner.utils.PROMPT_TEMPLATE.qwen_chat'
+    assert read['again'] == read['model']['llm'] and read['first'] == '/models/tiny'
+    assert 'torch' not in read, 'a module is no field'
+
+
+def test_what_is_not_read_says_where_it_stands():
+    read = parse_config(LAZY, 'a.py')
+    assert read['computed'] == Unread('sorted([2, 1])', 17)
+    assert isinstance(read['changed'], Unread), 'it was changed by what is not read'
+    assert isinstance(read['path'], Unread)
+
+
+def test_a_dumped_config_is_read_as_mmengine_reads_it():
+    from mmengine.config import Config
+
+    fields = {
+        'model': {'type': 'a.B', 'nested': [{'x': (1, 2.5e-3)}, None, True], 'text': 'a"b\'c\nd{e}\\'},
+        'lr': 1e-05,
+        'betas': (0.9, 0.999),
+        'names': {'a-b': -1, '1': 'x'},
+        'empty': [],
+    }
+    text = Config(fields).pretty_text
+    expected = Config.fromstring(text, '.py').to_dict()
+    assert parse_config(text, 'dumped.py') == expected
+
+
+def test_an_inherited_config_is_refused():
+    with pytest.raises(ConfigError, match='inherits'):
+        parse_config("_base_ = './other.py'\nlr = 1", 'a.py')
+
+
+@pytest.mark.parametrize('name', hostile_texts('x'))
+def test_nothing_is_run(name, tmp_path):
+    trace = tmp_path / 'trace'
+    text = hostile_texts(trace)[name]
+    try:
+        read = parse_config(text, 'hostile.py')
+    except ConfigError as error:
+        assert '\n' not in str(error) and 'hostile.py' in str(error)
+    else:
+        assert name == 'annotation' or not isinstance(read.get('model'), (str, int))
+    assert not trace.exists()

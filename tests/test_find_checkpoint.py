@@ -1,0 +1,118 @@
+"""Which checkpoint a path means: every layout is recognised by looking."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint import find_checkpoint
+
+
+def put(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b'x')
+    return folder
+
+
+def zero3(folder: Path, n_ranks: int = 12) -> Path:
+    for rank in range(n_ranks):
+        put(folder, f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt')
+        put(folder, f'bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt')
+    return folder
+
+
+def zero2(folder: Path) -> Path:
+    return put(folder, 'mp_rank_00_model_states.pt', 'zero_pp_rank_0_mp_rank_00_optim_states.pt', 'zero_to_fp32.py')
+
+
+def found(path: Path) -> tuple[str, str]:
+    checkpoint = find_checkpoint(path)
+    assert checkpoint.given == path
+    return checkpoint.layout, checkpoint.path.name
+
+
+def test_tag_folder_of_mmengine(tmp_path):
+    checkpoint = find_checkpoint(zero3(tmp_path / 'iter_500.pth'))
+    assert checkpoint.layout == 'mmengine' and checkpoint.path == checkpoint.given == tmp_path / 'iter_500.pth'
+    ranks = [int(file.name.split('_')[3]) for file in checkpoint.model_files]
+    assert ranks == list(range(12)) and len(checkpoint.optim_files) == 12
+    assert checkpoint.nbytes == 24
+
+
+def test_work_dir_of_mmengine(tmp_path):
+    zero2(tmp_path / 'iter_4.pth')
+    put(tmp_path, 'iter_2.pth', '20240101_000000/log.txt')
+    for text in (str(tmp_path / 'iter_4.pth'), '/elsewhere/then/iter_4.pth\n'):
+        (tmp_path / 'last_checkpoint').write_text(text)
+        assert found(tmp_path) == ('mmengine', 'iter_4.pth')
+    (tmp_path / 'last_checkpoint').write_text('/elsewhere/iter_2.pth')
+    assert found(tmp_path) == ('file', 'iter_2.pth')
+
+
+def test_layout_of_deepspeed(tmp_path):
+    zero3(tmp_path / 'global_step100')
+    zero3(tmp_path / 'global_step200')
+    put(tmp_path, 'zero_to_fp32.py')
+    (tmp_path / 'latest').write_text('global_step100')
+    assert found(tmp_path) == ('deepspeed', 'global_step100')
+    assert found(tmp_path / 'global_step200') == ('deepspeed', 'global_step200')
+
+
+def test_trainer_and_axolotl(tmp_path):
+    zero2(tmp_path / 'checkpoint-500/global_step500')
+    put(tmp_path / 'checkpoint-500', 'model.safetensors', 'config.json', 'rng_state_0.pth', 'trainer_state.json')
+    (tmp_path / 'checkpoint-500/latest').write_text('global_step500')
+    assert found(tmp_path / 'checkpoint-500') == ('trainer', 'global_step500')
+
+
+def test_accelerate(tmp_path):
+    zero2(tmp_path / 'pytorch_model')
+    put(tmp_path, 'random_states_0.pkl', 'scheduler.bin', 'zero_to_fp32.py')
+    (tmp_path / 'latest').write_text('pytorch_model')
+    assert found(tmp_path) == ('accelerate', 'pytorch_model')
+    assert found(tmp_path / 'pytorch_model') == ('accelerate', 'pytorch_model')
+    zero2(tmp_path / 'pytorch_model_1')
+    (tmp_path / 'latest').write_text('pytorch_model_1')
+    with pytest.raises(CheckpointError, match=r'2 checkpoints \(pytorch_model, pytorch_model_1\); give one'):
+        find_checkpoint(tmp_path)
+
+
+def test_single_file(tmp_path):
+    assert found(put(tmp_path, 'epoch_1.pth') / 'epoch_1.pth') == ('file', 'epoch_1.pth')
+
+
+REFUSED = {
+    'nothing there': ('nowhere', [], 'no such file or folder'),
+    'an empty folder': ('', [], 'not a checkpoint'),
+    'a folder of something else': ('', ['a.txt', 'config.json'], 'not a checkpoint'),
+    'several of mmengine': ('', ['iter_9.pth', 'iter_10.pth', 'epoch_1.pth'], r'3 checkpoints.*iter_10\.pth\)'),
+    'several of Trainer': ('', ['checkpoint-2/x', 'checkpoint-10/x'], r'\(checkpoint-2, checkpoint-10\)'),
+    'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a DeepSpeed checkpoint'),
+    'safetensors': ('m.safetensors', ['m.safetensors'], 'holds safetensors already'),
+    'FSDP of MMEngine': ('iter_2.pth', ['iter_2.pth/rank0.pth'], 'FSDPStrategy'),
+    'DCP': ('', ['__0_0.distcp', '.metadata'], 'torch.distributed.checkpoint'),
+    'experts': ('', ['mp_rank_00_model_states.pt', 'expp_rank_0_mp_rank_00_optim_states.pt'], 'expert parallelism'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_is_refused(tmp_path, case):
+    given, names, words = REFUSED[case]
+    put(tmp_path, *names)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        find_checkpoint(tmp_path / given)
+    assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('text', ['gone', '../elsewhere', '/no/such', '', 'x' * 9999])
+@pytest.mark.parametrize('pointer', ['latest', 'last_checkpoint'])
+def test_a_pointer_that_points_nowhere(tmp_path, pointer, text):
+    folder = put(tmp_path / 'run', pointer)
+    (tmp_path / 'elsewhere').mkdir()
+    (folder / pointer).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+        find_checkpoint(folder)

@@ -1,0 +1,153 @@
+"""Pickles as data: honest ones come out whole, hostile ones do nothing.
+
+Each hostile pickle would, under pickle.load, leave a file behind, hang, or take all memory. None may do that
+here; each is refused in one line that names the file, or is plain data without effect.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import os
+import pickletools
+import resource
+import subprocess
+import time
+
+import pytest
+import torch
+
+from tests.helpers.hostile_pickles import HOSTILE, TRACE
+from tests.helpers.torch_zip import write_torch_zip
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_int
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+
+MB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs():
+    """Without this, a pickle that ran under another test would be blamed on this one."""
+    if os.path.exists(TRACE):
+        os.remove(TRACE)
+    yield
+    assert not os.path.exists(TRACE), 'a pickle ran'
+
+
+def peak_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_hostile(tmp_path, name):
+    data, refusal = HOSTILE[name]
+    file = write_torch_zip(tmp_path / 'model.pth', data, {'0': bytes(16)})
+    before, started = peak_nbytes(), time.monotonic()
+    if refusal:
+        with pytest.raises(CheckpointError) as caught:
+            load_torch_file(file)
+        message = str(caught.value)
+        assert refusal in message
+        assert message.startswith(f'{file}: ') and '\n' not in message and len(message) < 500
+    else:
+        load_torch_file(file)
+    assert peak_nbytes() - before < 300 * MB
+    assert time.monotonic() - started < 60  # those that hang would do so for years
+
+
+def test_the_hostile_ones_are_hostile(tmp_path):
+    """Some of them, in a process of their own, under pickle itself: the tests above can fail."""
+    for name in (
+        'os.system',
+        'posix.system',
+        'INST',
+        'OBJ',
+        'STACK_GLOBAL',
+        'protocol 0',
+        'protocol 4',
+        'open for writing',
+    ):
+        subprocess.run(['python', '-c', 'import pickle, sys; pickle.load(sys.stdin.buffer)'], input=HOSTILE[name][0])
+        assert os.path.exists(TRACE), name
+        os.remove(TRACE)
+
+
+def test_there_are_enough():
+    assert len(HOSTILE) >= 60
+
+
+class Stage(enum.IntEnum):
+    """As DeepSpeed has it."""
+
+    one = 1
+
+
+class Wrapped(dict):
+    """As MMEngine's ConfigDict."""
+
+
+def load(tmp_path, value, protocol=2):
+    path = tmp_path / 'honest.pth'
+    torch.save(value, path, pickle_protocol=protocol)
+    return load_torch_file(path)
+
+
+@pytest.mark.parametrize('protocol', [2, 3, 4, 5])
+def test_plain_data_comes_out_equal(tmp_path, protocol):
+    value = {
+        'none': None, 'truth': [True, False],
+        'numbers': (0, 1, 255, 256, 65536, -1, 2**40, -(2**70), 1.5, float('inf')),
+        'text': 'ä' * 300, 'empty': ((), [], {}, ''), 'deep': [{'a': [({'b': 1},)]}],
+        'ordered': collections.OrderedDict(a=1, b=2), 'sets': [{1, 2}, frozenset({'x'})], 3: 'three', ('a', 1): 'pair',
+        'default': collections.defaultdict(list, {'k': [1]}), 'size': torch.Size([2, 3]),
+    }  # fmt: skip
+    assert load(tmp_path, value, protocol) == value
+
+
+def test_one_object_stays_one(tmp_path):
+    inner = [1]
+    found = load(tmp_path, {'a': inner, 'b': inner})
+    assert found['a'] is found['b']
+
+
+def test_strangers_become_inert(tmp_path):
+    wrapped = Wrapped(a=1)
+    wrapped.note = 'kept'
+    found = load(tmp_path, {'wrapped': wrapped, 'dtype': torch.float32, 'device': torch.device('cpu')})
+    assert isinstance(found['wrapped'], Inert)
+    assert found['wrapped'].entries == {'a': 1} and found['wrapped'].state == {'note': 'kept'}
+    assert found['dtype'] == Global('torch', 'float32')
+    assert repr(found['device']) == '<torch.device>' and found['device'].args == ('cpu',)
+
+
+def test_stages_of_zero_are_numbers():
+    made_by = Global('deepspeed.runtime.zero.config', 'ZeroStageEnum')
+    assert as_int(Inert(made_by, (3,))) == 3
+    assert as_int(Global(made_by.module, 'ZeroStageEnum.gradients')) == 2  # Python 3.11
+    assert as_int(2) == 2
+    assert [as_int(v) for v in (True, '3', None, Inert(made_by, ()), Global('x', 'Other.weights'))] == [None] * 5
+
+
+def test_parameters_and_tensors_with_attributes(tmp_path):
+    parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    tagged = torch.arange(4, dtype=torch.int16)
+    tagged.tag = 'x'
+    tagged_parameter = torch.nn.Parameter(torch.ones(2))
+    tagged_parameter.ds_id = 7
+    found = load(tmp_path, [parameter, tagged, tagged_parameter])
+    assert [type(t) for t in found] == [LazyTensor] * 3
+    assert [(t.shape, t.dtype) for t in found] == [((2, 3), 'F32'), ((4,), 'I16'), ((2,), 'F32')]
+
+
+def test_opcodes_of_pickle_are_all_known_or_refused():
+    """A new opcode is refused, not skipped."""
+    from xhf_hooks.sources.checkpoint.safe_pickle import _CONSTANTS, _HANDLERS
+
+    known = {chr(code) for code in (*_HANDLERS, *_CONSTANTS)} | {'.'}
+    refused = {op.name for op in pickletools.opcodes if op.code not in known}
+    assert refused == {
+        'INT', 'LONG', 'FLOAT', 'STRING', 'UNICODE', 'GET', 'PUT', 'PERSID', 'DICT',
+        'EXT1', 'EXT2', 'EXT4', 'NEXT_BUFFER', 'READONLY_BUFFER',
+    }  # fmt: skip

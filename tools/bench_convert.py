@@ -1,0 +1,212 @@
+"""A conversion side by side with its peers, each a process of its own, start-up included.
+
+Needs the environment that has xtuner (``source tools/env.sh; use_env .venv-xtuner``). DeepSpeed saves a checkpoint with
+two ranks; then each way converts it in turns, in random order. Memory is the peak of a process's anonymous
+memory (RssAnon), sampled every 5 ms; the dry run shows what imports and planning alone take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name('bench_convert_worker.py')
+FLOOR = 'floor: copy what is read and written'
+DRY = 'xhf-convert --dry-run: imports and plan'
+OURS = 'xhf-convert'
+ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
+XTUNER = 'XTuner: convert pth_to_hf'
+_SAMPLE_SECS = 0.005
+
+COPY = """
+import sys
+out, n_read, n_written, *files = sys.argv[1:]
+block = memoryview(bytearray(16 * 2**20))
+each = int(n_read) // len(files)
+for name in files:
+    with open(name, 'rb', buffering=0) as file:
+        left = each
+        while left > 0 and (n := file.readinto(block[:left])):
+            left -= n
+with open(out, 'wb', buffering=0) as file:
+    for start in range(0, int(n_written), len(block)):
+        file.write(block[: int(n_written) - start])
+"""
+
+CONFIG = """
+tokenizer = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path={base!r})
+model = dict(
+    type='xtuner.model.SupervisedFinetune',
+    llm=dict(
+        type='transformers.AutoModelForCausalLM.from_pretrained',
+        pretrained_model_name_or_path={base!r},
+        torch_dtype='auto',
+    ),
+)
+"""
+
+
+def environment() -> dict[str, str]:
+    """Of every process: no GPU, no network, and xtuner importable beside a CPU build of torch."""
+    python_path = [str(ROOT), str(ROOT / 'tests' / 'xtuner_stack'), *filter(None, [os.environ.get('PYTHONPATH')])]
+    return {
+        **os.environ,
+        'PYTHONPATH': os.pathsep.join(python_path),
+        'DS_ACCELERATOR': 'cpu',
+        'CUDA_VISIBLE_DEVICES': '',
+        'HF_HUB_OFFLINE': '1',
+    }
+
+
+def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
+    """The checkpoint, a base model of zeros for XTuner, which loads one, and a config; their figures."""
+    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2', str(WORKER)]
+    command += ['--billions', str(billions), '--folder', str(folder)]
+    finished = subprocess.run(command, env={**environment(), 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
+    if finished.returncode:
+        sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}')
+    base = folder / 'base'
+    (folder / 'config.py').write_text(CONFIG.format(base=str(base)))
+    _save_tokenizer(base)
+    return _figures(folder, base)
+
+
+def _figures(folder: Path, base: Path) -> dict[str, Any]:
+    shapes = json.loads((folder / 'shapes.json').read_text())
+    numel = sum(map(_product, shapes.values()))
+    _save_zeros(base / 'model.safetensors', shapes)
+    nbytes = sum(file.stat().st_size for file in (folder / 'iter_1.pth').iterdir())
+    return {'parameters': numel, 'checkpoint_nbytes': nbytes, 'read_nbytes': 4 * numel, 'written_nbytes': 2 * numel}
+
+
+def _save_zeros(file: Path, shapes: Mapping[str, list[int]]) -> None:
+    """bf16 weights, in a file with a hole where they would be."""
+    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+    end = 0
+    for name, shape in shapes.items():
+        start = end
+        end = start + 2 * _product(shape)
+        header[name] = {'dtype': 'BF16', 'shape': shape, 'data_offsets': [start, end]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    with file.open('wb') as out:
+        out.write(struct.pack('<Q', len(text)) + text)
+        out.truncate(8 + len(text) + end)
+
+
+def _product(shape: list[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({'<unk>': 0, 'hello': 1}, unk_token='<unk>'))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>').save_pretrained(folder)
+
+
+def ours(folder: Path) -> list[str]:
+    checkpoint, config = str(folder / 'iter_1.pth'), str(folder / 'config.py')
+    return [sys.executable, 'tools/convert.py', checkpoint, str(folder / 'out'), '--config', config]
+
+
+def ways(folder: Path, size: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Name to command; each writes to ``folder/out``."""
+    checkpoint, out = folder / 'iter_1.pth', str(folder / 'out')
+    optim_files = sorted(map(str, checkpoint.glob('*_optim_states.pt')))
+    zero_to_fp32 = [sys.executable, str(folder / 'zero_to_fp32.py'), str(folder), out]
+    xtuner = [sys.executable, '-m', 'xtuner.tools.model_converters.pth_to_hf', str(folder / 'config.py')]
+    return {
+        FLOOR: [sys.executable, '-c', COPY, out, str(size['read_nbytes']), str(size['written_nbytes']), *optim_files],
+        DRY: [*ours(folder), '--dry-run'],
+        OURS: ours(folder),
+        ZERO_TO_FP32: [*zero_to_fp32, '-t', 'iter_1.pth', '--safe_serialization'],
+        XTUNER: [*xtuner, str(checkpoint), out],
+    }
+
+
+def measure(command: list[str], out: Path) -> dict[str, float]:
+    """Seconds and peak anonymous memory of one process."""
+    if out.is_dir():
+        shutil.rmtree(out)
+    out.unlink(missing_ok=True)
+    os.sync()
+    started = time.perf_counter()
+    peak = 0
+    with (out.parent / 'output').open('wb') as output:
+        process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+        while process.poll() is None:
+            peak = max(peak, _anonymous_nbytes(process.pid))
+            time.sleep(_SAMPLE_SECS)
+    seconds = time.perf_counter() - started
+    if process.returncode:
+        sys.exit(f'{" ".join(command)} failed:\n{(out.parent / "output").read_text()[-3000:]}')
+    return {'seconds': seconds, 'peak_mb': peak / 1e6}
+
+
+def _anonymous_nbytes(pid: int) -> int:
+    try:
+        status = Path(f'/proc/{pid}/status').read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('RssAnon:')), 0)
+
+
+def measure_all(billions: list[float], repeats: int, out: Path) -> dict[str, Any]:
+    """All sizes, one after the other; the files of each lie below ``out`` meanwhile."""
+    sizes = []
+    for size in billions:
+        print(f'{size} B parameters, {repeats} repeats ...', file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            sizes.append(run(size, repeats, Path(folder)))
+    return {'repeats': repeats, 'sizes': sizes}
+
+
+def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
+    """One size, all ways."""
+    size = make_checkpoint(billions, folder)
+    commands = ways(folder, size)
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    order = random.Random(0)
+    for _ in range(repeats):
+        for name in order.sample(list(commands), len(commands)):  # no way always follows the same other one
+            results[name].append(measure(commands[name], folder / 'out'))
+    return {**size, 'runs': results}
+
+
+def table(measured: Mapping[str, Any]) -> str:
+    """Markdown: seconds, how many times faster ours is, and memory."""
+    lines = []
+    for size in measured['sizes']:
+        found = {
+            way: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            for way, runs in size['runs'].items()
+        }
+        lines += [
+            f'{size["parameters"] / 1e9:.2f} B parameters, {size["checkpoint_nbytes"] / 1e9:.1f} GB of checkpoint, '
+            f'{size["read_nbytes"] / 1e9:.2f} GB to read and {size["written_nbytes"] / 1e9:.2f} GB to write:',
+            '',
+            '| way | seconds | xhf-convert is faster, times | peak anonymous memory, MB |',
+            '|---|---|---|---|',
+        ]
+        for way, figures in found.items():
+            faster = figures['seconds'] / found[OURS]['seconds']
+            lines.append(f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {figures["peak_mb"]:.0f} |')
+        lines.append('')
+    return '\n'.join(lines)

@@ -1,0 +1,14 @@
+"""Turn the checkpoint of a finished run into a Hugging Face folder. The same as the command xhf-convert.
+
+python tools/convert.py CHECKPOINT OUT [--dry-run] [--help]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from xhf_hooks.cli.convert import main
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What ``xhf-convert`` does once its options are parsed: find, rebuild, plan, describe, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.convert import Converter, ConvertOptions
+from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.reward import has_head
+from xhf_hooks.records import CommittedCheckpoint, Step
+from xhf_hooks.skeleton import build_skeleton, find_run_config, fit
+from xhf_hooks.skeleton.tokenizer import find_tokenizer
+from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+
+
+class Conversion:
+    """One checkpoint on its way.
+
+    Args: as the options of the command.
+
+    Attributes:
+        warnings: What the user should know before anything is written.
+
+    Raises:
+        XhfError: It will not work; nothing was written.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        config: Path | None,
+        base: str | None,
+        module: str | None,
+        lora: str | None,
+        llava_format: str | None,
+        dtype: str | None,
+        max_shard_nbytes: int,
+        workers: int,
+        verify: bool,
+        trust_remote_code: bool,
+    ) -> None:
+        self._found = find_checkpoint(checkpoint)
+        self._source = CheckpointSource(self._found)
+        self._specs = self._source.specs()
+        self._base, self._trust = base, trust_remote_code
+        self._config = find_run_config(config, self._source.config_text, self._found.path)
+        names = [name for spec in self._specs for name in (spec.name, *spec.aliases)]
+        self._skeleton = build_skeleton(
+            self._config, self._found.path, names, base=base, trust_remote_code=trust_remote_code
+        )
+        fitted, notes = fit(self._skeleton, self._source, _trained_dtype(self._source.ds_config))
+        exporter = exporter_for(
+            self._skeleton.module, module, lora=lora, llava_format=llava_format, reward_token_id=self._reward_token_id()
+        )
+        options = ConvertOptions(dtype, max_shard_nbytes, workers, verify, facts=self._source.facts)
+        self.converter = Converter(fitted, exporter, options)
+        self.warnings = [*self._source.warnings, *notes, *exporter.notes]
+        if exporter.left_out:
+            some = ', '.join(exporter.left_out[:3]) + (', ...' if len(exporter.left_out) > 3 else '')
+            self.warnings.append(f'not exported: {len(exporter.left_out)} tensors ({some})')
+
+    def _reward_token_id(self) -> int | None:
+        found = None if self._config is None else self._config.fields.get('reward_token_id')
+        return found if type(found) is int and has_head(self._skeleton.module) else None
+
+    @property
+    def step(self) -> Step:
+        """The iteration that the checkpoint is of; 0 if nothing tells."""
+        iteration, epoch = self._source.iteration or 0, self._source.epoch
+        if epoch is not None and self._found.path.name.startswith('epoch_'):
+            return Step('epoch', epoch, iteration)
+        return Step('iter', iteration, iteration)
+
+    def description(self) -> list[str]:
+        """What was found, and what will be written."""
+        facts, plan = self._source.facts, self.converter.plan
+        engine = str(facts.get('engine'))
+        if facts.get('zero_stage') is not None:
+            engine += f' ZeRO-{facts["zero_stage"]}, {facts.get("world_size")} rank(s)'
+        iteration = 'unknown' if self._source.iteration is None else self._source.iteration
+        return [
+            f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
+            f'{len(self._specs)} tensors, {self._found.nbytes / 1e9:.2f} GB',
+            f'model {self._skeleton.described_by}; {type(self.converter.exporter).__name__}',
+            f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
+            f'{", ".join(file.name for file in plan.files)}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
+        ]
+
+    def run(self, out: Path, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
+        """Write ``out``.
+
+        Raises:
+            XhfError, OSError: It failed, and ``out`` is as it was.
+        """
+        tokenizer, stop_token_ids, notes = find_tokenizer(
+            self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
+        )
+        folder = CheckpointFolder(out.absolute(), max_keep=-1)
+        folder.claim()
+        try:
+            committed = self.converter.convert(folder, self.step, tokenizer, stop_token_ids, on_progress)
+        finally:
+            folder.release()
+        return CommittedCheckpoint(committed.path, committed.step, committed.cost, (*notes, *committed.warnings))
+
+
+def _trained_dtype(ds_config: dict) -> str | None:
+    """DeepSpeed casts the whole model, what it does not save included."""
+    for key, code in (('bf16', 'BF16'), ('bfloat16', 'BF16'), ('fp16', 'F16')):
+        section = ds_config.get(key)
+        if isinstance(section, dict) and section.get('enabled') is True:
+            return code
+    return None

@@ -1,0 +1,190 @@
+"""``xhf-convert``: the checkpoint of a finished run becomes a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.cli.progress import Progress
+from xhf_hooks.errors import IncompleteError, TargetError, XhfError
+from xhf_hooks.plan import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from xhf_hooks.cli.conversion import Conversion
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+_DTYPES = {'keep': None, 'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+_MOST_WORKERS = 16  # by default: more than a disk can feed, and each holds some MB
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog='xhf-convert',
+        description='Turn the checkpoint of a finished run into a Hugging Face folder. Nothing in it is executed.',
+        epilog='Exit status: 0 done, 1 failed, 2 bad input. What fails or is killed leaves no folder OUT.',
+    )
+    add = parser.add_argument
+    add(
+        'checkpoint',
+        metavar='CHECKPOINT',
+        type=Path,
+        help='iter_500.pth (a folder or a file), a work_dir, a checkpoint-500 of transformers.Trainer, a folder of '
+        'accelerator.save_state, or any folder that DeepSpeed saved into',
+    )
+    add('out', metavar='OUT', type=Path, help='the folder to make')
+    add('--config', type=Path, metavar='CFG', help="the run's config; default: the checkpoint's own, or one beside it")
+    add('--base', metavar='DIR', help='the model that training started from; default: what the config says')
+    add(
+        '--dtype',
+        choices=list(_DTYPES),
+        default='keep',
+        help="keep: the training dtype, as the hook saves it. float32: the exact master weights. Default: 'keep'",
+    )
+    add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
+    add(
+        '--lora',
+        choices=['adapter', 'merge', 'both'],
+        help="for a LoRA run; default: as the hook's, 'adapter' for most",
+    )
+    add(
+        '--llava-format',
+        choices=['xtuner', 'xtuner_complete', 'huggingface'],
+        help="for XTuner's LLaVAModel; default: 'xtuner'",
+    )
+    add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')
+    add('--workers', type=_count, metavar='N', help='threads that read and write; default: one for each core')
+    add('--verify', action='store_true', help='read everything back and compare, before OUT gets its name')
+    add('--overwrite', action='store_true', help='replace OUT, if this package wrote it')
+    add('--dry-run', action='store_true', help='say what was found and what would be written')
+    add('--trust-remote-code', action='store_true', help="run the base model's own code, if it has some")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Its exit status.
+    """
+    args = parse_args(argv)
+    try:
+        with _ended_by_sigterm():
+            return _run(args)
+    except KeyboardInterrupt:
+        print('xhf-convert: interrupted; nothing was left at OUT', file=sys.stderr)
+        return FAILED
+    except XhfError as error:
+        print(f'xhf-convert: {error}', file=sys.stderr)
+        return FAILED if isinstance(error, IncompleteError) else BAD_INPUT
+    except OSError as error:
+        print(f'xhf-convert: {error}', file=sys.stderr)
+        return FAILED
+    except Exception:  # a fault of this program: its traceback is what is needed
+        traceback.print_exc()
+        return FAILED
+
+
+def _run(args: argparse.Namespace) -> int:
+    _require_new(args.out, args.overwrite)
+    with _without_collector():
+        from xhf_hooks.cli.conversion import Conversion  # torch and transformers: after what needs neither
+
+        conversion = Conversion(
+            args.checkpoint,
+            config=args.config,
+            base=args.base,
+            module=args.module,
+            lora=args.lora,
+            llava_format=args.llava_format,
+            dtype=_DTYPES[args.dtype],
+            max_shard_nbytes=args.max_shard_size,
+            workers=args.workers or min(_MOST_WORKERS, _cores()),
+            verify=args.verify,
+            trust_remote_code=args.trust_remote_code,
+        )
+    for line in conversion.description():
+        print(line)
+    _warn(conversion.warnings)
+    if args.dry_run:
+        print(f'would write to {args.out}')
+        return DONE
+    sys.stdout.flush()
+    with Progress('converting') as progress:
+        committed = conversion.run(args.out, progress)
+    _warn(committed.warnings)
+    _summarize(conversion, committed)
+    return DONE
+
+
+def _summarize(conversion: Conversion, committed: Any) -> None:
+    cost = committed.cost
+    files = ', '.join(sorted(path.name for path in committed.path.iterdir()))
+    print(f'wrote {committed.path}: {files}')
+    print(
+        f'{cost.nbytes / 1e9:.2f} GB in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
+        f'({conversion.converter.read_nbytes / 1e9:.2f} GB read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
+    )
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f'xhf-convert: note: {warning}', file=sys.stderr)
+
+
+def _require_new(out: Path, overwrite: bool) -> None:
+    if not overwrite and (out.is_symlink() or out.exists()) and not (out.is_dir() and not any(out.iterdir())):
+        raise TargetError(f'{out} exists; name another folder, or add --overwrite')
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, and staging is cleared."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Imports make many objects and no garbage: looking for some takes a fifth of their time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a size such as '5GB' or a number of bytes, not {text!r}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'a number of at least 1, not {text!r}')
+    return int(text)

@@ -1,0 +1,204 @@
+"""The text of an MMEngine config as plain values, without running it.
+
+A config found in a checkpoint is anybody's text: it is parsed, never executed or imported from. MMEngine dumps
+configs as assignments of literals, ``dict(...)``, lists and dotted names in strings. A config that a user wrote in
+the lazy style has imports, too: ``from transformers import AutoModelForCausalLM`` makes the name stand for the text
+``'transformers.AutoModelForCausalLM'``, which is what MMEngine would have dumped. What is neither becomes
+:class:`Unread`, which matters only if it is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+from xhf_hooks.errors import ConfigError
+
+_MOST_CHARACTERS = 10_000_000
+_MOST_DIGITS = 30  # of a computed number; a config has no use for more
+_MOST_VALUES = 1_000_000  # in a field; a few lines can name a list of lists of lists, and so on
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A value that only running the config could give; ``line`` is where it stands."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class _Imported:
+    """An imported name: the dotted path that it stands for."""
+
+    path: str
+
+
+def parse_config(text: str, where: str) -> dict[str, Any]:
+    """The config's fields.
+
+    Args:
+        where: A file, for the messages.
+
+    Raises:
+        ConfigError: It is not Python, or it inherits from another config.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f'{where}: {len(text)} characters are too many for a config')
+    try:
+        tree = ast.parse(text)
+        names = _Reader().read(tree)
+        if '_base_' not in names:
+            dump = _Dumper()
+            return {name: dump(value) for name, value in names.items()}
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f'{where}: not a config: {type(error).__name__}: {error}; give another with --config'
+        ) from None
+    raise ConfigError(
+        f'{where}: it inherits from {names["_base_"]!r}, which is not followed; give --config the whole config '
+        f'that MMEngine dumped into the work_dir'
+    )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {}
+        self._modules: set[str] = set()  # names that an import statement made are no fields
+
+    def read(self, tree: ast.Module) -> dict[str, Any]:
+        for statement in tree.body:
+            self._statement(statement)
+        return {name: value for name, value in self._names.items() if name not in self._modules}
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.ImportFrom):
+            prefix = '.' * node.level + (node.module or '')
+            for alias in node.names:
+                name = alias.asname or alias.name
+                self._names[name] = _Imported(f'{prefix}.{alias.name}')
+                self._modules.add(name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition('.')[0]
+                self._names[name] = _Imported(alias.name if alias.asname else name)
+                self._modules.add(name)
+        elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
+            value = self._value(node.value)
+            for target in node.targets:
+                self._names[target.id] = value
+                self._modules.discard(target.id)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            self._names[node.target.id] = self._value(node.value)
+        else:  # whatever it may change is not known any more
+            unread = Unread(ast.unparse(node).splitlines()[0][:80], node.lineno)
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Name) and inner.id in self._names and not isinstance(node, ast.Expr):
+                    changed = isinstance(inner.ctx, (ast.Store, ast.Del))
+                    if changed:
+                        self._names[inner.id] = unread
+
+    def _value(self, node: ast.expr) -> Any:
+        read = getattr(self, f'_{type(node).__name__.lower()}', None)
+        found = None if read is None else read(node)
+        return found[0] if found is not None else Unread(ast.unparse(node)[:80], node.lineno)
+
+    # Each of these returns a tuple of one value, or None for what it does not read.
+
+    def _constant(self, node: ast.Constant) -> tuple[Any] | None:
+        return (node.value,)
+
+    def _name(self, node: ast.Name) -> tuple[Any] | None:
+        return (self._names[node.id],) if node.id in self._names else None
+
+    def _attribute(self, node: ast.Attribute) -> tuple[Any] | None:
+        owner = self._value(node.value)
+        if isinstance(owner, _Imported):
+            return (_Imported(f'{owner.path}.{node.attr}'),)
+        return (owner[node.attr],) if isinstance(owner, dict) and node.attr in owner else None
+
+    def _subscript(self, node: ast.Subscript) -> tuple[Any] | None:
+        owner, key = self._value(node.value), self._value(node.slice)
+        if isinstance(owner, dict) and isinstance(key, str) and key in owner:
+            return (owner[key],)
+        if isinstance(owner, (list, tuple)) and type(key) is int and -len(owner) <= key < len(owner):
+            return (owner[key],)
+        return None
+
+    def _list(self, node: ast.List) -> tuple[Any] | None:
+        return None if _has_star(node.elts) else ([self._value(item) for item in node.elts],)
+
+    def _tuple(self, node: ast.Tuple) -> tuple[Any] | None:
+        return None if _has_star(node.elts) else (tuple(self._value(item) for item in node.elts),)
+
+    def _dict(self, node: ast.Dict) -> tuple[Any] | None:
+        keys = [None if key is None else self._value(key) for key in node.keys]
+        if not all(isinstance(key, (str, int, float)) for key in keys):
+            return None
+        return (dict(zip(keys, map(self._value, node.values), strict=True)),)
+
+    def _call(self, node: ast.Call) -> tuple[Any] | None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ''
+        imported = self._names.get(name)
+        is_dict = name == 'dict' and imported is None
+        is_dict |= isinstance(imported, _Imported) and imported.path.endswith('.ConfigDict')
+        if not is_dict or any(keyword.arg is None for keyword in node.keywords):
+            return None
+        given = [self._value(argument) for argument in node.args]  # where keys are no identifiers: dict({'a-b': 1})
+        if len(given) > 1 or not all(isinstance(value, dict) for value in given):
+            return None
+        named = {keyword.arg: self._value(keyword.value) for keyword in node.keywords}
+        return ({**(given[0] if given else {}), **named},)
+
+    def _ifexp(self, node: ast.IfExp) -> tuple[Any] | None:
+        test = self._value(node.test)
+        return (self._value(node.body if test else node.orelse),) if isinstance(test, (bool, type(None))) else None
+
+    def _unaryop(self, node: ast.UnaryOp) -> tuple[Any] | None:
+        value = self._value(node.operand)
+        if isinstance(node.op, ast.Not) and isinstance(value, bool):
+            return (not value,)
+        is_number = type(value) in (int, float)
+        return (-value,) if is_number and isinstance(node.op, ast.USub) else None
+
+    def _binop(self, node: ast.BinOp) -> tuple[Any] | None:
+        left, right = self._value(node.left), self._value(node.right)
+        if isinstance(node.op, ast.Add) and type(left) is type(right) and isinstance(left, (str, list, tuple)):
+            return (left + right,) if len(left) + len(right) <= _MOST_VALUES else None
+        if not all(type(side) in (int, float) and abs(side) < 10**_MOST_DIGITS for side in (left, right)):
+            return None
+        if isinstance(node.op, ast.Add):
+            return (left + right,)
+        if isinstance(node.op, ast.Sub):
+            return (left - right,)
+        if isinstance(node.op, ast.Mult):
+            return (left * right,)
+        if right and isinstance(node.op, ast.Div):
+            return (left / right,)
+        if right and isinstance(node.op, ast.FloorDiv):
+            return (left // right,)
+        return None
+
+
+def _has_star(items: list[ast.expr]) -> bool:
+    return any(isinstance(item, ast.Starred) for item in items)
+
+
+class _Dumper:
+    """Gives imported names as the dotted text that MMEngine dumps."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_VALUES
+
+    def __call__(self, value: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f'more than {_MOST_VALUES} values')
+        if isinstance(value, _Imported):
+            return value.path
+        if isinstance(value, dict):
+            return {key: self(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self(item) for item in value)
+        return value

@@ -1,0 +1,17 @@
+"""Checkpoints on disk as a source: DeepSpeed folders and ``.pth`` files, read where they lie.
+
+    found = find_checkpoint('work_dirs/run')      looks at names only
+    source = CheckpointSource(found)              reads the pickles, restricted, and checks every file's size
+    source.specs()                                as any source
+    source.read_into('llm.lm_head.weight', 0, buffer, 'BF16', masters=False)
+
+Nothing in a checkpoint is executed (:mod:`.safe_pickle`), and DeepSpeed is not imported.
+"""
+
+from __future__ import annotations
+
+from xhf_hooks.sources.checkpoint.find import find_checkpoint
+from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece
+from xhf_hooks.sources.checkpoint.source import CheckpointSource
+
+__all__ = ['CheckpointSource', 'FoundCheckpoint', 'Piece', 'find_checkpoint']

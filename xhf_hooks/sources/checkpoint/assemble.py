@@ -1,0 +1,147 @@
+"""From the states in the files to where each tensor's values are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region, zero3_regions, zero12_regions
+from xhf_hooks.sources.checkpoint.records import Region, StoredTensor
+from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+
+#: What stands at ZeRO-3 in the state dict for a parameter whose values are elsewhere.
+_PLACEHOLDER_SHAPE = (0,)
+_MASTER, _ROUNDED = 'F32', ('BF16', 'F16')
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The tensors of a checkpoint in the order of the state dict.
+
+    Attributes:
+        named_only: Parameters that the state dict names, but whose values are nowhere.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    named_only: tuple[str, ...] = ()
+
+
+def from_state_dict(file: str, tensors: Mapping[str, LazyTensor], masters: Regions) -> Assembled:
+    """All weights are in one state dict: a single file, or a run without ZeRO."""
+    return _assemble(file, tensors, masters, {}, {}, 'F32')
+
+
+def from_zero12(model: ModelState, optims: Sequence[OptimState]) -> Assembled:
+    """ZeRO-1 and 2, and BF16_Optimizer: the model file has all weights as trained, the others the fp32 masters.
+
+    What an overridden ``state_dict()`` has left out of the model file is taken from the masters, and at
+    stage 2 from the frozen parameters, which lie in the same file once more.
+    """
+    file = str(model.file)
+    masters = zero12_regions(model.shapes or (), [optim.groups for optim in optims], optims[0].paddings)
+    frozen = {name: _region(file, name, tensor) for name, tensor in model.fragments.items()}
+    return _assemble(file, model.module, masters, frozen, model.shared, _trained_dtype(model))
+
+
+def from_zero3(models: Sequence[ModelState], optims: Sequence[OptimState]) -> Assembled:
+    """ZeRO-3: slices of everything on all ranks; the state dict names the element types, and holds buffers."""
+    first = models[0]
+    masters = zero3_regions(first.shapes or (), [optim.groups for optim in optims])
+    frozen = {}
+    for name, shape in first.frozen_shapes.items():
+        lacking = [model.file for model in models if name not in model.fragments]
+        if lacking:
+            raise CheckpointError(
+                f'{lacking[0]}: lacks the frozen parameter {name}; put the files of one save together'
+            )
+        frozen[name] = fragments_region(name, shape, [model.fragments[name] for model in models])
+    empty = {n for n, t in first.module.items() if t.shape == _PLACEHOLDER_SHAPE and n not in first.buffer_names}
+    return _assemble(str(first.file), first.module, masters, frozen, first.shared, _trained_dtype(first), empty)
+
+
+def _assemble(
+    file: str,
+    state_dict: Mapping[str, LazyTensor],
+    masters: Regions,
+    frozen: Regions,
+    shared: Mapping[str, str],
+    trained_dtype: str,
+    placeholders: Collection[str] = (),
+) -> Assembled:
+    """Give each parameter the best place of its values.
+
+    Args:
+        trained_dtype: Of parameters that the state dict lacks.
+        placeholders: Tensors of the state dict of which only the element type is true.
+    """
+    module = {name: tensor for name, tensor in state_dict.items() if name not in placeholders}
+    owners = _owners([*state_dict, *masters, *frozen], module, shared)
+    found: list[StoredTensor] = []
+    named_only: list[str] = []
+    for name, names in owners.items():
+        whole = next((_region(file, n, module[n]) for n in names if n in module), None)
+        master = next((masters[n] for n in names if n in masters), None)
+        kept = next((frozen[n] for n in names if n in frozen), None)
+        region = whole or master or kept
+        if region is None:
+            named_only.append(name)
+            continue
+        if any(other is not None and other.shape != region.shape for other in (master, kept)):
+            raise CheckpointError(
+                f'{file}: {name} has shape {region.shape}, another is recorded; take another checkpoint'
+            )
+        dtype = region.dtype
+        if region is master:
+            dtype = next((_dtype(file, n, state_dict[n]) for n in names if n in state_dict), trained_dtype)
+        has_master = master is not None and master.dtype == _MASTER and dtype in _ROUNDED
+        pieces = master.pieces if has_master else None
+        found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
+    return Assembled(tuple(found), tuple(named_only))
+
+
+def _owners(names: Sequence[str], module: Mapping[str, LazyTensor], shared: Mapping[str, str]) -> dict[str, list[str]]:
+    """All names of each parameter, under its first.
+
+    Names are of one parameter if DeepSpeed says so, or if they are views of the very same bytes: in a file,
+    unlike in memory, such views were one tensor when it was written.
+    """
+    place = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    first_at: dict[Any, str] = {}
+    first_of: dict[str, str] = {}
+    for name in place:
+        tensor = module.get(name)
+        first_of[name] = first_at.setdefault(tensor.place if tensor is not None and tensor.numel else name, name)
+    for alias, owner in shared.items():
+        if alias in place and owner in place and first_of[alias] != first_of[owner]:
+            first, second = sorted((first_of[alias], first_of[owner]), key=place.__getitem__)
+            first_of.update({name: first for name, known in first_of.items() if known == second})
+    owners: dict[str, list[str]] = {}
+    for name in place:
+        owners.setdefault(first_of[name], []).append(name)
+    return owners
+
+
+def _region(file: str, name: str, tensor: LazyTensor) -> Region:
+    dtype = _dtype(file, name, tensor)
+    if tensor.numel * DTYPE_NBYTES[dtype] > tensor.storage.nbytes:
+        raise CheckpointError(f'{file}: {name} has shape {tensor.shape}, but its bytes overlap; save a contiguous copy')
+    return Region(tensor.shape, dtype, (tensor.piece(),) if tensor.numel else ())
+
+
+def _dtype(file: str, name: str, tensor: LazyTensor) -> str:
+    if tensor.dtype is None:
+        raise CheckpointError(f'{file}: {name} is of an element type that safetensors cannot store; leave it out')
+    return tensor.dtype
+
+
+def _trained_dtype(model: ModelState) -> str:
+    config = model.content.get('ds_config')
+    for key, code in (('bf16', 'BF16'), ('bfloat16', 'BF16'), ('fp16', 'F16')):
+        section = config.get(key) if isinstance(config, dict) else None
+        if isinstance(section, dict) and section.get('enabled') is True:
+            return code
+    return 'F32'

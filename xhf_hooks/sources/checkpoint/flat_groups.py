@@ -1,0 +1,153 @@
+"""Where parameters lie in the flat fp32 groups of DeepSpeed's optimizers.
+
+Layouts: ``zero/stage_1_and_2.py`` (``state_dict``, ``_get_groups_without_padding``), ``bf16_optimizer.py``
+(``_setup_for_real_optimizer``), ``zero/stage3.py`` (``_rigid_state_dict``); read as ``utils/zero_to_fp32.py`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint.records import Piece, Region
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+
+Shapes = Mapping[str, tuple[int, ...]]
+Regions = dict[str, Region]
+_HINT = 'its files are not of one save, or of a way to train that is not supported'
+
+
+def zero12_regions(
+    shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]], paddings: Sequence[Sequence[int]] | None
+) -> Regions:
+    """Where each parameter is at ZeRO-1 and 2: each group is one vector, cut evenly over the ranks.
+
+    The vector holds the parameters one after the other, then up to 2 * ranks elements of alignment, which
+    the last ranks' files may lack.
+
+    Args:
+        shapes: Of each group's parameters, in the order of the vector.
+        ranks: Of each rank, its part of each group.
+        paddings: Of each group, elements behind each parameter (``zero_optimization.parameter_alignment``,
+            DeepSpeed 0.19.8 and later); None if there are none.
+
+    Raises:
+        CheckpointError: Elements are missing or left over.
+    """
+    found: Regions = {}
+    for index, group in enumerate(shapes):
+        parts = [rank[index] for rank in ranks]
+        if any(part.numel != parts[0].numel for part in parts[:-1]) or parts[-1].numel > parts[0].numel:
+            sizes = [part.numel for part in parts]
+            raise CheckpointError(f'{_file(parts)}: group {index} has parts of sizes {sizes} on the ranks; {_HINT}')
+        vector = _Vector(parts)
+        behind = paddings[index] if paddings is not None else [0] * len(group)
+        if len(behind) != len(group):
+            raise CheckpointError(f'{_file(parts)}: {len(behind)} paddings for {len(group)} parameters; {_HINT}')
+        position = data_end = 0
+        for (name, shape), padding in zip(group.items(), behind, strict=True):
+            data_end = position + math.prod(shape)
+            if data_end > vector.numel:
+                raise CheckpointError(f'{_file(parts)}: group {index} ends within {name}; {_HINT}')
+            found[name] = Region(shape, vector.dtype, vector.pieces(position, data_end))
+            position = data_end + padding
+        alignment = 2 * len(ranks)
+        if _aligned(position, alignment) != _aligned(vector.numel, alignment):
+            raise CheckpointError(
+                f'{_file(parts)}: group {index} holds {vector.numel} elements, its parameters have {position}; {_HINT}'
+            )
+    return found
+
+
+def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]]) -> Regions:
+    """Where each parameter is at ZeRO-3: each rank holds ceil(numel / ranks) elements of every parameter.
+
+    A rank's slices follow each other through its groups, which end where they like (``sub_group_size``);
+    the last ranks' slices are padded.
+
+    Raises:
+        CheckpointError: Elements are missing or left over.
+    """
+    vectors = [_Vector(groups) for groups in ranks]
+    merged = {name: shape for group in shapes for name, shape in group.items()}
+    wanted = sum(_slice_numel(shape, len(ranks)) for shape in merged.values())
+    for groups, vector in zip(ranks, vectors, strict=True):
+        if vector.numel != wanted:
+            raise CheckpointError(
+                f'{_file(groups)}: holds {vector.numel} elements, expected {wanted} with {len(ranks)} ranks; {_HINT}'
+            )
+    found: Regions = {}
+    position = 0
+    for name, shape in merged.items():
+        found[name] = _sliced_region(vectors, position, shape)
+        position += _slice_numel(shape, len(ranks))
+    return found
+
+
+def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[LazyTensor]) -> Region:
+    """Where a frozen parameter is at ZeRO-3: a slice in each rank's model file.
+
+    Raises:
+        CheckpointError: A slice has another size.
+    """
+    wanted = _slice_numel(shape, len(fragments))
+    for fragment in fragments:
+        if fragment.numel != wanted:
+            raise CheckpointError(
+                f'{_file([fragment])}: {name} has {fragment.numel} elements, expected {wanted} with '
+                f'{len(fragments)} ranks; {_HINT}'
+            )
+    return _sliced_region([_Vector([fragment]) for fragment in fragments], 0, shape)
+
+
+class _Vector:
+    """Flat tensors of one element type taken as one, end to end."""
+
+    def __init__(self, tensors: Sequence[LazyTensor]) -> None:
+        self._tensors = tensors
+        self._starts = [0, *accumulate(tensor.numel for tensor in tensors)]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1 or None in dtypes:
+            raise CheckpointError(f'{_file(tensors)}: weights of several element types {dtypes} in one; {_HINT}')
+        self.dtype = dtypes.pop() if dtypes else 'F32'
+
+    @property
+    def numel(self) -> int:
+        return self._starts[-1]
+
+    def pieces(self, start: int, end: int) -> tuple[Piece, ...]:
+        found = []
+        index = bisect_right(self._starts, start) - 1
+        while start < end:
+            tensor, begin = self._tensors[index], self._starts[index]
+            stop = min(end, begin + tensor.numel)
+            if stop > start:
+                found.append(tensor.piece(start - begin, stop - start))
+                start = stop
+            index += 1
+        return tuple(found)
+
+
+def _sliced_region(vectors: Sequence[_Vector], position: int, shape: tuple[int, ...]) -> Region:
+    """A parameter whose slice begins at ``position`` of each rank's vector."""
+    numel, share = math.prod(shape), _slice_numel(shape, len(vectors))
+    found: list[Piece] = []
+    for rank, vector in enumerate(vectors):
+        mine = max(0, min(share, numel - rank * share))
+        found += vector.pieces(position, position + mine)
+    return Region(shape, vectors[0].dtype, tuple(found))
+
+
+def _slice_numel(shape: tuple[int, ...], n_ranks: int) -> int:
+    return -(-math.prod(shape) // n_ranks)
+
+
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+def _file(tensors: Sequence[LazyTensor]) -> str:
+    return str(tensors[0].storage.file) if tensors else 'the checkpoint'

@@ -1,0 +1,89 @@
+"""What is known of a checkpoint on disk: where it is, and where each tensor's bytes lie in its files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint recognised by the names of its files; none has been opened yet.
+
+    Attributes:
+        given: What the user named.
+        path: The checkpoint itself: DeepSpeed's tag folder, or one file.
+        layout: ``'mmengine'`` (a tag folder ``iter_N.pth`` or ``epoch_N.pth``), ``'deepspeed'`` (``latest`` or a
+            tag folder of any other name), ``'trainer'`` (``checkpoint-N``, transformers or Axolotl),
+            ``'accelerate'`` (``pytorch_model``), or ``'file'`` (one ``.pth`` with all weights).
+        model_files: ``*_model_states.pt`` in rank order (one at stages 0 to 2), or the one file.
+        optim_files: ``*_optim_states.pt`` in rank order; none for a single file.
+    """
+
+    given: Path
+    path: Path
+    layout: str
+    model_files: tuple[Path, ...]
+    optim_files: tuple[Path, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.stat().st_size for file in (*self.model_files, *self.optim_files))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a tensor, row-major, as they lie in a file.
+
+    Attributes:
+        offset: Bytes from the start of ``file``.
+        dtype: Element-type code of the elements in the file.
+        shape, stride: Only for a tensor that was saved as a strided view (a transpose, for example): the
+            piece is then the whole tensor, ``offset`` that of element (0, 0, ...). Strides in elements.
+    """
+
+    file: Path
+    offset: int
+    dtype: str
+    numel: int
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Pieces that make up a tensor of ``shape``, all of one element type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint and where its values are.
+
+    Attributes:
+        dtype: As trained.
+        trained: Pieces that give the values as trained; they may be of the fp32 master, whose cast they are.
+        master: Pieces of the fp32 master copy; None when there is none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: tuple[Piece, ...]
+    master: tuple[Piece, ...] | None = None
+    aliases: tuple[str, ...] = field(default=())
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)

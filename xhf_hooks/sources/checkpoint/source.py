@@ -1,0 +1,210 @@
+"""A checkpoint on disk as a source of tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.records import TensorSpec
+from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
+from xhf_hooks.sources.checkpoint.reader import PieceReader
+from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
+from xhf_hooks.sources.checkpoint.single_file import load_single_file
+from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
+from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
+from xhf_hooks.sources.slices import SliceSource
+
+#: Values that are compared to find files of different iterations: of so many tensors, so many elements each.
+_COMPARED_TENSORS, _COMPARED_ELEMENTS = 16, 2048
+_SHOWN = 5
+
+
+class CheckpointSource(SliceSource):
+    """Reads slices of the files through mmap and casts them on the way; holds no tensor.
+
+    Runs on: one process, or several that each got it by fork or pickle, or several threads.
+
+    Attributes:
+        found: The checkpoint that is read.
+        facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
+            ``deepspeed`` (version), ``layout``, ``checkpoint`` (path as text).
+        iteration: Training iterations done, None if the files don't say.
+        epoch: Epochs done, None if the files don't say.
+        config_text: ``meta.cfg`` as MMEngine dumped it (text of a Python config file), else None.
+        ds_config: DeepSpeed's config of the run, as data; {} if there is none.
+        warnings: One-line notes for the user.
+        memory_factor: 1: a gathered tensor takes its bytes.
+
+    Raises:
+        CheckpointError: One line that names the file and what to do.
+    """
+
+    def __init__(self, found: FoundCheckpoint) -> None:
+        self.found = found
+        self.warnings: list[str] = []
+        self._reader = PieceReader()
+        if found.layout == 'file':
+            content, assembled = self._open_file()
+        else:
+            content, assembled = self._open_folder()
+        self._tensors = {tensor.name: tensor for tensor in assembled.tensors}
+        if not self._tensors:
+            raise CheckpointError(f'{found.path}: holds no weights; take another checkpoint')
+        self._check_sizes()
+        self._check_masters()
+        if assembled.named_only:
+            shown = ', '.join(assembled.named_only[:_SHOWN])
+            self.warnings.append(
+                f'{len(assembled.named_only)} tensors are named in the checkpoint, not stored: {shown}'
+            )
+        meta = content.get('meta')
+        meta = meta if isinstance(meta, dict) else {}
+        self.iteration = _first_int(meta.get('iter'), _number_in(found), content.get('global_steps'))
+        self.epoch = _first_int(meta.get('epoch'))
+        self.config_text = meta['cfg'] if isinstance(meta.get('cfg'), str) else None
+        self.ds_config = content['ds_config'] if isinstance(content.get('ds_config'), dict) else {}
+
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor with data in the checkpoint, in state-dict order, under its first name.
+
+        ``dtype`` is the training dtype. ``has_master``: an fp32 copy is in the files, and the training dtype is
+        16-bit. ``aliases``: tied names (``shared_params``, or names of one storage).
+        """
+        return [TensorSpec(t.name, t.shape, t.dtype, t.aliases, t.master is not None) for t in self._tensors.values()]
+
+    def pieces(self, name: str, *, masters: bool) -> tuple[Piece, ...]:
+        """Where the values lie; one after the other they are the row-major tensor.
+
+        Args:
+            masters: The fp32 master if there is one. Else what gives the training dtype: 16-bit weights where
+                the files have them (stages 0 to 2), fp32 slices whose cast they are otherwise (stage 3).
+        """
+        tensor = self._tensors[name]
+        return tensor.master if masters and tensor.master is not None else tensor.trained
+
+    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+        """Bytes in the files that reading these tensors reads."""
+        return sum(piece.nbytes for name in names for piece in self.pieces(name, masters=masters))
+
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+        """Cast ``len(out) / width`` elements from element ``start`` on into ``out``. Memory: a few MB.
+
+        With ``masters=False`` and another ``dtype`` than the training dtype, values are first rounded to the
+        training dtype, as the hook's are. With ``masters=True`` they are rounded once, from the master.
+
+        Args:
+            out: Writable bytes, of a mapped file for example.
+            dtype: Element-type code to write.
+
+        Returns:
+            How many finite elements became infinite.
+
+        Raises:
+            CheckpointError: A file can't be read any more.
+        """
+        if not len(out):
+            return 0
+        return self._read(name, start, torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]), masters=masters)
+
+    @contextmanager
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Whole tensors in fresh memory, for entries that are made of several (``combine``)."""
+        tensors = {}
+        for name in names:
+            if name in wanted:
+                stored = self._tensors[name]
+                dtype = 'F32' if masters and stored.master is not None else stored.dtype
+                tensors[name] = torch.empty(stored.shape, dtype=TORCH_DTYPES[dtype])
+                self._read(name, 0, tensors[name].view(-1), masters=masters)
+        yield tensors
+
+    def _read(self, name: str, start: int, out: torch.Tensor, *, masters: bool) -> int:
+        stored = self._tensors[name]
+        use_master = masters and stored.master is not None
+        through = None if use_master else TORCH_DTYPES[stored.dtype]
+        return self._reader.read_into(self.pieces(name, masters=masters), start, out, through)
+
+    def _open_file(self) -> tuple[Mapping[str, Any], Assembled]:
+        file = self.found.path
+        content, tensors = load_single_file(file)
+        self.facts = self._facts('torch')
+        return content, from_state_dict(str(file), tensors, {})
+
+    def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
+        models, optims = load_states(self.found)
+        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].version)
+        if not optims:
+            masters, warning = stage0_masters(models[0], self._reader)
+            self.warnings += [warning] if warning else []
+            assembled = from_state_dict(str(models[0].file), models[0].module, masters)
+        elif optims[0].stage == 3:
+            assembled = from_zero3(models, optims)
+        else:
+            assembled = from_zero12(models[0], optims)
+        return models[0].content, assembled
+
+    def _facts(
+        self, engine: str, stage: int = 0, world_size: int | None = None, version: str | None = None
+    ) -> dict[str, Any]:
+        facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'checkpoint': str(self.found.path)}
+        if engine == 'deepspeed':
+            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': version}
+        return facts
+
+    def _check_sizes(self) -> None:
+        """Every tensor has as many elements as its shape says, whatever it is read from."""
+        for tensor in self._tensors.values():
+            for pieces in (tensor.trained, tensor.master):
+                numel = sum(piece.numel for piece in pieces or ())
+                if pieces is not None and numel != tensor.numel:
+                    raise CheckpointError(
+                        f'{self.found.path}: {tensor.name} has {numel} elements, its shape {tensor.shape} '
+                        f'{tensor.numel}; take another checkpoint'
+                    )
+
+    def _check_masters(self) -> None:
+        """Weights as trained are the masters, rounded; if not, the files are of different iterations."""
+        both = [tensor for tensor in self._tensors.values() if tensor.master and tensor.trained != tensor.master]
+        for tensor in both[:: max(1, len(both) // _COMPARED_TENSORS)]:
+            if not self._agree(tensor):
+                raise CheckpointError(
+                    f'{tensor.master[0].file}: {tensor.name} is not what {tensor.trained[0].file.name} says: '
+                    f'of another iteration; put the files of one save together'
+                )
+
+    def _agree(self, tensor: StoredTensor) -> bool:
+        trained = torch.empty(min(tensor.numel, _COMPARED_ELEMENTS), dtype=TORCH_DTYPES[tensor.dtype])
+        rounded = torch.empty_like(trained)
+        self._reader.read_into(tensor.trained, 0, trained)
+        self._reader.read_into(tensor.master, 0, rounded)
+        return torch.equal(trained.view(torch.int16), rounded.view(torch.int16))
+
+
+def _stage_and_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tuple[int, int | None]:
+    """Stage 0 with BF16_Optimizer has the files of stage 1; the config tells."""
+    content = models[0].content
+    zero = content['ds_config'].get('zero_optimization') if isinstance(content.get('ds_config'), dict) else None
+    stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
+    ranks = optims[0].world_size if optims else _first_int(content.get('dp_world_size'))
+    return stage, ranks
+
+
+def _number_in(found: FoundCheckpoint) -> int | None:
+    """The iteration that a folder or file is named after; epochs are another unit."""
+    for name in (found.path.name, found.path.absolute().parent.name if found.layout == 'trainer' else ''):
+        match = re.fullmatch(r'(?:iter_|checkpoint-)(\d+)(?:\.pth)?', name)
+        if match:
+            return int(match[1])
+    return None
+
+
+def _first_int(*values: Any) -> int | None:
+    return next((value for value in values if type(value) is int and value >= 0), None)

@@ -1,0 +1,153 @@
+"""Tensors of a pickle as views into a file, checked against the file's sizes and read by nobody yet.
+
+The arguments are those of ``torch._utils._rebuild_tensor_v2`` and its relatives (torch ``_utils.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.sources.checkpoint.inert import Global
+from xhf_hooks.sources.checkpoint.records import Piece
+
+_MAX_DIMS = 64
+
+#: Element-type codes of the names that a pickle gives for ``torch.dtype`` objects.
+DTYPE_CODES = {
+    'bool': 'BOOL',
+    'uint8': 'U8',
+    'int8': 'I8',
+    'float8_e5m2': 'F8_E5M2',
+    'float8_e4m3fn': 'F8_E4M3',
+    'float8_e8m0fnu': 'F8_E8M0',
+    'int16': 'I16',
+    'uint16': 'U16',
+    'float16': 'F16',
+    'bfloat16': 'BF16',
+    'int32': 'I32',
+    'uint32': 'U32',
+    'float32': 'F32',
+    'complex64': 'C64',
+    'float64': 'F64',
+    'int64': 'I64',
+    'uint64': 'U64',
+}
+#: Likewise of the names of typed storages.
+STORAGE_CODES = {
+    'BoolStorage': 'BOOL',
+    'ByteStorage': 'U8',
+    'CharStorage': 'I8',
+    'ShortStorage': 'I16',
+    'HalfStorage': 'F16',
+    'BFloat16Storage': 'BF16',
+    'IntStorage': 'I32',
+    'FloatStorage': 'F32',
+    'ComplexFloatStorage': 'C64',
+    'DoubleStorage': 'F64',
+    'LongStorage': 'I64',
+    'UntypedStorage': 'U8',
+}
+
+
+class BadTensor(ValueError):
+    """A pickle describes a tensor that cannot be; the reader of the file adds the file's name."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of a file that tensors are views of.
+
+    Attributes:
+        dtype: Element-type code; None for one that no weight has (quantised, complex128 ...).
+        locate: Where the storage ``key`` begins in the file, looked up when a tensor is really read.
+    """
+
+    file: Path
+    key: str
+    dtype: str | None
+    nbytes: int
+    locate: Callable[[str], int]
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor in a file. ``start`` is in elements of the storage."""
+
+    storage: Storage
+    dtype: str | None
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Equal for two names of the same bytes."""
+        return self.storage.file, self.storage.key, self.dtype, self.start, self.shape, self.stride
+
+    def piece(self, first: int = 0, numel: int | None = None) -> Piece:
+        """Elements ``first`` to ``first + numel`` of a contiguous tensor, or all of any tensor."""
+        offset = self.storage.locate(self.storage.key) + (self.start + first) * DTYPE_NBYTES[self.dtype]
+        if self.is_contiguous:
+            return Piece(self.storage.file, offset, self.dtype, self.numel if numel is None else numel)
+        return Piece(self.storage.file, offset, self.dtype, self.numel, self.shape, self.stride)
+
+
+def make_storage(typename: Any, key: Any, numel: Any, file: Path, locate: Callable[[str], int]) -> Storage:
+    """A storage as a persistent id tells it: type, key and number of elements.
+
+    Raises:
+        BadTensor: One of them is of another kind.
+    """
+    if not isinstance(typename, Global) or type(key) is not str or not _is_count(numel):
+        raise BadTensor('a storage is described by other things than a type, a key and a size')
+    code = STORAGE_CODES.get(typename.name) if typename.module in ('torch', 'torch.storage', 'torch.cuda') else None
+    return Storage(file, key, code, numel * DTYPE_NBYTES[code] if code else 0, locate)
+
+
+def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
+    """The tensor that ``torch._utils`` would rebuild.
+
+    Raises:
+        BadTensor: It does not fit into its storage, or an argument is of the wrong kind.
+    """
+    if len(args) < 4 or not isinstance(args[0], Storage):
+        raise BadTensor(f'{function} is given no storage')
+    storage, start, shape, stride = args[:4]
+    dtype = storage.dtype
+    if function == '_rebuild_tensor_v3':
+        named = args[6] if len(args) > 6 else None
+        dtype = DTYPE_CODES.get(named.name) if isinstance(named, Global) and named.module == 'torch' else None
+    elif function == '_rebuild_tensor_v2' and len(args) > 6 and args[6]:
+        raise BadTensor('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
+    if not (isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= _MAX_DIMS):
+        raise BadTensor('a tensor has no proper shape and stride')
+    if not all(map(_is_count, (start, *shape, *stride))):
+        raise BadTensor('a tensor has a negative or odd size, stride or offset')
+    if dtype is not None and math.prod(shape):
+        last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        needed = (last + 1) * DTYPE_NBYTES[dtype]
+        if needed > storage.nbytes:
+            raise BadTensor(f'a tensor of shape {shape} needs {needed} bytes of a storage of {storage.nbytes}')
+    return LazyTensor(storage, dtype, start, shape, stride)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

@@ -1,0 +1,123 @@
+"""The weights of a Hugging Face folder as a source: the base model of a run that did not save all of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xhf_hooks.dtypes import TORCH_DTYPES, is_float
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.records import TensorSpec
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.sources.checkpoint.reader import PieceReader
+from xhf_hooks.sources.checkpoint.records import Piece
+from xhf_hooks.sources.slices import SliceSource
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX = 'model.safetensors.index.json'
+_MOST_HEADER_NBYTES = 100 * 10**6  # safetensors' own limit
+
+
+class SafetensorsSource(SliceSource):
+    """``model.safetensors``, or the files that its index names.
+
+    Args:
+        dtype: The element type that training gave its floats (DeepSpeed casts the whole model); None keeps them.
+
+    Raises:
+        CheckpointError: There are no such files, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, dtype: str | None) -> None:
+        self.folder = folder
+        self._dtype = dtype
+        self._pieces: dict[str, Piece] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._reader = PieceReader()
+        for file in _files(folder):
+            self._read_header(file)
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, shape, self._trained_dtype(name)) for name, shape in self._shapes.items()]
+
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+        import torch
+
+        target = torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]) if out.nbytes else None
+        if target is None:
+            return 0
+        through = TORCH_DTYPES[self._trained_dtype(name)]
+        return self._reader.read_into((self._pieces[name],), start, target, through)
+
+    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+        return sum(self._pieces[name].nbytes for name in names)
+
+    @contextmanager
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        import torch
+
+        found = {}
+        for name in wanted:
+            found[name] = torch.empty(self._shapes[name], dtype=TORCH_DTYPES[self._trained_dtype(name)])
+            self._reader.read_into((self._pieces[name],), 0, found[name].view(-1))
+        yield found
+
+    def _trained_dtype(self, name: str) -> str:
+        stored = self._pieces[name].dtype
+        return self._dtype if self._dtype is not None and is_float(stored) else stored
+
+    def _read_header(self, path: Path) -> None:
+        """Source of the layout: the safetensors README, "Format"."""
+        try:
+            with path.open('rb') as file:
+                (length,) = struct.unpack('<Q', file.read(8))
+                size = path.stat().st_size
+                if length > min(size - 8, _MOST_HEADER_NBYTES):
+                    raise ValueError(f'a header of {length} bytes in a file of {size}')
+                header = json.loads(file.read(length))
+            header.pop('__metadata__', None)
+            for name, tensor in header.items():
+                self._add(path, name, tensor, 8 + length, size)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise CheckpointError(
+                f'{path}: not a whole safetensors file ({type(error).__name__}: {error}); copy the base model again'
+            ) from None
+
+    def _add(self, path: Path, name: str, tensor: dict, data_start: int, size: int) -> None:
+        start, end = tensor['data_offsets']
+        dtype, shape = tensor['dtype'], tuple(map(int, tensor['shape']))
+        numel = math.prod(shape)
+        if min(shape, default=0) < 0 or start < 0 or end - start != numel * DTYPE_NBYTES[dtype]:
+            raise ValueError(f'{name} has {end - start} bytes for {dtype} {shape}')
+        if data_start + end > size:
+            raise ValueError(f'{name} ends at byte {data_start + end} of {size}')
+        self._pieces[name] = Piece(path, data_start + start, dtype, numel)
+        self._shapes[name] = shape
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f'{index}: cannot be read ({error}); copy the base model again') from None
+        files = [folder / Path(name).name for name in names]
+    else:
+        files = [folder / 'model.safetensors']
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(
+            f'{folder}: {missing[0]} is not there, and weights that training left alone are read from it; name '
+            f'a folder with the base model in safetensors with --base'
+        )
+    return files
