@@ -22,6 +22,7 @@ setup(
         'mmengine>=0.10.6',
         'transformers>=4.48',
         'safetensors>=0.4.3',
+        'isal>=1.6',
         'huggingface_hub>=0.26',
         # mmengine 0.10.7 imports deepspeed.runtime.fp16.onebit, which 0.19.7 removed.
         'deepspeed>=0.16.2,<0.19.7',
