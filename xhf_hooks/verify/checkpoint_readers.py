@@ -54,6 +54,9 @@ class ConvertedReader(ModelReader):
         finally:
             self._made.clear()
 
+    def close(self) -> None:
+        self._made.clear()
+
     def _make(self, group: Group) -> None:
         import torch
 
@@ -82,6 +85,9 @@ class NamedReader(ModelReader):
     def read(self, name: str, start: int, out: memoryview) -> None:
         dtype = self.tensors[name].dtype
         self._source.read_into(self._names[name], start // DTYPE_NBYTES[dtype], out, dtype, masters=False)
+
+    def close(self) -> None:
+        """Its files are closed when nothing refers to them."""
 
 
 def common_prefix(names: Sequence[str], others: Sequence[str]) -> str:

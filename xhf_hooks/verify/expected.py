@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.errors import BaseModelError, ModelError
+from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
+from xhf_hooks.verify import strict_json
 
 _COUNT_OF_MODULES = re.compile(r'(?:num|n)_(?:\w+_)?(?:layers?|experts?|blocks?)')
 
@@ -51,7 +52,8 @@ def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
     """Build it on the meta device, with the version of transformers that is installed.
 
     Raises:
-        BaseModelError: This transformers does not know the model, or cannot build it.
+        BaseModelError: This transformers does not know the model.
+        DamagedError: It does, and refuses the config.
         ModelError: It can, and our exporter does not know what it saves.
     """
     from transformers import PreTrainedModel
@@ -61,7 +63,12 @@ def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
     from xhf_hooks.skeleton import huggingface
     from xhf_hooks.sources import source_for
 
-    config = huggingface.load_config(str(folder), trust_remote_code=trust_remote_code, why='this folder')
+    try:
+        config = huggingface.load_config(str(folder), trust_remote_code=trust_remote_code, why='this folder')
+    except BaseModelError as error:
+        if _is_known(folder):
+            raise DamagedError(f'transformers refuses config.json: {error.__cause__ or error.__context__}') from None
+        raise
     if getattr(config, 'quantization_config', None) is not None:
         raise ModelError(f'{folder}: quantized weights have other names and shapes than the model')
     try:
@@ -69,7 +76,7 @@ def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
     except BaseModelError:
         raise
     except Exception as error:  # a config.json is anyone's data: whatever its class raises, it builds nothing
-        raise BaseModelError(f'{folder}: cannot be built from its config.json ({error!s:.200})') from None
+        raise DamagedError(f'no model can be built from config.json: {error!s:.200}') from None
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f'{folder}: {type(model).__name__} is no model of transformers')
     entries = exporter_for(model, None).entries(source_for(model).specs(), None)
@@ -88,6 +95,13 @@ def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
         embedding_rows=_rows(model),
         ignored=(*ignored, r'rotary_emb\.inv_freq$'),  # written by transformers before 4.31
     )
+
+
+def _is_known(folder: Path) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    config = strict_json.read(folder / 'config.json')
+    return isinstance(config.get('model_type'), str) and config['model_type'] in CONFIG_MAPPING
 
 
 def _rows(model: Any) -> int | None:

@@ -44,6 +44,10 @@ def verify_folder(
         raise CheckpointError(f'{path}: no such folder; give a folder with *.safetensors in it')
     findings, content = Findings(), scan(path)
     manifest = _manifest(content, findings)
+    inner = [name for name in content.files if name.endswith(f'/{MANIFEST_NAME}')]
+    if inner and MANIFEST_NAME not in content.files:
+        shown = some([str(path / name.removesuffix(f'/{MANIFEST_NAME}')) for name in inner])
+        raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one: {shown}')
     if not content.weight_files() and manifest is None and MANIFEST_NAME not in content.files:
         others = [name for name in content.files if name.endswith(('.bin', '.pt', '.pth', '.gguf', '.h5'))]
         raise CheckpointError(

@@ -61,6 +61,8 @@ def check_model(
             expected = expected_model(folder.path, trust_remote_code=trust_remote_code)
         except (BaseModelError, ModelError, PlanError) as error:
             findings.unchecked('config', f'{where}: names and shapes of the tensors: {error}')
+        except DamagedError as error:
+            findings.problem('config', f'{where}: {error}')
     if expected is not None:
         _compare_shapes(where, expected, folder, findings)
         rows = expected.embedding_rows

@@ -67,6 +67,7 @@ class ModelReader(ABC):
         """While it is open, reading these that are made together costs no second making."""
         yield
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files."""
 

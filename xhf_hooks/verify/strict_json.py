@@ -37,6 +37,8 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
         raise DamagedError(f'{where}: JSON nested too deeply') from None
     except ValueError as error:  # a number of too many digits, too
         raise DamagedError(f'{where}: not valid JSON ({str(error)[:200]})') from None
+    if b'\\ud' in data.lower() and not _is_text(content):
+        raise DamagedError(f'{where}: half of a surrogate pair, which is no character')
     if not isinstance(content, dict):
         raise DamagedError(f'{where}: expected a JSON object, found {type(content).__name__}')
     return content
@@ -61,6 +63,14 @@ def read(path: Path) -> dict[str, Any]:
 def is_count(value: Any) -> bool:
     """A JSON integer that can be a size or an offset; true and 1.0 are none."""
     return type(value) is int and 0 <= value < 2**63
+
+
+def _is_text(content: Any) -> bool:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
