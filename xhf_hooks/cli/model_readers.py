@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, XhfError
-from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefix
+from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
 from xhf_hooks.verify.content import scan
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
 
@@ -57,7 +57,7 @@ def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
 
     sources = [CheckpointSource(find_checkpoint(path)) for path in (a, b)]
     names = [[name for spec in source.specs() for name in (spec.name, *spec.aliases)] for source in sources]
-    prefixes = common_prefix(names[0], names[1]), common_prefix(names[1], names[0])
+    prefixes = common_prefixes(names[0], names[1], strip_others=True)
     readers = [
         NamedReader(source, f'{source.found.path} ({len(source.specs())} tensors, as trained)', source.warnings, prefix)
         for source, prefix in zip(sources, prefixes, strict=True)
@@ -82,7 +82,7 @@ def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, opti
             raise
         except XhfError as error:
             reasons.append(str(error))
-    prefix = common_prefix(names, list(folder.tensors))
+    prefix, _ = common_prefixes(names, list(folder.tensors), strip_others=False)
     label = f'{source.found.path} ({len(source.specs())} tensors, as trained)'
     reader = NamedReader(source, label, [f'matched by name alone: {reasons[0]}', *source.warnings], prefix)
     if not (reader.tensors.keys() | reader.ties.keys()) & folder.tensors.keys():

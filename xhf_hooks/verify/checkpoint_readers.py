@@ -90,16 +90,27 @@ class NamedReader(ModelReader):
         """Its files are closed when nothing refers to them."""
 
 
-def common_prefix(names: Sequence[str], others: Sequence[str]) -> str:
-    """What most of ``names`` have before a name of ``others``: ``'llm.'``, for example, or ``''``."""
-    known, found = set(others), {'': 0}
+def common_prefixes(names: Sequence[str], others: Sequence[str], *, strip_others: bool) -> tuple[str, str]:
+    """What to take off both sets of names so that most are the same: ``('llm.', '')``, for example."""
+    best, prefixes = 0, ('', '')
+    for other in _leading(others) if strip_others else ['']:
+        known = {name.removeprefix(other) for name in others}
+        for prefix in _leading(names):
+            count = len(known.intersection(name.removeprefix(prefix) for name in names))
+            if count > best:
+                best, prefixes = count, (prefix, other)
+    return prefixes
+
+
+def _leading(names: Sequence[str]) -> list[str]:
+    """The empty text, and what at least half of the names begin with, up to a dot."""
+    found: dict[str, int] = {}
     for name in names:
-        parts = name.split('.')
-        for end in range(len(parts)):
-            if '.'.join(parts[end:]) in known:
-                prefix = ''.join(f'{part}.' for part in parts[:end])
-                found[prefix] = found.get(prefix, 0) + 1
-    return max(found, key=lambda prefix: (found[prefix], -len(prefix)))
+        parts = name.split('.')[:-1]
+        for end in range(1, len(parts) + 1):
+            prefix = '.'.join(parts[:end]) + '.'
+            found[prefix] = found.get(prefix, 0) + 1
+    return ['', *(prefix for prefix, count in found.items() if 2 * count >= len(names))]
 
 
 def _name(placement: Placement) -> str:
