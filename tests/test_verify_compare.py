@@ -112,7 +112,7 @@ def test_the_numbers_and_their_order(model, tmp_path):
     assert [tensor.name for tensor in found.tensors[:2]] == ['lm_head.weight', NAME]
     before, after = load_file(model / WEIGHTS)[NAME].double(), tensors[NAME].double()
     assert found.tensors[1].max_abs == pytest.approx(float((after - before).abs().max()), rel=1e-6)
-    assert found.tensors[1].mean_abs == pytest.approx(float((after - before).abs().mean()), rel=1e-6)
+    assert found.tensors[1].mean_abs == pytest.approx(float((after - before).abs().mean()), rel=1e-5)
     assert found.tensors[1].n_differ == after.numel()
 
 

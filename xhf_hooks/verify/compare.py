@@ -14,12 +14,20 @@ import torch
 from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.verify.model_reader import ModelReader
-from xhf_hooks.verify.rounding import Difference, compare, has_precision, narrower, ways_through, went_through
+from xhf_hooks.verify.rounding import (
+    Difference,
+    Workspace,
+    compare,
+    has_precision,
+    narrower,
+    ways_through,
+    went_through,
+)
 from xhf_hooks.verify.threads import run_jobs
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
 #: Elements compared at once: small enough that what is computed on the way stays in the processor's cache.
-_PIECE_ELEMENTS = 1 << 17
+_PIECE_ELEMENTS = 1 << 16
 _JOB_ELEMENTS = 1 << 22
 _SHOWN = 20  # of each kind, to people
 _WIDEST = max(DTYPE_NBYTES.values())
@@ -201,18 +209,24 @@ def _compare_parts(
     for one, two, start, end in parts:
         difference, nbytes = Difference(), 0
         for x, y in buffers.pieces(a, b, one, two, start, end):
-            difference += compare(x, y, a.tensors[one].dtype, b.tensors[two].dtype)
+            difference += compare(x, y, a.tensors[one].dtype, b.tensors[two].dtype, buffers.workspace)
             nbytes += x.nbytes + y.nbytes
         found.append(((one, two), difference, nbytes))
     return found
 
 
 class _Buffers:
-    """Of each thread two, a piece large; and the lock of those who hold whole tensors."""
+    """Of each thread two, and a workspace; and the lock of those who hold whole tensors."""
 
     def __init__(self) -> None:
         self.alone = threading.Lock()
         self._own = threading.local()
+
+    @property
+    def workspace(self) -> Workspace:
+        if not hasattr(self._own, 'workspace'):
+            self._own.workspace = Workspace(_PIECE_ELEMENTS)
+        return self._own.workspace
 
     def pieces(
         self, a: ModelReader, b: ModelReader, one: str, two: str, start: int, end: int
