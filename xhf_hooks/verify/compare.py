@@ -20,14 +20,15 @@ from xhf_hooks.verify.rounding import (
     compare,
     has_precision,
     narrower,
+    same_bits,
     ways_through,
     went_through,
 )
 from xhf_hooks.verify.threads import run_jobs
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
-#: Elements compared at once: small enough that what is computed on the way stays in the processor's cache.
-_PIECE_ELEMENTS = 1 << 16
+#: Elements read at once, and compared at once: so few that what is computed on the way stays in the processor's cache.
+_WINDOW_ELEMENTS, _PIECE_ELEMENTS = 1 << 19, 1 << 16
 _JOB_ELEMENTS = 1 << 22
 _SHOWN = 20  # of each kind, to people
 _WIDEST = max(DTYPE_NBYTES.values())
@@ -208,9 +209,13 @@ def _compare_parts(
     found = []
     for one, two, start, end in parts:
         difference, nbytes = Difference(), 0
-        for x, y in buffers.pieces(a, b, one, two, start, end):
-            difference += compare(x, y, a.tensors[one].dtype, b.tensors[two].dtype, buffers.workspace)
+        for x, y in buffers.windows(a, b, one, two, start, end):
             nbytes += x.nbytes + y.nbytes
+            if x.dtype == y.dtype and same_bits(x, y):
+                difference += Difference(len(x))
+                continue
+            for pieces in zip(x.split(_PIECE_ELEMENTS), y.split(_PIECE_ELEMENTS), strict=True):
+                difference += compare(*pieces, a.tensors[one].dtype, b.tensors[two].dtype, buffers.workspace)
         found.append(((one, two), difference, nbytes))
     return found
 
@@ -228,14 +233,14 @@ class _Buffers:
             self._own.workspace = Workspace(_PIECE_ELEMENTS)
         return self._own.workspace
 
-    def pieces(
+    def windows(
         self, a: ModelReader, b: ModelReader, one: str, two: str, start: int, end: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Elements ``start`` to ``end`` of both, a piece at a time; each is overwritten by the next."""
+        """Elements ``start`` to ``end`` of both, a window at a time; each is overwritten by the next."""
         if not hasattr(self._own, 'data'):
-            self._own.data = [memoryview(bytearray(_PIECE_ELEMENTS * _WIDEST)) for _ in range(2)]
-        for first in range(start, end, _PIECE_ELEMENTS):
-            count = min(_PIECE_ELEMENTS, end - first)
+            self._own.data = [memoryview(bytearray(_WINDOW_ELEMENTS * _WIDEST)) for _ in range(2)]
+        for first in range(start, end, _WINDOW_ELEMENTS):
+            count = min(_WINDOW_ELEMENTS, end - first)
             found = []
             for reader, name, data in ((a, one, self._own.data[0]), (b, two, self._own.data[1])):
                 dtype = reader.tensors[name].dtype
@@ -282,7 +287,7 @@ def _find_through(a: ModelReader, b: ModelReader, one: str, two: str, buffers: _
     if not ways:
         return None
     with a.held([one]), b.held([two]):
-        for x, y in buffers.pieces(a, b, one, two, 0, a.tensors[one].n_elements):
+        for x, y in buffers.windows(a, b, one, two, 0, a.tensors[one].n_elements):
             wide = torch.promote_types(x.dtype, y.dtype)
             ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
             if not ways:
