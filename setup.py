@@ -15,7 +15,12 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['xhf_hooks', 'xhf_hooks.*']),
-    entry_points={'console_scripts': ['xhf-convert = xhf_hooks.cli.convert:main']},
+    entry_points={
+        'console_scripts': [
+            'xhf-convert = xhf_hooks.cli.convert:main',
+            'xhf-verify = xhf_hooks.cli.verify:main',
+        ]
+    },
     python_requires='>=3.10',
     install_requires=[
         'torch>=2.6',

@@ -91,6 +91,16 @@ class Converter:
                     _require_castable(group.reads[0], group.placements[0].dtype)
 
     @property
+    def source(self) -> SliceSource:
+        """Where the tensors of the plan come from."""
+        return self._source
+
+    @property
+    def masters(self) -> bool:
+        """Whether fp32 master weights are read where there are any."""
+        return self._masters
+
+    @property
     def read_nbytes(self) -> int:
         """Bytes of the checkpoint that a conversion reads."""
         names = {spec.name for bucket in self.plan.buckets for group in bucket.groups for spec in group.reads}

@@ -1,0 +1,46 @@
+"""Our CRC-32 is zlib's, whole or in pieces."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xhf_hooks import checksum
+
+
+@given(st.binary(), st.binary())
+def test_it_is_zlibs(first, second):
+    assert checksum.crc32(first) == zlib.crc32(first)
+    assert checksum.crc32(memoryview(second), checksum.crc32(first)) == zlib.crc32(first + second)
+
+
+@given(st.binary(), st.binary(), st.binary())
+def test_pieces_make_the_whole(one, two, three):
+    tail = checksum.combine(checksum.crc32(two), checksum.crc32(three), len(three))
+    assert checksum.combine(checksum.crc32(one), tail, len(two + three)) == zlib.crc32(one + two + three)
+
+
+def test_pieces_larger_than_four_gigabytes():
+    """Zeros leave a checksum of zeros before them alone: combining is a matter of the size."""
+    size, half = 2**33, zlib.crc32(bytes(2**20))
+    whole, step = half, 2**20
+    while step < size:
+        whole = checksum.combine(whole, whole, step)
+        step *= 2
+    assert whole == checksum.combine(0, whole, size)
+    assert checksum.combine(checksum.crc32(b'a'), whole, size) != checksum.combine(checksum.crc32(b'b'), whole, size)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_hexadecimal_and_back(crc):
+    text = checksum.to_hex(crc)
+    assert len(text) == 8 and checksum.from_hex(text) == crc
+
+
+@pytest.mark.parametrize('text', ['', '1', '0A1B2C3D', '0a1b2c3d4', '0x1b2c3d', '-a1b2c3d', '0a1b2c3\n', '0a_b2c3d'])
+def test_what_is_no_checksum(text):
+    with pytest.raises(ValueError, match='eight'):
+        checksum.from_hex(text)

@@ -1,0 +1,123 @@
+"""What is rounding and what is not, against exact arithmetic with fractions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.verify.rounding import compare
+
+FLOATS = ('F64', 'F32', 'BF16', 'F16')
+
+
+def neighbours(value: Fraction, code: str) -> set[Fraction]:
+    """The values of an element type nearest to a number: one, or two that are equally near."""
+    dtype = TORCH_DTYPES[code]
+    near = torch.tensor(float(value), dtype=torch.float64).to(dtype)
+    if not math.isfinite(float(near)):
+        return set()  # too large for the type: infinity is no rounding
+    found = [near, *(torch.nextafter(near, torch.tensor(s * math.inf, dtype=dtype)) for s in (1, -1))]
+    exact = [Fraction(float(one)) for one in found if math.isfinite(float(one))]
+    least = min((abs(one - value) for one in exact), default=None)
+    return {one for one in exact if abs(one - value) == least}
+
+
+def is_rounding(a: float, b: float, a_code: str, b_code: str) -> bool:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return False
+    x, y = Fraction(a), Fraction(b)
+    return y in neighbours(x, b_code) or x in neighbours(y, a_code)
+
+
+values = st.one_of(
+    st.floats(width=32, allow_nan=True, allow_infinity=True),
+    st.floats(-2, 2, width=32),
+    st.floats(-(2**-20), 2**-20, width=32),
+    st.sampled_from([0.0, -0.0, 1.0, 1 + 2**-8, 1 + 2**-11, 1 + 3 * 2**-8, 65504.0, 65520.0, 2**-24, 2**-25, 3.4e38]),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    numbers=st.lists(st.tuples(values, st.sampled_from(['rounded', 'next', 'other', 'same']), values), max_size=8),
+    codes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
+)
+def test_against_fractions(numbers, codes):
+    a_dtype, b_dtype = (TORCH_DTYPES[code] for code in codes)
+    a = torch.tensor([one for one, _, _ in numbers], dtype=torch.float64).to(a_dtype)
+    b = a.to(b_dtype)
+    for i, (_, kind, other) in enumerate(numbers):
+        if kind == 'next':
+            b[i] = torch.nextafter(b[i], torch.tensor(math.inf, dtype=b_dtype))
+        elif kind == 'other':
+            b[i] = torch.tensor(other, dtype=torch.float64).to(b_dtype)
+    found = compare(a, b, *codes)
+    pairs = list(zip(a.tolist(), b.tolist(), strict=True))
+    assert found.n_beyond == sum(not is_rounding(x, y, *codes) for x, y in pairs)
+    assert found.n_differ == sum(x != y and not (math.isnan(x) and math.isnan(y)) for x, y in pairs)
+    assert found.n_elements == len(pairs)
+    exact = [abs(Fraction(x) - Fraction(y)) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+    largest = float(max(exact, default=0))
+    assert found.max_abs == pytest.approx(largest, rel=1e-6) or largest > 3.4e38
+
+
+@pytest.mark.parametrize('wide', ['F32', 'F64'])
+@pytest.mark.parametrize('narrow', ['F16', 'BF16'])
+def test_every_rounded_value_is_within_half_a_unit(wide, narrow):
+    generator = torch.Generator().manual_seed(0)
+    a = (torch.randn(100_000, generator=generator) * 0.02).to(TORCH_DTYPES[wide])
+    found = compare(a, a.to(TORCH_DTYPES[narrow]), wide, narrow)
+    assert found.n_beyond == 0 and 0.49 < found.max_ulps <= 0.5 and found.n_differ > 90_000
+    found = compare(a, (a * 1.01).to(TORCH_DTYPES[narrow]), wide, narrow)
+    assert found.n_beyond > 50_000 and found.max_ulps > 1
+
+
+@pytest.mark.parametrize('code', FLOATS)
+def test_units_in_the_last_place(code):
+    dtype = TORCH_DTYPES[code]
+    one = torch.ones(1, dtype=dtype)
+    other = one.clone()
+    for _ in range(3):
+        other = torch.nextafter(other, torch.tensor([2.0], dtype=dtype))
+    found = compare(one, other, code, code)
+    assert found.max_ulps == 3 and found.n_beyond == found.n_differ == 1
+    assert found.max_abs == 3 * torch.finfo(dtype).eps
+
+
+def test_the_least_of_all_numbers():
+    """Subnormal ones, whose unit does not shrink any more."""
+    for code in FLOATS:
+        dtype = TORCH_DTYPES[code]
+        least = torch.nextafter(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
+        assert compare(least, torch.zeros(1, dtype=dtype), code, code).max_ulps == 1
+
+
+def test_zeros_and_nans_of_other_bits_are_equal_values():
+    a, b = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan])
+    b.view(torch.int32)[1] ^= 1
+    found = compare(a, b, 'F32', 'F32')
+    assert not found.same_bytes and found.n_differ == found.n_beyond == 0
+
+
+@pytest.mark.parametrize('pair', [(math.inf, -math.inf), (1.0, math.nan), (math.inf, 1.0), (math.nan, math.inf)])
+def test_infinite_and_finite_differ(pair):
+    found = compare(torch.tensor(pair[:1]), torch.tensor(pair[1:]), 'F32', 'F32')
+    assert found.n_beyond == 1 and found.max_ulps == math.inf
+
+
+@pytest.mark.parametrize('dtype', [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64])
+def test_exact_types(dtype):
+    a = torch.tensor([0, 1, 0, 1]).to(dtype)
+    b = a.clone()
+    assert compare(a, b, '', '').same_bytes
+    b[2] = 1
+    found = compare(a, b, 'I64', 'I64')
+    assert (found.n_differ, found.n_beyond, found.max_abs) == (1, 1, 1.0)

@@ -1,0 +1,230 @@
+"""Two models: identical, the same but for rounding, or different, with the numbers that show it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.model_folder import edit_json, save_model
+from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
+from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
+
+WEIGHTS = 'model.safetensors'
+NAME = 'model.layers.1.mlp.up_proj.weight'
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    return save_model('llama', tmp_path_factory.mktemp('model') / 'model')
+
+
+def compared(a: Path, b: Path, **options: object) -> Comparison:
+    readers = open_models(a, b, CheckpointOptions(**options))
+    try:
+        return compare_models(*readers, workers=2)
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def changed(model: Path, folder: Path, **options: object) -> Path:
+    """A copy with other tensors: all ``cast``, all ``through`` another type, one ``edit``-ed, one ``drop``-ped."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / WEIGHTS)
+    if 'cast' in options:
+        tensors = {name: tensor.to(options['cast']) for name, tensor in tensors.items()}
+    if 'through' in options:
+        tensors = {name: tensor.to(options['through']).to(tensor.dtype) for name, tensor in tensors.items()}
+    if 'edit' in options:
+        tensors[NAME] = options['edit'](tensors[NAME].clone())
+    if 'drop' in options:
+        del tensors[NAME]
+    save_file(tensors, folder / WEIGHTS, {'format': 'pt'})
+    return folder
+
+
+def test_a_model_and_its_copy(model, tmp_path):
+    found = compared(model, changed(model, tmp_path / 'b'))
+    assert found.verdict == IDENTICAL and found.count(IDENTICAL) == len(load_file(model / WEIGHTS))
+    assert found.read_nbytes == 2 * sum(tensor.nbytes for tensor in load_file(model / WEIGHTS).values())
+
+
+def test_shards_do_not_matter(model, tmp_path):
+    save_model('llama', tmp_path / 'shards', max_shard_size='100KB')
+    assert len(list((tmp_path / 'shards').glob('*.safetensors'))) > 1
+    assert compared(model, tmp_path / 'shards').verdict == IDENTICAL
+    assert compared(model / WEIGHTS, tmp_path / 'shards').verdict == IDENTICAL
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('swap', [False, True])
+def test_a_cast_is_rounding(model, tmp_path, dtype, swap):
+    pair = [model, changed(model, tmp_path / 'b', cast=dtype)]
+    found = compared(*(reversed(pair) if swap else pair))
+    assert found.verdict == ROUNDING and found.count(ROUNDING) == len(found.tensors)
+    assert 0.4 < max(tensor.max_ulps for tensor in found.tensors) <= 0.5
+    code = {torch.bfloat16: 'BF16', torch.float16: 'F16'}[dtype]
+    assert {tensor.through for tensor in found.tensors} == {code}
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_a_hidden_cast_is_found(model, tmp_path, dtype):
+    """fp32 numbers that were first rounded, as xtuner's pth_to_hf --fp32 stores: 1e-4 apart, and proven the same."""
+    found = compared(model, changed(model, tmp_path / 'b', through=dtype))
+    assert found.verdict == ROUNDING and found.count(ROUNDING) == len(found.tensors)
+    assert all(tensor.ulp_of == 'F32' and tensor.max_ulps > 100 for tensor in found.tensors)
+
+
+def test_both_16_bit_types_of_one_model(model, tmp_path):
+    one = changed(model, tmp_path / 'a', cast=torch.bfloat16)
+    assert compared(one, changed(model, tmp_path / 'b', cast=torch.float16)).verdict == ROUNDING
+
+
+def bump(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.view(-1)
+    flat[7] = torch.nextafter(flat[7], torch.tensor(9.0, dtype=tensor.dtype))
+    return tensor
+
+
+@pytest.mark.parametrize('options', [{}, {'cast': torch.bfloat16}, {'through': torch.float16}])
+def test_one_unit_in_one_element_is_a_difference(model, tmp_path, options):
+    """Whatever else was rounded: of the narrower type one more unit is no rounding."""
+    found = compared(model, changed(model, tmp_path / 'b', **options, edit=bump))
+    assert found.verdict == DIFFERENT and found.count(DIFFERENT) == 1
+    worst = found.tensors[0]
+    assert worst.name == NAME and worst.verdict == DIFFERENT
+    if not options:
+        assert (worst.n_differ, worst.max_ulps) == (1, 1.0)
+
+
+def test_the_numbers_and_their_order(model, tmp_path):
+    edit = tmp_path / 'b'
+    changed(model, edit, edit=lambda tensor: tensor + 0.25)
+    tensors = load_file(edit / WEIGHTS)
+    tensors['lm_head.weight'] += 4.0
+    save_file(tensors, edit / WEIGHTS)
+    found = compared(model, edit)
+    assert [tensor.name for tensor in found.tensors[:2]] == ['lm_head.weight', NAME]
+    before, after = load_file(model / WEIGHTS)[NAME].double(), tensors[NAME].double()
+    assert found.tensors[1].max_abs == pytest.approx(float((after - before).abs().max()), rel=1e-6)
+    assert found.tensors[1].mean_abs == pytest.approx(float((after - before).abs().mean()), rel=1e-5)
+    assert found.tensors[1].n_differ == after.numel()
+
+
+def test_missing_extra_and_other_shapes(model, tmp_path):
+    less = changed(model, tmp_path / 'less', drop=True)
+    assert compared(model, less).missing == [NAME] and compared(less, model).extra == [NAME]
+    assert compared(model, less).verdict == DIFFERENT
+    found = compared(model, changed(model, tmp_path / 'shape', edit=lambda tensor: tensor[:-1].contiguous()))
+    assert found.tensors[0].verdict == DIFFERENT and 'shapes' in found.tensors[0].reason
+
+
+def test_integers(tmp_path):
+    for folder, last in (('a', 3), ('b', 3), ('c', 4)):
+        (tmp_path / folder).mkdir()
+        save_file({'n': torch.tensor([1, last])}, tmp_path / folder / WEIGHTS)
+    assert compared(tmp_path / 'a', tmp_path / 'b').verdict == IDENTICAL
+    found = compared(tmp_path / 'a', tmp_path / 'c')
+    assert found.verdict == DIFFERENT and found.tensors[0].max_ulps is None
+
+
+def test_tensors_larger_than_what_is_read_at_once(tmp_path):
+    """The last element counts; empty ones and scalars do no harm."""
+    big = torch.randn(5_000_000)
+    for folder, value in (('a', 1.0), ('b', 1.0), ('c', 2.0)):
+        (tmp_path / folder).mkdir()
+        big[-1] = value
+        save_file({'big': big, 'empty': torch.zeros(0, 3), 'one': torch.ones(())}, tmp_path / folder / WEIGHTS)
+    assert compared(tmp_path / 'a', tmp_path / 'b').verdict == IDENTICAL
+    found = compared(tmp_path / 'a', tmp_path / 'c')
+    assert (found.tensors[0].n_differ, found.tensors[0].max_abs, found.count(DIFFERENT)) == (1, 1.0, 1)
+
+
+def test_tied_weights_stored_once_or_twice(tmp_path):
+    once = save_model('qwen2', tmp_path / 'once')
+    twice = tmp_path / 'twice'
+    shutil.copytree(once, twice)
+    tensors = load_file(once / WEIGHTS)
+    tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].clone()
+    save_file(tensors, twice / WEIGHTS)
+    edit_json(twice / 'config.json', tie_word_embeddings=False)
+    assert compared(once, twice).verdict == compared(twice, once).verdict == IDENTICAL
+    tensors['lm_head.weight'][0, 0] += 1
+    save_file(tensors, twice / WEIGHTS)
+    found = compared(twice, once)
+    assert found.verdict == DIFFERENT and 'lm_head.weight' in found.tensors[0].name
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A run's ``iter_7.pth`` in bf16 with its config, and the folder that a save of it would be."""
+    root = tmp_path_factory.mktemp('trained')
+    save_model('qwen2', root / 'model', torch.bfloat16)
+    save_checkpoint(root, root / 'iter_7.pth')
+    return root
+
+
+def save_checkpoint(root: Path, path: Path, prefix: str = 'llm.', base: str = 'model', **replaced: object) -> None:
+    tensors = {**load_file(root / 'model' / WEIGHTS), **replaced}
+    state_dict = {f'{prefix}{name}': tensor for name, tensor in tensors.items()}
+    llm = {
+        'type': 'transformers.AutoModelForCausalLM.from_pretrained',
+        'pretrained_model_name_or_path': str(root / base),
+    }
+    cfg = f'model = dict(type="xtuner.model.SupervisedFinetune", llm=dict({llm!r}))\n'
+    torch.save({'state_dict': state_dict, 'meta': {'iter': 7, 'cfg': cfg}}, path)
+
+
+def test_a_folder_and_its_checkpoint(trained, tmp_path):
+    for pair in ((trained / 'model', trained / 'iter_7.pth'), (trained / 'iter_7.pth', trained / 'model')):
+        found = compared(*pair)
+        assert found.verdict == IDENTICAL and len(found.tensors) == 26, found.lines()
+    other = load_file(trained / 'model' / WEIGHTS)['model.norm.weight'] * 1.5
+    save_checkpoint(trained, tmp_path / 'iter_7.pth', **{'model.norm.weight': other})
+    found = compared(trained / 'model', tmp_path / 'iter_7.pth')
+    assert found.verdict == DIFFERENT and found.tensors[0].name == 'model.norm.weight'
+
+
+@pytest.mark.parametrize('prefix', ['', 'module.model.'])
+def test_a_checkpoint_whose_base_is_gone(trained, tmp_path, prefix):
+    """The folder's own config describes it."""
+    save_checkpoint(trained, tmp_path / 'iter_7.pth', prefix, base='no such folder')
+    found = compared(trained / 'model', tmp_path / 'iter_7.pth')
+    assert found.verdict == IDENTICAL and len(found.tensors) == 26, found.lines()
+
+
+def test_a_checkpoint_of_a_model_that_nobody_knows(trained, tmp_path):
+    """By names alone, and it says so."""
+    shutil.copytree(trained / 'model', tmp_path / 'model')
+    edit_json(tmp_path / 'model' / 'config.json', architectures=['Nobody'], model_type='nobody')
+    save_checkpoint(trained, tmp_path / 'iter_7.pth', base='no such folder')
+    found = compared(tmp_path / 'model', tmp_path / 'iter_7.pth')
+    assert found.verdict == IDENTICAL and any('by name alone' in note for note in found.notes)
+
+
+def test_two_checkpoints(trained, tmp_path):
+    save_checkpoint(trained, tmp_path / 'iter_8.pth', 'module.')
+    assert compared(trained / 'iter_7.pth', tmp_path / 'iter_8.pth').verdict == IDENTICAL
+
+
+def test_experts_that_are_made_of_one_tensor(tmp_path):
+    """transformers 5 trains them fused and saves them apart: compared as converted."""
+    from tests.helpers.zoo import build
+
+    model = build('mixtral')
+    model.save_pretrained(tmp_path / 'model')
+    torch.save({f'llm.{name}': tensor for name, tensor in model.state_dict().items()}, tmp_path / 'weights.pth')
+    found = compared(tmp_path / 'model', tmp_path / 'weights.pth')
+    assert found.verdict == IDENTICAL and len(found.tensors) == len(load_file(tmp_path / 'model' / WEIGHTS))
+
+
+def test_the_json_is_json(model, tmp_path):
+    edit = changed(model, tmp_path / 'b', edit=lambda tensor: tensor * float('inf'))
+    content = json.loads(json.dumps(compared(model, edit).as_json(), allow_nan=False))
+    assert content['same'] is False and content['counts'][DIFFERENT] == 1
+    assert content['tensors'][0]['name'] == NAME and content['tensors'][0]['max_ulps'] == 'inf'

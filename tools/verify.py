@@ -1,0 +1,15 @@
+"""Is a model folder whole and unchanged? Are two the same model? The same as the command xhf-verify.
+
+python tools/verify.py DIR
+python tools/verify.py A B [--json] [--plot FILE] [--help]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from xhf_hooks.cli.verify import main
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What the two paths of ``xhf-verify A B`` are, opened so that their tensors have the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from xhf_hooks.errors import CheckpointError, XhfError
+from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
+from xhf_hooks.verify.content import scan
+from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """The options of ``xhf-convert`` that say how a checkpoint is to be understood."""
+
+    config: Path | None = None
+    base: str | None = None
+    module: str | None = None
+    lora: str | None = None
+    trust_remote_code: bool = False
+
+
+def open_models(a: Path, b: Path, options: CheckpointOptions) -> tuple[ModelReader, ModelReader]:
+    """Both, in this order.
+
+    A checkpoint beside a folder is read as ``xhf-convert`` would write it. Where that is not possible, and for two
+    checkpoints, tensors are matched by the names that training gave them.
+
+    Raises:
+        CheckpointError: One is no model that can be read here.
+    """
+    folders = [_is_folder_of_weights(path) for path in (a, b)]
+    if all(folders):
+        return SafetensorsReader(a), SafetensorsReader(b)
+    if not any(folders):
+        return _two_checkpoints(a, b)
+    folder = SafetensorsReader(a if folders[0] else b)
+    checkpoint = _as_converted(b if folders[0] else a, folder, a if folders[0] else b, options)
+    return (folder, checkpoint) if folders[0] else (checkpoint, folder)
+
+
+def _is_folder_of_weights(path: Path) -> bool:
+    """Not a work_dir, in which a checkpoint lies beside the models that were exported from it."""
+    if path.is_file():
+        return path.suffix == '.safetensors'
+    if not path.is_dir():
+        raise CheckpointError(f'{path}: no such file or folder')
+    if any(path.glob('*.safetensors')):
+        return True
+    return (path / 'config.json').is_file() and bool(scan(path).weight_files())
+
+
+def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
+    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+
+    sources = [CheckpointSource(find_checkpoint(path)) for path in (a, b)]
+    names = [[name for spec in source.specs() for name in (spec.name, *spec.aliases)] for source in sources]
+    prefixes = common_prefixes(names[0], names[1], strip_others=True)
+    readers = [
+        NamedReader(source, f'{source.found.path} ({len(source.specs())} tensors, as trained)', source.warnings, prefix)
+        for source, prefix in zip(sources, prefixes, strict=True)
+    ]
+    return readers[0], readers[1]
+
+
+def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, options: CheckpointOptions) -> ModelReader:
+    """The checkpoint, with the names of the folder; described by its own config, or else by the folder's."""
+    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+
+    source = CheckpointSource(find_checkpoint(path))
+    names = [name for spec in source.specs() for name in (spec.name, *spec.aliases)]
+    bases = [options.base]
+    if options.base is None and (folder_path / 'config.json').is_file():
+        bases.append(str(folder_path))
+    reasons = []
+    for base in bases:
+        try:
+            return _converted(path, base, names, folder, options)
+        except CheckpointError:
+            raise
+        except XhfError as error:
+            reasons.append(str(error))
+    prefix, _ = common_prefixes(names, list(folder.tensors), strip_others=False)
+    label = f'{source.found.path} ({len(source.specs())} tensors, as trained)'
+    reader = NamedReader(source, label, [f'matched by name alone: {reasons[0]}', *source.warnings], prefix)
+    if not (reader.tensors.keys() | reader.ties.keys()) & folder.tensors.keys():
+        raise CheckpointError(f'{path}: no tensor has a name of {folder_path}, and: {reasons[0]}')
+    return reader
+
+
+def _converted(
+    path: Path, base: str | None, names: list[str], folder: SafetensorsReader, options: CheckpointOptions
+) -> ConvertedReader:
+    from xhf_hooks.cli.conversion import Conversion
+
+    floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', 'F16', 'BF16')}
+    lora = options.lora
+    if lora is None and any('.lora_A.' in name for name in names):
+        adapters = [name for name in folder.tensors if '.lora_A.' in name]
+        lora = 'merge' if not adapters else 'adapter' if len(adapters) * 2 >= len(folder.tensors) else 'both'
+    conversion = Conversion(
+        path,
+        config=options.config,
+        base=base,
+        module=options.module,
+        lora=lora,
+        dtype='F32' if floats == {'F32'} else None,
+        max_shard_nbytes=10**18,
+        workers=1,
+        verify=False,
+        trust_remote_code=options.trust_remote_code,
+    )
+    notes = list(conversion.warnings)
+    if base is not None and base != options.base:
+        notes.append(f'{path} is understood by the config.json of {base}; what it does not hold is taken from there')
+    converter = conversion.converter
+    kind = 'fp32 master weights' if converter.masters else 'as trained'
+    label = f'{path} ({len(converter.plan.placements)} tensors as xhf-convert writes them, {kind})'
+    return ConvertedReader(converter, label, notes, dict(folder.ties))

@@ -1,0 +1,122 @@
+"""``xhf-verify``: is a model folder whole and unchanged, and are two places the same model?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from xhf_hooks.cli.progress import Progress
+from xhf_hooks.errors import XhfError
+
+SAME, DIFFERENT, UNUSABLE = 0, 1, 2
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog='xhf-verify',
+        description='One path: is this Hugging Face folder whole, consistent and, where it has an xhf_manifest.json, '
+        'unchanged? Two paths: the same model? Each is a Hugging Face folder or a checkpoint that xhf-convert reads.',
+        epilog='Exit status: 0 good, or the same (identical, or rounding only); 1 damaged, or different; 2 unusable.',
+    )
+    add = parser.add_argument
+    add('a', metavar='A', type=Path, help='a model folder')
+    add('b', metavar='B', type=Path, nargs='?', help='what A is compared with')
+    add('--json', action='store_true', help='the result as JSON, on standard output')
+    add('--plot', type=Path, metavar='FILE', help='draw the differences per layer (.png, .svg or .pdf)')
+    add('--load', action='store_true', help='also load A with transformers, run it, and let it write')
+    add('--no-read', action='store_true', help='one path: headers and sizes only, no checksums')
+    add('--no-model', action='store_true', help='one path: do not compare with the model and tokenizer classes')
+    add('--workers', type=_count, metavar='N', help='threads; default: one for each core')
+    add('--trust-remote-code', action='store_true', help="run the model's own code, if it has some")
+    rest = parser.add_argument_group('for checkpoints, as in xhf-convert')
+    rest.add_argument('--config', type=Path, metavar='CFG')
+    rest.add_argument('--base', metavar='DIR')
+    rest.add_argument('--module', metavar='PATH')
+    rest.add_argument('--lora', choices=['adapter', 'merge', 'both'])
+    args = parser.parse_args(argv)
+    if args.b is None and args.plot:
+        parser.error('--plot needs two paths')
+    if args.b is not None and (args.load or args.no_read or args.no_model):
+        parser.error('--load, --no-read and --no-model are for one path')
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Its exit status.
+    """
+    args = parse_args(argv)
+    try:
+        with redirect_stdout(sys.stderr):  # what libraries print is no part of the result
+            status, text = _check(args) if args.b is None else _compare(args)
+        print(text)
+        return status
+    except KeyboardInterrupt:
+        print('xhf-verify: interrupted', file=sys.stderr)
+    except (XhfError, OSError) as error:
+        print(f'xhf-verify: {error}', file=sys.stderr)
+    except Exception:  # a fault of this program: its traceback is what is needed
+        traceback.print_exc()
+    return UNUSABLE
+
+
+def _check(args: argparse.Namespace) -> tuple[int, str]:
+    from xhf_hooks.verify.folder import verify_folder
+
+    with Progress('reading') as progress:
+        report = verify_folder(
+            args.a,
+            workers=args.workers,
+            read=not args.no_read,
+            model=not args.no_model,
+            trust_remote_code=args.trust_remote_code,
+            on_progress=progress,
+        )
+    loaded = None
+    if args.load and report.is_good:
+        from xhf_hooks.verify.load import load_and_run
+
+        loaded = load_and_run(args.a, trust_remote_code=args.trust_remote_code)
+    elif args.load:
+        print('xhf-verify: not loaded, since it is damaged', file=sys.stderr)
+    good = report.is_good and (loaded is None or loaded.error is None)
+    status = SAME if good else DIFFERENT
+    if args.json:
+        return status, json.dumps({**report.as_json(), 'loaded': loaded and vars(loaded), 'good': good}, indent=2)
+    return status, '\n'.join([*(loaded.lines() if loaded else []), *report.lines()])
+
+
+def _compare(args: argparse.Namespace) -> tuple[int, str]:
+    from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
+    from xhf_hooks.verify.compare import DIFFERENT as REALLY
+    from xhf_hooks.verify.compare import compare_models
+    from xhf_hooks.verify.threads import default_workers
+
+    options = CheckpointOptions(args.config, args.base, args.module, args.lora, args.trust_remote_code)
+    a, b = open_models(args.a, args.b, options)
+    try:
+        with Progress('comparing') as progress:
+            found = compare_models(a, b, args.workers or default_workers(), progress)
+    finally:
+        a.close()
+        b.close()
+    if args.plot:
+        from xhf_hooks.verify.plot import plot
+
+        plot(found, args.plot)
+    status = DIFFERENT if found.verdict == REALLY else SAME
+    return status, json.dumps(found.as_json(), indent=2) if args.json else '\n'.join(found.lines())
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'a number of at least 1, not {text!r}')
+    return int(text)

@@ -1,0 +1,1 @@
+"""Is a model folder whole and unchanged, and do two places hold the same model?"""

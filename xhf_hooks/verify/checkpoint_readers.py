@@ -1,0 +1,118 @@
+"""Checkpoints of training as models to compare: as a conversion would write them, or under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from xhf_hooks.convert import Converter
+from xhf_hooks.gather import group_chunks
+from xhf_hooks.records import Group, Placement
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.sources.slices import SliceSource
+from xhf_hooks.verify.model_reader import ModelReader, TensorInfo
+
+
+class ConvertedReader(ModelReader):
+    """Exactly what ``xhf-convert`` would write, without writing it.
+
+    Args:
+        ties: Name of a tied tensor that is not written, to the one that is.
+    """
+
+    def __init__(self, converter: Converter, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
+        self.label, self.notes, self.ties = label, list(notes), ties
+        self._converter = converter
+        self._places: dict[str, tuple[Group, Placement]] = {}
+        self._made: dict[str, memoryview] = {}
+        for bucket in converter.plan.buckets:
+            for group in bucket.groups:
+                for placement in group.placements:
+                    self._places[_name(placement)] = (group, placement)
+        self.tensors = {name: TensorInfo(p.shape, p.dtype, p.nbytes) for name, (_, p) in self._places.items()}
+
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        group, placement = self._places[name]
+        if group.combine is not None:
+            out[:] = self._made[name][start : start + len(out)]
+            return
+        first = start // DTYPE_NBYTES[placement.dtype]
+        source, masters = self._converter.source, self._converter.masters
+        source.read_into(group.reads[0].name, first, out, placement.dtype, masters=masters)
+
+    def made_together(self, name: str) -> tuple[str, ...]:
+        group, _ = self._places[name]
+        return () if group.combine is None else tuple(_name(placement) for placement in group.placements)
+
+    @contextmanager
+    def held(self, names: Sequence[str]) -> Iterator[None]:
+        groups = {id(group): group for group, _ in map(self._places.__getitem__, names) if group.combine is not None}
+        try:
+            for group in groups.values():
+                self._make(group)
+            yield
+        finally:
+            self._made.clear()
+
+    def close(self) -> None:
+        self._made.clear()
+
+    def _make(self, group: Group) -> None:
+        import torch
+
+        reads, masters = [spec.name for spec in group.reads], self._converter.masters
+        with self._converter.source.gathered(reads, wanted=reads, masters=masters) as tensors, torch.no_grad():
+            self._made |= {_name(chunk.placement): chunk.data for chunk in group_chunks(group, tensors)}
+
+
+class NamedReader(ModelReader):
+    """The tensors of a checkpoint under the names that training gave them, as trained.
+
+    Args:
+        prefix: Taken off the names, where they have it.
+    """
+
+    def __init__(self, source: SliceSource, label: str, notes: Sequence[str], prefix: str = '') -> None:
+        self.label, self.notes = label, list(notes)
+        self._source, self._names = source, {}
+        self.tensors, self.ties = {}, {}
+        for spec in source.specs():
+            name = spec.name.removeprefix(prefix)
+            self._names[name] = spec.name
+            self.tensors[name] = TensorInfo(spec.shape, spec.dtype, spec.nbytes)
+            self.ties |= {alias.removeprefix(prefix): name for alias in spec.aliases}
+
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        dtype = self.tensors[name].dtype
+        self._source.read_into(self._names[name], start // DTYPE_NBYTES[dtype], out, dtype, masters=False)
+
+    def close(self) -> None:
+        """Its files are closed when nothing refers to them."""
+
+
+def common_prefixes(names: Sequence[str], others: Sequence[str], *, strip_others: bool) -> tuple[str, str]:
+    """What to take off both sets of names so that most are the same: ``('llm.', '')``, for example."""
+    best, prefixes = 0, ('', '')
+    for other in _leading(others) if strip_others else ['']:
+        known = {name.removeprefix(other) for name in others}
+        for prefix in _leading(names):
+            count = len(known.intersection(name.removeprefix(prefix) for name in names))
+            if count > best:
+                best, prefixes = count, (prefix, other)
+    return prefixes
+
+
+def _leading(names: Sequence[str]) -> list[str]:
+    """The empty text, and what at least half of the names begin with, up to a dot."""
+    found: dict[str, int] = {}
+    for name in names:
+        parts = name.split('.')[:-1]
+        for end in range(1, len(parts) + 1):
+            prefix = '.'.join(parts[:end]) + '.'
+            found[prefix] = found.get(prefix, 0) + 1
+    return ['', *(prefix for prefix, count in found.items() if 2 * count >= len(names))]
+
+
+def _name(placement: Placement) -> str:
+    folder = placement.file.rpartition('/')[0]
+    return f'{folder}/{placement.hf_name}' if folder else placement.hf_name

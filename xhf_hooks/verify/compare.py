@@ -1,0 +1,295 @@
+"""The same model? Tensor by tensor, out of core."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.verify.model_reader import ModelReader
+from xhf_hooks.verify.rounding import (
+    Difference,
+    Workspace,
+    compare,
+    has_precision,
+    narrower,
+    same_bits,
+    ways_through,
+    went_through,
+)
+from xhf_hooks.verify.threads import run_jobs
+
+IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
+#: Elements read at once, and compared at once: so few that what is computed on the way stays in the processor's cache.
+_WINDOW_ELEMENTS, _PIECE_ELEMENTS = 1 << 19, 1 << 16
+_JOB_ELEMENTS = 1 << 22
+_SHOWN = 20  # of each kind, to people
+_WIDEST = max(DTYPE_NBYTES.values())
+_Part = tuple[tuple[str, str], Difference, int]  # names in A and B, what differs, bytes read
+
+
+@dataclass(frozen=True)
+class TensorVerdict:
+    """One tensor of both models.
+
+    Attributes:
+        verdict: ``'identical'``, ``'rounding'`` or ``'different'``.
+        through: The element type by which rounding is explained, for ``'rounding'``.
+        max_ulps: In units in the last place of ``ulp_of``; None for tensors that are not floating point.
+    """
+
+    name: str
+    verdict: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    n_elements: int
+    n_differ: int
+    max_abs: float
+    mean_abs: float
+    max_ulps: float | None
+    ulp_of: str | None
+    through: str | None = None
+    reason: str = ''
+
+    def line(self) -> str:
+        """For people."""
+        ulps = '' if self.max_ulps is None else f'{self.max_ulps:.4g} {self.ulp_of}'
+        share = self.n_differ / max(1, self.n_elements)
+        why = self.reason or (f'rounded to {self.through}' if self.through else '')
+        numbers = f'{self.max_abs:10.3g} {self.mean_abs:10.3g} {ulps:>12} {share:8.2%}'
+        return f'{self.verdict:10} {numbers}  {self.name}' + (f' ({why})' if why else '')
+
+
+@dataclass
+class Comparison:
+    """The result of comparing two models.
+
+    Attributes:
+        tensors: Worst first.
+        missing: In A only. ``extra``: in B only.
+        read_nbytes: Of both.
+    """
+
+    a: str
+    b: str
+    tensors: list[TensorVerdict] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    read_nbytes: int = 0
+    seconds: float = 0.0
+
+    def count(self, verdict: str) -> int:
+        return sum(tensor.verdict == verdict for tensor in self.tensors)
+
+    @property
+    def verdict(self) -> str:
+        if self.missing or self.extra or self.count(DIFFERENT) or not self.tensors:
+            return DIFFERENT
+        return ROUNDING if self.count(ROUNDING) else IDENTICAL
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs. Infinite numbers are texts."""
+        tensors = [
+            {key: str(value) if value == float('inf') else value for key, value in vars(tensor).items()}
+            for tensor in self.tensors
+        ]
+        return {
+            'same': self.verdict != DIFFERENT,
+            'verdict': self.verdict,
+            'counts': {kind: self.count(kind) for kind in (IDENTICAL, ROUNDING, DIFFERENT)},
+            **{key: getattr(self, key) for key in ('a', 'b', 'missing', 'extra', 'notes', 'read_nbytes', 'seconds')},
+            'tensors': tensors,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [f'A: {self.a}', f'B: {self.b}', *(f'note: {note}' for note in self.notes)]
+        worst = [tensor for tensor in self.tensors if tensor.verdict != IDENTICAL]
+        if worst:
+            lines.append(f'{"":10} {"max diff":>10} {"mean diff":>10} {"max ULPs":>12} {"differ":>8}  tensor')
+        lines += [tensor.line() for tensor in worst[:_SHOWN]]
+        if len(worst) > _SHOWN:
+            lines.append(f'... and {len(worst) - _SHOWN} more; --json has all')
+        for what, names in (('only in A', self.missing), ('only in B', self.extra)):
+            lines += [f'{what}: {name}' for name in names[:_SHOWN]]
+            lines += [f'{what}: and {len(names) - _SHOWN} more'] if len(names) > _SHOWN else []
+        verdict = {IDENTICAL: 'identical', ROUNDING: 'the same but for rounding', DIFFERENT: 'DIFFERENT'}[self.verdict]
+        counts = ', '.join(f'{self.count(kind)} {kind}' for kind in (IDENTICAL, ROUNDING, DIFFERENT))
+        rate = self.read_nbytes / max(self.seconds, 1e-9) / 1e9
+        size = f'{self.read_nbytes / 1e9:.2f} GB in {self.seconds:.1f} s, {rate:.2f} GB/s'
+        return [*lines, f'{verdict}: {counts} ({size})']
+
+
+def compare_models(
+    a: ModelReader, b: ModelReader, workers: int, on_progress: Callable[[int, int], None] | None = None
+) -> Comparison:
+    """Read both once and compare. Memory: a few MB for each worker; what is made together, as fused experts, whole.
+
+    Args:
+        on_progress: Called in this thread with bytes done and bytes in all.
+
+    Raises:
+        OSError, XhfError: One cannot be read.
+    """
+    started, threads = time.perf_counter(), torch.get_num_threads()
+    result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
+    pairs, buffers = _pair(a, b, result), _Buffers()
+    found = {pair: Difference() for pair in pairs}
+    total = sum(a.tensors[one].nbytes + b.tensors[two].nbytes for one, two in pairs if _alike(a, b, one, two))
+    torch.set_num_threads(1)  # each worker is one thread already
+    try:
+        for parts in run_jobs(_jobs(a, b, pairs, buffers), workers):
+            for pair, difference, nbytes in parts:
+                found[pair] += difference
+                result.read_nbytes += nbytes
+            if on_progress is not None:
+                on_progress(result.read_nbytes, total)
+        result.tensors = [_judge(a, b, one, two, found[one, two], buffers) for one, two in pairs]
+    finally:
+        torch.set_num_threads(threads)
+    result.tensors.sort(key=lambda t: ([DIFFERENT, ROUNDING, IDENTICAL].index(t.verdict), -t.max_abs, -t.n_differ))
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _pair(a: ModelReader, b: ModelReader, result: Comparison) -> list[tuple[str, str]]:
+    """Names in A and in B of the same tensor. A tied one may be stored under one of its names, or under each."""
+    pairs = [(name, name) for name in a.tensors if name in b.tensors]
+    for name in a.tensors:
+        if name not in b.tensors:
+            (pairs.append((name, b.ties[name])) if name in b.ties else result.missing.append(name))
+    for name in b.tensors:
+        if name not in a.tensors:
+            (pairs.append((a.ties[name], name)) if name in a.ties else result.extra.append(name))
+    return list(dict.fromkeys(pairs))
+
+
+def _alike(a: ModelReader, b: ModelReader, one: str, two: str) -> bool:
+    return a.tensors[one].shape == b.tensors[two].shape
+
+
+def _jobs(
+    a: ModelReader, b: ModelReader, pairs: list[tuple[str, str]], buffers: _Buffers
+) -> Iterator[Callable[[], list[_Part]]]:
+    """Plain tensors in parts; tensors that are made together in one job, of which only one runs at a time."""
+    done: set[tuple[str, str]] = set()
+    for one, two in pairs:
+        if (one, two) in done or not _alike(a, b, one, two):
+            continue
+        together = {*a.made_together(one), *b.made_together(two)}
+        if not together:
+            yield from (partial(_compare_parts, a, b, [part], buffers) for part in _parts(a, one, two))
+            continue
+        group = [(x, y) for x, y in pairs if (x in together or y in together) and _alike(a, b, x, y)]
+        done.update(group)
+        yield partial(_compare_group, a, b, group, buffers)
+
+
+def _parts(a: ModelReader, one: str, two: str) -> list[tuple[str, str, int, int]]:
+    n_elements = a.tensors[one].n_elements
+    return [(one, two, s, min(s + _JOB_ELEMENTS, n_elements)) for s in range(0, n_elements, _JOB_ELEMENTS)]
+
+
+def _compare_group(a: ModelReader, b: ModelReader, group: list[tuple[str, str]], buffers: _Buffers) -> list[_Part]:
+    with buffers.alone, a.held([x for x, _ in group]), b.held([y for _, y in group]):
+        return _compare_parts(a, b, [part for x, y in group for part in _parts(a, x, y)], buffers)
+
+
+def _compare_parts(
+    a: ModelReader, b: ModelReader, parts: list[tuple[str, str, int, int]], buffers: _Buffers
+) -> list[_Part]:
+    found = []
+    for one, two, start, end in parts:
+        difference, nbytes = Difference(), 0
+        for x, y in buffers.windows(a, b, one, two, start, end):
+            nbytes += x.nbytes + y.nbytes
+            if x.dtype == y.dtype and same_bits(x, y):
+                difference += Difference(len(x))
+                continue
+            for pieces in zip(x.split(_PIECE_ELEMENTS), y.split(_PIECE_ELEMENTS), strict=True):
+                difference += compare(*pieces, a.tensors[one].dtype, b.tensors[two].dtype, buffers.workspace)
+        found.append(((one, two), difference, nbytes))
+    return found
+
+
+class _Buffers:
+    """Of each thread two, and a workspace; and the lock of those who hold whole tensors."""
+
+    def __init__(self) -> None:
+        self.alone = threading.Lock()
+        self._own = threading.local()
+
+    @property
+    def workspace(self) -> Workspace:
+        if not hasattr(self._own, 'workspace'):
+            self._own.workspace = Workspace(_PIECE_ELEMENTS)
+        return self._own.workspace
+
+    def windows(
+        self, a: ModelReader, b: ModelReader, one: str, two: str, start: int, end: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Elements ``start`` to ``end`` of both, a window at a time; each is overwritten by the next."""
+        if not hasattr(self._own, 'data'):
+            self._own.data = [memoryview(bytearray(_WINDOW_ELEMENTS * _WIDEST)) for _ in range(2)]
+        for first in range(start, end, _WINDOW_ELEMENTS):
+            count = min(_WINDOW_ELEMENTS, end - first)
+            found = []
+            for reader, name, data in ((a, one, self._own.data[0]), (b, two, self._own.data[1])):
+                dtype = reader.tensors[name].dtype
+                width = DTYPE_NBYTES[dtype]
+                reader.read(name, first * width, data[: count * width])
+                found.append(torch.frombuffer(data, dtype=TORCH_DTYPES[dtype], count=count))
+            yield found[0], found[1]
+
+
+def _judge(a: ModelReader, b: ModelReader, one: str, two: str, found: Difference, buffers: _Buffers) -> TensorVerdict:
+    first, second = a.tensors[one], b.tensors[two]
+    floats = has_precision(first.dtype) and has_precision(second.dtype)
+    through, reason = None, ''
+    if first.shape != second.shape:
+        verdict, reason = DIFFERENT, f'shapes {first.shape} and {second.shape}'
+    elif found.same_bytes and first.dtype == second.dtype:
+        verdict = IDENTICAL
+    elif not floats and first.dtype != second.dtype:
+        verdict, reason = DIFFERENT, f'element types {first.dtype} and {second.dtype}'
+    elif found.n_beyond == 0:
+        verdict, through = ROUNDING, narrower(first.dtype, second.dtype)
+    else:
+        through = _find_through(a, b, one, two, buffers)
+        verdict = DIFFERENT if through is None else ROUNDING
+    return TensorVerdict(
+        name=one if one == two else f'{one} and {two}',
+        verdict=verdict,
+        shape=first.shape,
+        dtypes=(first.dtype, second.dtype),
+        n_elements=first.n_elements,
+        n_differ=found.n_differ,
+        max_abs=found.max_abs,
+        mean_abs=found.sum_abs / first.n_elements if first.n_elements else 0.0,
+        max_ulps=found.max_ulps if floats else None,
+        ulp_of=narrower(first.dtype, second.dtype) if floats else None,
+        through=through,
+        reason=reason,
+    )
+
+
+def _find_through(a: ModelReader, b: ModelReader, one: str, two: str, buffers: _Buffers) -> str | None:
+    """A narrower type that one whole tensor went through: read again, as a rule only to the first piece."""
+    ways = ways_through(a.tensors[one].dtype, b.tensors[two].dtype)
+    if not ways:
+        return None
+    with a.held([one]), b.held([two]):
+        for x, y in buffers.windows(a, b, one, two, 0, a.tensors[one].n_elements):
+            wide = torch.promote_types(x.dtype, y.dtype)
+            ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
+            if not ways:
+                return None
+    return min(ways)[0]

@@ -1,0 +1,112 @@
+"""Which tensors ``from_pretrained`` expects in a folder: its model, built without memory, asked by our exporter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
+from xhf_hooks.verify import strict_json
+
+_COUNT_OF_MODULES = re.compile(r'(?:num|n)_(?:\w+_)?(?:layers?|experts?|blocks?)')
+
+
+@dataclass(frozen=True)
+class ExpectedModel:
+    """The model of a config.json.
+
+    Attributes:
+        class_name: Of transformers.
+        shapes: Of the tensors that ``save_pretrained`` writes.
+        ties: Names of one parameter, where there are several.
+        embedding_rows: Rows of the input embedding; None where there is none.
+        ignored: Patterns of names that the class does not mind to miss, or to find.
+    """
+
+    class_name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    ties: tuple[tuple[str, ...], ...]
+    embedding_rows: int | None
+    ignored: tuple[str, ...]
+
+    def ignores(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+
+def implausible(config: Any, n_tensors: int, path: str = '') -> str | None:
+    """A count of layers, blocks or experts beyond the number of tensors: building that would take for ever."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, dict):
+            found = implausible(value, n_tensors, f'{path}{name}.')
+            if found:
+                return found
+        elif _COUNT_OF_MODULES.fullmatch(name) and type(value) is int and value > max(n_tensors, 1):
+            return f'{path}{name} is {value}, and there are {n_tensors} tensors'
+    return None
+
+
+def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
+    """Build it on the meta device, with the version of transformers that is installed.
+
+    Raises:
+        BaseModelError: This transformers does not know the model.
+        DamagedError: It does, and refuses the config.
+        ModelError: It can, and our exporter does not know what it saves.
+    """
+    from transformers import PreTrainedModel
+
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.module_tensors import module_tensors
+    from xhf_hooks.skeleton import huggingface
+    from xhf_hooks.sources import source_for
+
+    try:
+        config = huggingface.load_config(str(folder), trust_remote_code=trust_remote_code, why='this folder')
+    except BaseModelError as error:
+        if _is_known(folder):
+            raise DamagedError(f'transformers refuses config.json: {error.__cause__ or error.__context__}') from None
+        raise
+    if getattr(config, 'quantization_config', None) is not None:
+        raise ModelError(f'{folder}: quantized weights have other names and shapes than the model')
+    try:
+        model = huggingface.build(config, None, trust_remote_code=trust_remote_code)
+    except BaseModelError:
+        raise
+    except Exception as error:  # a config.json is anyone's data: whatever its class raises, it builds nothing
+        raise DamagedError(f'no model can be built from config.json: {error!s:.200}') from None
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f'{folder}: {type(model).__name__} is no model of transformers')
+    entries = exporter_for(model, None).entries(source_for(model).specs(), None)
+    names: dict[int, list[str]] = {}
+    for name, tensor in module_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    ignored = [
+        pattern
+        for attribute in ('_keys_to_ignore_on_load_missing', '_keys_to_ignore_on_load_unexpected')
+        for pattern in getattr(model, attribute, None) or ()
+    ]
+    return ExpectedModel(
+        class_name=type(model).__name__,
+        shapes={entry.hf_name: entry.shape for entry in entries},
+        ties=tuple(tuple(tied) for tied in names.values() if len(tied) > 1),
+        embedding_rows=_rows(model),
+        ignored=(*ignored, r'rotary_emb\.inv_freq$'),  # written by transformers before 4.31
+    )
+
+
+def _is_known(folder: Path) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    config = strict_json.read(folder / 'config.json')
+    return isinstance(config.get('model_type'), str) and config['model_type'] in CONFIG_MAPPING
+
+
+def _rows(model: Any) -> int | None:
+    try:
+        weight = getattr(model.get_input_embeddings(), 'weight', None)
+    except (NotImplementedError, AttributeError):  # a model without token embeddings
+        return None
+    return int(weight.shape[0]) if weight is not None and weight.dim() == 2 else None

@@ -1,0 +1,142 @@
+"""config.json against the tensors, the tokenizer against the vocabulary, tied weights against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
+from xhf_hooks.verify import strict_json
+from xhf_hooks.verify.content import FolderContent, WeightFolder
+from xhf_hooks.verify.expected import ExpectedModel, expected_model, implausible
+from xhf_hooks.verify.model_reader import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
+from xhf_hooks.verify.report import Findings, some
+from xhf_hooks.verify.sums import FileSums
+from xhf_hooks.verify.vocabulary import check_vocabulary
+
+
+def check_texts(content: FolderContent, findings: Findings) -> None:
+    """Every JSON file is JSON."""
+    damaged = 0
+    for name in content.files:
+        if name.endswith('.json') and not name.endswith('.index.json'):
+            try:
+                strict_json.read(content.path / name)
+            except DamagedError as error:
+                if 'expected a JSON object' not in str(error):  # vocab files of some tokenizers are lists
+                    findings.problem('texts', str(error))
+                    damaged += 1
+    if not damaged:
+        findings.ok('texts', 'every JSON file is well formed')
+
+
+def check_model(
+    content: FolderContent,
+    folder: WeightFolder,
+    sums: Mapping[str, FileSums],
+    findings: Findings,
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """One set of weights against the config.json beside it.
+
+    Args:
+        sums: Checksums of the weights by path in the checkpoint; {} when nothing was read.
+    """
+    where = folder.name or '.'
+    if 'config.json' not in content.in_folder(folder.name):
+        findings.unchecked('config', f'{where}: no config.json beside the weights')
+        return
+    try:
+        config = strict_json.read(folder.path / 'config.json')
+    except DamagedError:
+        return  # reported with the texts
+    tensors = folder.tensors()
+    expected, rows = None, None
+    wrong = implausible(config, len(tensors))
+    if wrong:
+        findings.problem('config', f'{where}: {wrong}')
+    else:
+        try:
+            expected = expected_model(folder.path, trust_remote_code=trust_remote_code)
+        except (BaseModelError, ModelError, PlanError) as error:
+            findings.unchecked('config', f'{where}: names and shapes of the tensors: {error}')
+        except DamagedError as error:
+            findings.problem('config', f'{where}: {error}')
+    if expected is not None:
+        _compare_shapes(where, expected, folder, findings)
+        rows = expected.embedding_rows
+    else:
+        rows = _rows_by_name(folder)
+    _check_ties(where, config, expected, folder, sums, findings)
+    check_vocabulary(content, folder, rows, findings, trust_remote_code=trust_remote_code)
+
+
+def _compare_shapes(where: str, expected: ExpectedModel, folder: WeightFolder, findings: Findings) -> None:
+    tensors = folder.tensors()
+    tied = {name: group for group in expected.ties for name in group}
+    missing = [
+        name
+        for name in expected.shapes
+        if name not in tensors and not expected.ignores(name) and not any(t in tensors for t in tied.get(name, ()))
+    ]
+    extra = [n for n in tensors if n not in expected.shapes and n not in tied and not expected.ignores(n)]
+    other = [
+        f'{name} expected {shape}, found {tensors[name].shape}'
+        for name, shape in expected.shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    for what, names in (('lacks', missing), ('does not have', extra), ('has other shapes:', other)):
+        if names:
+            text = f'{len(names)} tensors: {some(names)}' if what != 'has other shapes:' else some(names)
+            subject = 'the folder' if what == 'lacks' else f'{expected.class_name} of config.json'
+            subject = 'the folder' if what == 'has other shapes:' else subject
+            findings.problem('config', f'{where}: {subject} {what} {text}')
+    if not (missing or extra or other):
+        findings.ok(
+            'config', f'{where}: the names and shapes of {expected.class_name} ({len(expected.shapes)} tensors)'
+        )
+
+
+def _check_ties(
+    where: str,
+    config: Mapping[str, Any],
+    expected: ExpectedModel | None,
+    folder: WeightFolder,
+    sums: Mapping[str, FileSums],
+    findings: Findings,
+) -> None:
+    tensors = folder.tensors()
+    if expected is not None:
+        groups = [[name for name in group if name in tensors] for group in expected.ties]
+    elif config.get('tie_word_embeddings') is True:
+        ends = (INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS)
+        groups = [[name for name in tensors for end in ends if name.endswith(end)]]
+    else:
+        return
+    groups = [group for group in groups if len(group) > 1]
+    crcs = _tensor_sums(folder, sums)
+    for group in groups:
+        if len({(tensors[name].shape, tensors[name].dtype) for name in group}) > 1:
+            findings.problem('ties', f'{where}: config.json ties {some(group)}, and they have other shapes or types')
+        elif not all(name in crcs for name in group):
+            findings.unchecked('ties', f'{where}: {some(group)} are tied, and were not read')
+        elif len({crcs[name] for name in group}) > 1:
+            findings.problem('ties', f'{where}: config.json ties {some(group)}, and they differ')
+    if not findings.has_problem('ties'):
+        said = 'stored once' if not groups else f'equal ({len(groups)} sets)'
+        if groups or (expected is not None and expected.ties):
+            findings.ok('ties', f'{where}: tied weights are {said}')
+
+
+def _tensor_sums(folder: WeightFolder, sums: Mapping[str, FileSums]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for file in folder.loaded():
+        read = sums.get(f'{folder.name}/{file}' if folder.name else file)
+        found |= read.tensors if read is not None else {}
+    return found
+
+
+def _rows_by_name(folder: WeightFolder) -> int | None:
+    found = {e.shape[0] for n, e in folder.tensors().items() if n.endswith(INPUT_EMBEDDINGS) and len(e.shape) == 2}
+    return found.pop() if len(found) == 1 else None

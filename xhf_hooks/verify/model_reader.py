@@ -1,0 +1,144 @@
+"""The tensors of a model, wherever it lies, by name and in pieces."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.verify import strict_json
+from xhf_hooks.verify.content import read_headers, scan
+from xhf_hooks.verify.header import Header, read_header
+from xhf_hooks.verify.report import Findings
+from xhf_hooks.verify.sums import read_exactly
+
+INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
+OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that can be read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class ModelReader(ABC):
+    """A model on disk. Reading is safe from several threads.
+
+    Attributes:
+        tensors: What it holds, in file order.
+        ties: Name to another name of the same tensor, which is in :attr:`tensors`.
+        label: Where it is and what kind, for people.
+        notes: What the user should know.
+    """
+
+    tensors: dict[str, TensorInfo]
+    ties: dict[str, str]
+    label: str
+    notes: list[str]
+
+    @abstractmethod
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the tensor's row-major bytes from ``start`` on.
+
+        Raises:
+            OSError, XhfError: It cannot be read.
+        """
+
+    def made_together(self, name: str) -> tuple[str, ...]:
+        """Tensors that are made of the same ones, and should be read together; () when it is read as it lies."""
+        return ()
+
+    @contextmanager
+    def held(self, names: Sequence[str]) -> Iterator[None]:
+        """While it is open, reading these that are made together costs no second making."""
+        yield
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+
+class SafetensorsReader(ModelReader):
+    """A Hugging Face folder; tensors of folders in it are named ``folder/tensor``. Or a single file.
+
+    Raises:
+        CheckpointError: It holds no whole safetensors files, or an element type that cannot be compared.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tensors, self.ties, self.notes = {}, {}, []
+        self._places: dict[str, tuple[int, int]] = {}
+        self._fds: list[int] = []
+        headers = self._headers_of_file(path) if path.is_file() else self._headers_of_folder(path)
+        for prefix, header in headers:
+            fd = os.open(header.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fds.append(fd)
+            for entry in header.entries:
+                if entry.dtype not in DTYPE_NBYTES:
+                    raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
+                name = prefix + entry.name
+                if name in self.tensors:
+                    raise CheckpointError(
+                        f'{path}: {name[:200]} is there twice; check the folder with verify.py {path}'
+                    )
+                self.tensors[name] = TensorInfo(entry.shape, entry.dtype, entry.end - entry.start)
+                self._places[name] = (fd, entry.start)
+        self.ties = _ties(path, self.tensors)
+        self.label = f'{path} ({len(self.tensors)} tensors, {_dtypes(self.tensors)})'
+
+    @staticmethod
+    def _headers_of_file(path: Path) -> list[tuple[str, Header]]:
+        try:
+            return [('', read_header(path))]
+        except DamagedError as error:
+            raise CheckpointError(str(error)) from None
+
+    @staticmethod
+    def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
+        findings = Findings()
+        folders = read_headers(scan(path), findings)
+        if findings.has_problem():
+            raise CheckpointError(findings.texts('problem')[0])
+        return [(f'{f.name}/' if f.name else '', header) for f in folders for header in f.loaded().values()]
+
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        fd, offset = self._places[name]
+        read_exactly(fd, offset + start, out)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+
+def _ties(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, str]:
+    """Of a config.json that ties the embeddings: the one that is stored once stands for both."""
+    try:
+        config = strict_json.read(path / 'config.json')
+    except DamagedError:
+        return {}
+    inputs = [name for name in tensors if name.endswith(INPUT_EMBEDDINGS)]
+    outputs = [name for name in tensors if name.endswith(OUTPUT_EMBEDDINGS)]
+    if config.get('tie_word_embeddings') is not True or len(inputs) + len(outputs) != 1:
+        return {}
+    if inputs:
+        return dict.fromkeys(OUTPUT_EMBEDDINGS, inputs[0])
+    return {f'model.{name}': outputs[0] for name in INPUT_EMBEDDINGS}
+
+
+def _dtypes(tensors: dict[str, TensorInfo]) -> str:
+    return ', '.join(sorted({tensor.dtype for tensor in tensors.values()})) or 'none'

@@ -1,0 +1,211 @@
+"""Checksums of files and of the tensors in them: every byte is read once, by several threads.
+
+Files are read, not mapped: a disk that fails, or a file that shrinks, is then an error of one file, where a mapping
+would end the process with SIGBUS. Buffers are small enough to stay in the processor's cache, which costs less than a
+mapping's page faults.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from xhf_hooks import checksum
+from xhf_hooks.nonfinite import count_non_finite
+from xhf_hooks.verify.header import Header
+from xhf_hooks.verify.threads import run_jobs
+
+#: A multiple of every element size. Read at once; a job is several of these.
+WINDOW_NBYTES = 1 << 20
+_WINDOWS_PER_JOB = 16
+
+
+@dataclass
+class FileSums:
+    """What reading a file gave.
+
+    Attributes:
+        crc32: Of the whole file.
+        tensors: CRC-32 of each tensor's bytes, by name.
+        non_finite: Infinite and NaN elements of each tensor that has some, if they were counted.
+        error: Why the file could not be read; the rest is then empty.
+    """
+
+    crc32: int = 0
+    tensors: dict[str, int] = field(default_factory=dict)
+    non_finite: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class FileToRead:
+    """A file; with its header, its tensors are summed one by one."""
+
+    path: Path
+    nbytes: int
+    header: Header | None = None
+    count_non_finite: bool = False
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """The header (or a whole file without tensors), or one tensor."""
+
+    name: str | None
+    dtype: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes of one segment, at most a window."""
+
+    segment: int
+    start: int
+    end: int
+
+
+_PartSum = tuple[_Part, int, int]
+
+
+def sum_files(
+    files: Sequence[FileToRead],
+    workers: int,
+    *,
+    drop_cache: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[FileSums]:
+    """Read all files, and sum them up.
+
+    Args:
+        workers: Threads. The memory is a window for each.
+        drop_cache: Ask the system to read from the disk what it holds in memory (as far as it is written there).
+        on_progress: Called in this thread with bytes done and bytes in all.
+
+    Returns:
+        One for each file, in the same order.
+    """
+    segments = [_segments(file) for file in files]
+    sums = [FileSums() for _ in files]
+    parts: list[list[_PartSum]] = [[] for _ in files]
+    total, done = sum(file.nbytes for file in files), 0
+    with ExitStack() as opened:
+        jobs = _jobs(files, segments, sums, opened, drop_cache)
+        for number, nbytes, found, error in run_jobs(jobs, workers):
+            if error is not None:
+                sums[number].error = sums[number].error or error
+            parts[number] += found
+            done += nbytes
+            if on_progress is not None:
+                on_progress(done, total)
+    for number, found in enumerate(parts):
+        if sums[number].error is None:
+            _put_together(sums[number], segments[number], found)
+    return sums
+
+
+def _jobs(
+    files: Sequence[FileToRead],
+    segments: Sequence[Sequence[_Segment]],
+    sums: Sequence[FileSums],
+    opened: ExitStack,
+    drop_cache: bool,
+) -> Iterator[Callable[[], tuple[int, int, list[_PartSum], str | None]]]:
+    buffers = threading.local()
+    for number, file in enumerate(files):
+        try:
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            sums[number].error = error.strerror
+            continue
+        opened.callback(os.close, fd)
+        if drop_cache:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        windows = list(_windows(segments[number]))
+        for first in range(0, len(windows), _WINDOWS_PER_JOB):
+            job = windows[first : first + _WINDOWS_PER_JOB]
+            yield partial(_sum_windows, number, fd, job, segments[number], file.count_non_finite, buffers)
+
+
+def _segments(file: FileToRead) -> list[_Segment]:
+    if file.header is None:
+        return [_Segment(None, '', 0, file.nbytes)]
+    return [
+        _Segment(None, '', 0, file.header.data_start),
+        *(_Segment(entry.name, entry.dtype, entry.start, entry.end) for entry in file.header.entries),
+    ]
+
+
+def _windows(segments: Sequence[_Segment]) -> Iterator[list[_Part]]:
+    """Consecutive parts, together at most :data:`WINDOW_NBYTES`; no part is empty."""
+    window: list[_Part] = []
+    nbytes = 0
+    for number, segment in enumerate(segments):
+        for start in range(segment.start, segment.end, WINDOW_NBYTES):
+            part = _Part(number, start, min(start + WINDOW_NBYTES, segment.end))
+            if nbytes + part.end - part.start > WINDOW_NBYTES:
+                yield window
+                window, nbytes = [], 0
+            window.append(part)
+            nbytes += part.end - part.start
+    if window:
+        yield window
+
+
+def _sum_windows(
+    number: int,
+    fd: int,
+    windows: Sequence[Sequence[_Part]],
+    segments: Sequence[_Segment],
+    counting: bool,
+    buffers: threading.local,
+) -> tuple[int, int, list[_PartSum], str | None]:
+    """Runs on: a thread. File number, bytes done, sums, error."""
+    if not hasattr(buffers, 'data'):
+        buffers.data = memoryview(bytearray(WINDOW_NBYTES))
+    found: list[_PartSum] = []
+    nbytes = 0
+    try:
+        for window in windows:
+            first, end = window[0].start, window[-1].end
+            read_exactly(fd, first, buffers.data[: end - first])
+            for part in window:
+                data = buffers.data[part.start - first : part.end - first]
+                dtype = segments[part.segment].dtype
+                found.append((part, checksum.crc32(data), count_non_finite(data, dtype) if counting else 0))
+            nbytes += end - first
+    except OSError as error:
+        return number, nbytes, [], error.strerror or str(error)
+    return number, nbytes, found, None
+
+
+def read_exactly(fd: int, offset: int, out: memoryview) -> None:
+    """Fill ``out`` from ``offset`` on.
+
+    Raises:
+        OSError: The file cannot be read, or ends before.
+    """
+    while len(out):
+        count = os.preadv(fd, [out], offset)
+        if not count:
+            raise OSError(f'the file ends at byte {offset}: it became shorter')
+        out, offset = out[count:], offset + count
+
+
+def _put_together(sums: FileSums, segments: Sequence[_Segment], parts: list[_PartSum]) -> None:
+    parts.sort(key=lambda found: found[0].start)
+    crcs = [0] * len(segments)
+    for part, crc, non_finite in parts:
+        nbytes = part.end - part.start
+        crcs[part.segment] = checksum.combine(crcs[part.segment], crc, nbytes)
+        sums.crc32 = checksum.combine(sums.crc32, crc, nbytes)
+        name = segments[part.segment].name
+        if non_finite and name is not None:
+            sums.non_finite[name] = sums.non_finite.get(name, 0) + non_finite
+    sums.tensors = {segment.name: crc for segment, crc in zip(segments, crcs, strict=True) if segment.name is not None}
