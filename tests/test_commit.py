@@ -205,6 +205,25 @@ def test_receipts_must_be_those_of_the_plan(folder, wrong):
     assert not folder.final.exists()
 
 
+@pytest.mark.parametrize(('verify', 'found'), [('full', True), ('sizes', False), ('off', False)])
+def test_full_verification_finds_a_flipped_bit(folder, verify, found):
+    """As a disk or its controller may flip it, after the checksum was taken and the file was flushed."""
+    plan = tiny_plan()
+    commit_one(folder, 1)
+    receipts = stage(folder, plan, 2)
+    path = folder.staging / plan.files[1].name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    if not found:
+        folder.commit(plan, receipts, iteration(2), {}, verify)
+        return
+    with pytest.raises(IncompleteError, match=plan.files[1].name):
+        folder.commit(plan, receipts, iteration(2), {}, verify)
+    assert read_step(folder.final) == iteration(1)
+    folder.abandon()
+
+
 def test_staging_starts_empty(folder):
     (folder.open_staging() / 'leftover').write_text('x')
     assert list(folder.open_staging().iterdir()) == []

@@ -30,6 +30,7 @@ BAD = {
     'on_error': ['', 'ignore', None, True],
     'writer': ['', 'fast', None, True],
     'async_save': [None, 1, 'yes'],
+    'verify': ['', 'all', None, True],
     'async_busy': ['', 'queue', None, True],
     'exit_wait_secs': [-1, '5', None, True, float('nan')],
     'chat_template': [None, 1, 'llama3_chat'],

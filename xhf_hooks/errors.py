@@ -31,10 +31,6 @@ class BaseModelError(XhfError):
     """The model that training started from is not there, or is not the one that training started from."""
 
 
-class CheckpointError(XhfError):
-    """A checkpoint on disk cannot be read: not one, incomplete, damaged, inconsistent or unsupported."""
-
-
 class DamagedError(XhfError):
     """A file of a model folder is not whole, not well formed, or not what the folder says of it."""
 

@@ -65,6 +65,7 @@ class SaveOptions:
         reward_token_id: Of a reward model that is told by the config of the run; None for any other.
         writer: Name in WRITERS.
         in_background: Whether :meth:`Saver.start` will be used.
+        verify: One of commit.staging's VERIFY_LEVELS: what is looked at before the commit.
         facts: What else the manifest says, such as engine and ZeRO stage.
     """
 
@@ -77,6 +78,7 @@ class SaveOptions:
     bucket_nbytes: int = 128 * 10**6
     writer: str = 'stream'
     in_background: bool = False
+    verify: str = 'sizes'
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -270,7 +272,8 @@ class Saver:
             with collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
-                    tensors = folder.commit(plan, everyones, step, {'packages': package_versions(), **self._facts()})
+                    facts = {'packages': package_versions(), **self._facts()}
+                    tensors = folder.commit(plan, everyones, step, facts, self._options.verify)
                     warnings += warn_of_non_finite(tensors)
         except XhfError:
             if is_rank0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.commit.contents import assemble
-from xhf_hooks.commit.manifest import write_manifest
+from xhf_hooks.commit.manifest import describe_folder, write_manifest
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WriteReceipt
@@ -70,7 +70,8 @@ def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """A complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
     receipts = stage(folder, plan, number)
-    write_manifest(folder.staging, plan, assemble(plan, receipts), iteration(number), {})
+    content = describe_folder(folder.staging, plan, assemble(plan, receipts), iteration(number), {})
+    write_manifest(folder.staging, content)
     path = folder.final.with_name(name)
     os.rename(folder.staging, path)
     return path

@@ -106,6 +106,7 @@ def _converted(
         base=base,
         module=options.module,
         lora=lora,
+        llava_format=None,
         dtype='F32' if floats == {'F32'} else None,
         max_shard_nbytes=10**18,
         workers=1,

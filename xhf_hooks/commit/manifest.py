@@ -16,20 +16,24 @@ MANIFEST_NAME = 'xhf_manifest.json'
 FORMAT_VERSION = 2
 
 
-def write_manifest(
+def describe_folder(
     folder: Path, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: dict[str, Any]
-) -> None:
-    """Describe a complete staged folder and flush the description to disk. Runs on: rank 0.
+) -> dict[str, Any]:
+    """The manifest of a complete staged folder. Runs on: rank 0.
 
     Weights are not read for it: their checksums were taken from memory, before they were written.
     """
-    content = {
+    return {
         'format_version': FORMAT_VERSION,
         'step': {'unit': step.unit, 'number': step.number},
         'iteration': step.iteration,
         **facts,
         'files': {**_describe_weights(plan, tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write it and flush it to disk. Runs on: rank 0."""
     with (folder / MANIFEST_NAME).open('w', encoding='utf-8') as file:
         json.dump(content, file, indent=1)
         file.write('\n')

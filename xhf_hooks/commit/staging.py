@@ -18,10 +18,13 @@ from xhf_hooks.commit import retention
 from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.exchange import exchange
 from xhf_hooks.commit.lock import RunLock
-from xhf_hooks.commit.manifest import read_step, write_manifest
+from xhf_hooks.commit.manifest import describe_folder, read_step, write_manifest
 from xhf_hooks.errors import TargetError
 from xhf_hooks.records import SavePlan, Step, WriteReceipt, WrittenTensor
 from xhf_hooks.safetensors_format import check_file
+from xhf_hooks.verify.against_manifest import check_folder
+
+VERIFY_LEVELS = ('off', 'sizes', 'full')
 
 
 class CheckpointFolder:
@@ -124,9 +127,18 @@ class CheckpointFolder:
         return free
 
     def commit(
-        self, plan: SavePlan, receipts: list[WriteReceipt], step: Step, facts: dict[str, Any]
+        self,
+        plan: SavePlan,
+        receipts: list[WriteReceipt],
+        step: Step,
+        facts: dict[str, Any],
+        verify: str = 'sizes',
     ) -> list[WrittenTensor]:
         """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
+
+        Args:
+            verify: One of :data:`VERIFY_LEVELS`: 'sizes' looks at sizes and headers, 'full' also reads all bytes
+                back, from the disk, and compares them with the checksums taken from memory.
 
         Returns:
             What was written.
@@ -139,12 +151,16 @@ class CheckpointFolder:
             with (self.staging / name).open('w', encoding='utf-8') as file:
                 file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
         tensors = assemble(plan, receipts)
-        for file in plan.files:
-            check_file(self.staging / file.name, file.header, file.nbytes)
+        if verify != 'off':
+            for file in plan.files:
+                check_file(self.staging / file.name, file.header, file.nbytes)
         self._refuse_foreign()
         if self.fsync:
             _fsync_tree(self.staging)
-        write_manifest(self.staging, plan, tensors, step, facts)
+        manifest = describe_folder(self.staging, plan, tensors, step, facts)
+        if verify == 'full':
+            check_folder(self.staging, manifest, 'full')
+        write_manifest(self.staging, manifest)
         _fsync_folder(self.staging)
         self._publish(step)
         with contextlib.suppress(OSError):

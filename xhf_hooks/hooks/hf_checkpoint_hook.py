@@ -9,7 +9,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.commit.staging import VERIFY_LEVELS, CheckpointFolder
 from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.exporters.llava import LLAVA_FORMATS
 from xhf_hooks.exporters.lora import LORA_MODES
@@ -73,6 +73,8 @@ class HFCheckpointHook(Hook):
             Defaults to 'wait'.
         exit_wait_secs (float): How long the end of the process (an exception, SIGTERM) waits for a save that
             is being written. Defaults to 600.
+        verify (str): What is looked at before a save is committed: 'off', 'sizes' (file sizes and headers) or 'full'
+            (every byte read back from the disk and compared with checksums taken from memory). Defaults to 'sizes'.
         on_error (str): 'continue' or 'raise', when a save fails. Defaults to 'continue'.
 
     Examples:
@@ -105,6 +107,7 @@ class HFCheckpointHook(Hook):
         async_save: bool = False,
         async_busy: str = 'wait',
         exit_wait_secs: float = 600,
+        verify: str = 'sizes',
         on_error: str = 'continue',
     ) -> None:
         options.check_schedule(interval, by_epoch, save_begin, save_last, save_best)
@@ -126,6 +129,7 @@ class HFCheckpointHook(Hook):
             max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
             bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
             in_background=options.check_switch('async_save', async_save),
+            verify=options.check_choice('verify', verify, VERIFY_LEVELS),
         )
         self._writer = options.check_choice('writer', writer, ('auto', *WRITERS.module_dict))
         self._async = async_save

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from xhf_hooks.convert import Converter
+from xhf_hooks.dtypes import host_bytes
 from xhf_hooks.gather import group_chunks
+from xhf_hooks.memory import MemoryMeter
 from xhf_hooks.records import Group, Placement
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.slices import SliceSource
@@ -22,7 +24,7 @@ class ConvertedReader(ModelReader):
 
     def __init__(self, converter: Converter, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
         self.label, self.notes, self.ties = label, list(notes), ties
-        self._converter = converter
+        self._converter, self._meter = converter, MemoryMeter()
         self._places: dict[str, tuple[Group, Placement]] = {}
         self._made: dict[str, memoryview] = {}
         for bucket in converter.plan.buckets:
@@ -62,7 +64,8 @@ class ConvertedReader(ModelReader):
 
         reads, masters = [spec.name for spec in group.reads], self._converter.masters
         with self._converter.source.gathered(reads, wanted=reads, masters=masters) as tensors, torch.no_grad():
-            self._made |= {_name(chunk.placement): chunk.data for chunk in group_chunks(group, tensors)}
+            chunks = group_chunks(group, tensors, 0, host_bytes, self._meter)
+            self._made |= {_name(chunk.placement): chunk.data for chunk in chunks}
 
 
 class NamedReader(ModelReader):
