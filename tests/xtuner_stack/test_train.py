@@ -143,8 +143,8 @@ def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
 
 def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path):
     """The lazy config that the user wrote is read, and what it imports is not imported."""
-    work_dir = runs.work_dir('zero3')
-    found = convert(work_dir / 'iter_2.pth', tmp_path / 'out', '--config', work_dir.parent / 'zero3.py')
+    work_dir = runs.work_dir(RESUMED)
+    found = convert(work_dir / 'iter_2.pth', tmp_path / 'out', '--config', work_dir.parent / f'{RESUMED}.py')
     assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == 2
     for name in ('config.json', 'tokenizer_config.json', 'generation_config.json'):
         assert (found / name).read_bytes() == (export_of(work_dir) / name).read_bytes()
