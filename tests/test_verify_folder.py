@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from tests.helpers.zoo import FAMILIES, available, build
 from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
 from xhf_hooks.verify.against_manifest import check_folder
 from xhf_hooks.verify.folder import verify_folder
+from xhf_hooks.verify.mapped import map_or_none
 from xhf_hooks.verify.report import FolderReport
+from xhf_hooks.verify.sums import FileToRead, sum_files
 
 WEIGHTS, INDEX, MANIFEST = 'model.safetensors', 'model.safetensors.index.json', 'xhf_manifest.json'
 FIRST_SHARD = 'model-00001-of-00002.safetensors'
@@ -125,15 +129,29 @@ def test_a_file_that_was_put_there(folder):
     assert_problem(verify_folder(folder), 'files', 'modeling_llama.py')
 
 
-def test_a_file_that_cannot_be_read(folder, monkeypatch):
-    """As on a disk with a bad sector; root may read everything, so the system call itself has to fail."""
-    import os
+@pytest.mark.parametrize('drop_cache', [False, True])
+def test_files_that_cannot_be_read(folder, tmp_path, drop_cache):
+    """One that shrank since it was listed, a folder, one that is gone: each is an error of its own."""
+    path = folder / FIRST_SHARD
+    wanted = [(path, path.stat().st_size), (path, path.stat().st_size + 5), (tmp_path, 4096), (tmp_path / 'none', 1)]
+    found = sum_files([FileToRead(*file) for file in wanted], workers=2, drop_cache=drop_cache)
+    assert found[0].error is None and found[0].crc32 == zlib.crc32(path.read_bytes())
+    assert 'shorter' in found[1].error and 'directory' in found[2].error and 'No such file' in found[3].error
 
-    def failing(fd, buffers, offset):
-        raise OSError(5, 'Input/output error')
 
-    monkeypatch.setattr(os, 'preadv', failing)
-    assert_problem(verify_folder(folder, model=False), 'checksums', 'Input/output error')
+def test_a_mapped_file_that_shrinks(tmp_path):
+    """Touching such a page is SIGBUS; so is a sector that cannot be read."""
+    path = tmp_path / 'file'
+    path.write_bytes(bytes(10**6))
+    with path.open('rb') as file:
+        mapped = map_or_none(file.fileno(), 10**6)
+        with mapped.view(500_000, 10**6) as view:
+            assert view[0] == 0
+        mapped.forget(0, 10**6)
+        os.truncate(path, 4096)
+        with pytest.raises(OSError, match='Input/output'):
+            mapped.view(500_000, 10**6)
+        mapped.close()
 
 
 @pytest.mark.parametrize('damage', ['', '{', '[]', '{"format_version": 2}', '{"format_version": 3, "files": {}}'])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,12 +10,9 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.dtypes import TORCH_DTYPES
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.verify.model_reader import ModelReader
 from xhf_hooks.verify.rounding import (
     Difference,
-    Workspace,
     compare,
     has_precision,
     narrower,
@@ -25,13 +21,11 @@ from xhf_hooks.verify.rounding import (
     went_through,
 )
 from xhf_hooks.verify.threads import run_jobs
+from xhf_hooks.verify.windows import PIECE_ELEMENTS, Windows
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
-#: Elements read at once, and compared at once: so few that what is computed on the way stays in the processor's cache.
-_WINDOW_ELEMENTS, _PIECE_ELEMENTS = 1 << 19, 1 << 16
 _JOB_ELEMENTS = 1 << 22
 _SHOWN = 20  # of each kind, to people
-_WIDEST = max(DTYPE_NBYTES.values())
 _Part = tuple[tuple[str, str], Difference, int]  # names in A and B, what differs, bytes read
 
 
@@ -141,18 +135,18 @@ def compare_models(
     """
     started, threads = time.perf_counter(), torch.get_num_threads()
     result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
-    pairs, buffers = _pair(a, b, result), _Buffers()
+    pairs, windows = _pair(a, b, result), Windows()
     found = {pair: Difference() for pair in pairs}
     total = sum(a.tensors[one].nbytes + b.tensors[two].nbytes for one, two in pairs if _alike(a, b, one, two))
     torch.set_num_threads(1)  # each worker is one thread already
     try:
-        for parts in run_jobs(_jobs(a, b, pairs, buffers), workers):
+        for parts in run_jobs(_jobs(a, b, pairs, windows), workers):
             for pair, difference, nbytes in parts:
                 found[pair] += difference
                 result.read_nbytes += nbytes
             if on_progress is not None:
                 on_progress(result.read_nbytes, total)
-        result.tensors = [_judge(a, b, one, two, found[one, two], buffers) for one, two in pairs]
+        result.tensors = [_judge(a, b, one, two, found[one, two], windows) for one, two in pairs]
     finally:
         torch.set_num_threads(threads)
     result.tensors.sort(key=lambda t: ([DIFFERENT, ROUNDING, IDENTICAL].index(t.verdict), -t.max_abs, -t.n_differ))
@@ -177,7 +171,7 @@ def _alike(a: ModelReader, b: ModelReader, one: str, two: str) -> bool:
 
 
 def _jobs(
-    a: ModelReader, b: ModelReader, pairs: list[tuple[str, str]], buffers: _Buffers
+    a: ModelReader, b: ModelReader, pairs: list[tuple[str, str]], windows: Windows
 ) -> Iterator[Callable[[], list[_Part]]]:
     """Plain tensors in parts; tensors that are made together in one job, of which only one runs at a time."""
     done: set[tuple[str, str]] = set()
@@ -186,11 +180,11 @@ def _jobs(
             continue
         together = {*a.made_together(one), *b.made_together(two)}
         if not together:
-            yield from (partial(_compare_parts, a, b, [part], buffers) for part in _parts(a, one, two))
+            yield from (partial(_compare_parts, a, b, [part], windows) for part in _parts(a, one, two))
             continue
         group = [(x, y) for x, y in pairs if (x in together or y in together) and _alike(a, b, x, y)]
         done.update(group)
-        yield partial(_compare_group, a, b, group, buffers)
+        yield partial(_compare_group, a, b, group, windows)
 
 
 def _parts(a: ModelReader, one: str, two: str) -> list[tuple[str, str, int, int]]:
@@ -198,59 +192,29 @@ def _parts(a: ModelReader, one: str, two: str) -> list[tuple[str, str, int, int]
     return [(one, two, s, min(s + _JOB_ELEMENTS, n_elements)) for s in range(0, n_elements, _JOB_ELEMENTS)]
 
 
-def _compare_group(a: ModelReader, b: ModelReader, group: list[tuple[str, str]], buffers: _Buffers) -> list[_Part]:
-    with buffers.alone, a.held([x for x, _ in group]), b.held([y for _, y in group]):
-        return _compare_parts(a, b, [part for x, y in group for part in _parts(a, x, y)], buffers)
+def _compare_group(a: ModelReader, b: ModelReader, group: list[tuple[str, str]], windows: Windows) -> list[_Part]:
+    with windows.alone, a.held([x for x, _ in group]), b.held([y for _, y in group]):
+        return _compare_parts(a, b, [part for x, y in group for part in _parts(a, x, y)], windows)
 
 
 def _compare_parts(
-    a: ModelReader, b: ModelReader, parts: list[tuple[str, str, int, int]], buffers: _Buffers
+    a: ModelReader, b: ModelReader, parts: list[tuple[str, str, int, int]], windows: Windows
 ) -> list[_Part]:
     found = []
     for one, two, start, end in parts:
         difference, nbytes = Difference(), 0
-        for x, y in buffers.windows(a, b, one, two, start, end):
+        for x, y in windows.between(a, b, one, two, start, end):
             nbytes += x.nbytes + y.nbytes
             if x.dtype == y.dtype and same_bits(x, y):
                 difference += Difference(len(x))
                 continue
-            for pieces in zip(x.split(_PIECE_ELEMENTS), y.split(_PIECE_ELEMENTS), strict=True):
-                difference += compare(*pieces, a.tensors[one].dtype, b.tensors[two].dtype, buffers.workspace)
+            for pieces in zip(x.split(PIECE_ELEMENTS), y.split(PIECE_ELEMENTS), strict=True):
+                difference += compare(*pieces, a.tensors[one].dtype, b.tensors[two].dtype, windows.workspace)
         found.append(((one, two), difference, nbytes))
     return found
 
 
-class _Buffers:
-    """Of each thread two, and a workspace; and the lock of those who hold whole tensors."""
-
-    def __init__(self) -> None:
-        self.alone = threading.Lock()
-        self._own = threading.local()
-
-    @property
-    def workspace(self) -> Workspace:
-        if not hasattr(self._own, 'workspace'):
-            self._own.workspace = Workspace(_PIECE_ELEMENTS)
-        return self._own.workspace
-
-    def windows(
-        self, a: ModelReader, b: ModelReader, one: str, two: str, start: int, end: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Elements ``start`` to ``end`` of both, a window at a time; each is overwritten by the next."""
-        if not hasattr(self._own, 'data'):
-            self._own.data = [memoryview(bytearray(_WINDOW_ELEMENTS * _WIDEST)) for _ in range(2)]
-        for first in range(start, end, _WINDOW_ELEMENTS):
-            count = min(_WINDOW_ELEMENTS, end - first)
-            found = []
-            for reader, name, data in ((a, one, self._own.data[0]), (b, two, self._own.data[1])):
-                dtype = reader.tensors[name].dtype
-                width = DTYPE_NBYTES[dtype]
-                reader.read(name, first * width, data[: count * width])
-                found.append(torch.frombuffer(data, dtype=TORCH_DTYPES[dtype], count=count))
-            yield found[0], found[1]
-
-
-def _judge(a: ModelReader, b: ModelReader, one: str, two: str, found: Difference, buffers: _Buffers) -> TensorVerdict:
+def _judge(a: ModelReader, b: ModelReader, one: str, two: str, found: Difference, windows: Windows) -> TensorVerdict:
     first, second = a.tensors[one], b.tensors[two]
     floats = has_precision(first.dtype) and has_precision(second.dtype)
     through, reason = None, ''
@@ -263,7 +227,7 @@ def _judge(a: ModelReader, b: ModelReader, one: str, two: str, found: Difference
     elif found.n_beyond == 0:
         verdict, through = ROUNDING, narrower(first.dtype, second.dtype)
     else:
-        through = _find_through(a, b, one, two, buffers)
+        through = _find_through(a, b, one, two, windows)
         verdict = DIFFERENT if through is None else ROUNDING
     return TensorVerdict(
         name=one if one == two else f'{one} and {two}',
@@ -281,13 +245,13 @@ def _judge(a: ModelReader, b: ModelReader, one: str, two: str, found: Difference
     )
 
 
-def _find_through(a: ModelReader, b: ModelReader, one: str, two: str, buffers: _Buffers) -> str | None:
+def _find_through(a: ModelReader, b: ModelReader, one: str, two: str, windows: Windows) -> str | None:
     """A narrower type that one whole tensor went through: read again, as a rule only to the first piece."""
     ways = ways_through(a.tensors[one].dtype, b.tensors[two].dtype)
     if not ways:
         return None
     with a.held([one]), b.held([two]):
-        for x, y in buffers.windows(a, b, one, two, 0, a.tensors[one].n_elements):
+        for x, y in windows.between(a, b, one, two, 0, a.tensors[one].n_elements):
             wide = torch.promote_types(x.dtype, y.dtype)
             ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
             if not ways:

@@ -15,6 +15,7 @@ from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.verify import strict_json
 from xhf_hooks.verify.content import read_headers, scan
 from xhf_hooks.verify.header import Header, read_header
+from xhf_hooks.verify.mapped import MappedFile, map_or_none
 from xhf_hooks.verify.report import Findings
 from xhf_hooks.verify.sums import read_exactly
 
@@ -58,6 +59,18 @@ class ModelReader(ABC):
             OSError, XhfError: It cannot be read.
         """
 
+    def view(self, name: str, start: int, end: int) -> memoryview | None:
+        """The tensor's bytes from ``start`` to ``end`` where they lie; None when they have to be read.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        return None
+
+    def forget(self, name: str, start: int, end: int) -> None:
+        """Such a view has been released, and is not needed again soon."""
+        return None
+
     def made_together(self, name: str) -> tuple[str, ...]:
         """Tensors that are made of the same ones, and should be read together; () when it is read as it lies."""
         return ()
@@ -83,10 +96,14 @@ class SafetensorsReader(ModelReader):
         self.tensors, self.ties, self.notes = {}, {}, []
         self._places: dict[str, tuple[int, int]] = {}
         self._fds: list[int] = []
+        self._maps: dict[int, MappedFile] = {}
         headers = self._headers_of_file(path) if path.is_file() else self._headers_of_folder(path)
         for prefix, header in headers:
             fd = os.open(header.path, os.O_RDONLY | os.O_CLOEXEC)
             self._fds.append(fd)
+            mapped = map_or_none(fd, header.nbytes)
+            if mapped is not None:
+                self._maps[fd] = mapped
             for entry in header.entries:
                 if entry.dtype not in DTYPE_NBYTES:
                     raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
@@ -119,7 +136,19 @@ class SafetensorsReader(ModelReader):
         fd, offset = self._places[name]
         read_exactly(fd, offset + start, out)
 
+    def view(self, name: str, start: int, end: int) -> memoryview | None:
+        fd, offset = self._places[name]
+        return self._maps[fd].view(offset + start, offset + end) if fd in self._maps else None
+
+    def forget(self, name: str, start: int, end: int) -> None:
+        fd, offset = self._places[name]
+        if fd in self._maps:
+            self._maps[fd].forget(offset + start, offset + end)
+
     def close(self) -> None:
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
