@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.helpers.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, no_exchange
-from tests.helpers.whole import check_all, hidden
+from tests.helpers.whole import check_all, hidden, weight_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.errors import XhfError
@@ -54,7 +54,7 @@ class SmallRun:
         self.number += 1
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.fill_(self.number)
+                parameter.fill_(weight_of(self.number))
         self.saver.save(folder, Step('iter', self.number, self.number))
 
     def start_save_stop(self) -> None:

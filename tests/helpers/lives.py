@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.ranks import PRELOADED
-from tests.helpers.whole import check_all, hidden
+from tests.helpers.whole import check_all, hidden, weight_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,7 +175,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
     from xhf_hooks.records import Step
     from xhf_hooks.save import SaveOptions, Saver
 
-    model = _model(kind.zero3)
+    model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=TIMEOUT_SECS)
     options = SaveOptions(
         writer=kind.writer, in_background=kind.in_background, bucket_nbytes=20_000, max_shard_nbytes=30_000
@@ -190,11 +190,11 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
         ExitWait(lambda: saver.background.wait(TIMEOUT_SECS))
     number = first
     while True:
-        _fill(model, number)
+        fill(model, weight_of(number))
         connection.send(('began', number))
         if kind.in_background:
             saver.start(folder, Step('iter', number, number))
-            _fill(model, -1)  # training goes on
+            fill(model, -1)  # training goes on
             saver.background.outcome()
         else:
             saver.save(folder, Step('iter', number, number))
@@ -202,7 +202,8 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
         number += 1
 
 
-def _model(zero3: bool) -> nn.Module:
+def tiny_model(zero3: bool) -> nn.Module:
+    """Fourteen tensors; at ZeRO-3 in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
@@ -214,11 +215,12 @@ def _model(zero3: bool) -> nn.Module:
 
     zero = {'stage': 3, 'stage3_param_persistence_threshold': 0}
     how = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': zero}
-    with deepspeed.zero.Init(config_dict_or_path=how, dtype=torch.float32):
+    with deepspeed.zero.Init(config_dict_or_path=how, dtype=torch.bfloat16):
         return LlamaForCausalLM(config)
 
 
-def _fill(model: nn.Module, number: int) -> None:
+def fill(model: nn.Module, number: int) -> None:
+    """Give every weight, or this rank's part of it, one value."""
     import torch
 
     with torch.no_grad():
