@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -35,6 +36,8 @@ class RunLock:
                 if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                     self.path.unlink(missing_ok=True)
                     return True
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(0.2)
@@ -42,9 +45,13 @@ class RunLock:
             if self._is_current(fd):
                 break
             os.close(fd)  # the holder removed the file between our open and our lock
-        os.ftruncate(fd, 0)
-        os.write(fd, f'process {os.getpid()} on {socket.gethostname()}'.encode())
         self._fd = fd
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f'process {os.getpid()} on {socket.gethostname()}'.encode())
+        except OSError:
+            self.release()  # else this process would wait for itself when it tries again
+            raise
         return True
 
     def _is_current(self, fd: int) -> bool:
@@ -65,6 +72,7 @@ class RunLock:
 
     def release(self) -> None:
         if self._fd is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # closing is what gives the lock back
+                self.path.unlink()
             os.close(self._fd)
             self._fd = None

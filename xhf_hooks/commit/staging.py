@@ -8,6 +8,8 @@ under a name from which :meth:`CheckpointFolder.recover` brings it back.
 from __future__ import annotations
 
 import contextlib
+import glob
+import itertools
 import json
 import os
 import shutil
@@ -26,6 +28,11 @@ from xhf_hooks.verify.against_manifest import check_folder
 
 VERIFY_LEVELS = ('off', 'sizes', 'full')
 
+#: Bytes beside the final name: ``.hf_model.discarded-12``, ``hf_model_iter_500000``.
+_MOST_ADDED_TO_NAME = 24
+#: And behind it: ``/adapter/model-00001-of-00002.safetensors``, and room for files of remote code.
+_MOST_ADDED_TO_PATH = 128
+
 
 class CheckpointFolder:
     """One final name, such as ``hf_model``, and all that stands beside it on its behalf.
@@ -42,23 +49,25 @@ class CheckpointFolder:
         self.max_keep = max_keep
         self.staging = final.with_name(f'.{final.name}.staging')
         self._aside = final.with_name(f'.{final.name}.previous')
-        self._discarded = final.with_name(f'.{final.name}.discarded')
+        self._discarded = f'.{final.name}.discarded'  # with a number behind it where that is taken
         self._lock = RunLock(final)
 
     def claim(self) -> None:
         """Before training: make the parent, prove that it can be written, lock, recover, sweep.
 
         Raises:
-            TargetError: Not writable, in use by another run, or holding something that is not ours.
+            TargetError: Not writable, a name too long, in use by another run, or holding something that is not ours.
         """
         parent = self.final.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
+            self._refuse_long_names()
             self._lock.acquire_or_explain(self.final)
             probe = parent / f'.{self.final.name}.probe'
             probe.write_bytes(b'x')
             probe.unlink()
         except OSError as error:
+            self.release()
             raise TargetError(f'{parent} cannot be written: {error}; set out_dir to a folder that can') from error
         try:
             self._refuse_foreign()
@@ -66,6 +75,17 @@ class CheckpointFolder:
         except (TargetError, OSError):
             self.release()
             raise
+
+    def _refuse_long_names(self) -> None:
+        parent, name = self.final.parent, self.final.name
+        name_room = os.pathconf(parent, 'PC_NAME_MAX') - _MOST_ADDED_TO_NAME - len(os.fsencode(name))
+        path_room = os.pathconf(parent, 'PC_PATH_MAX') - _MOST_ADDED_TO_PATH - len(os.fsencode(self.final))
+        excess = -min(name_room, path_room)
+        if excess > 0:
+            raise TargetError(
+                f'{self.final}: {excess} bytes too long for the names that a save adds to it: '
+                f'set out_dir to a shorter one'
+            )
 
     def _refuse_foreign(self) -> None:
         final = self.final
@@ -82,7 +102,7 @@ class CheckpointFolder:
         for leftover in (self._aside, self.staging):
             if leftover.is_dir():
                 self._recover(leftover)
-        shutil.rmtree(self._discarded, ignore_errors=True)
+        self._delete_discarded()
         _fsync_folder(self.final.parent)
         self._delete_outdated()
 
@@ -169,6 +189,9 @@ class CheckpointFolder:
 
     def abandon(self) -> None:
         """Remove a staging folder that will not be committed."""
+        staged, current = read_step(self.staging), read_step(self.final)
+        if staged and current and staged.iteration < current.iteration:
+            return  # the folders were swapped before the error: it is the old one, for open_staging() or recover()
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def release(self) -> None:
@@ -217,10 +240,20 @@ class CheckpointFolder:
                 self._discard(parent / name)
 
     def _discard(self, folder: Path) -> None:
-        """Delete under another name: a half-deleted folder must not look like a save."""
-        shutil.rmtree(self._discarded, ignore_errors=True)
-        os.rename(folder, self._discarded)
-        shutil.rmtree(self._discarded, ignore_errors=True)
+        """Delete under another name: a half-deleted folder must not look like a save.
+
+        What cannot be deleted now, such as a file that a reader holds open on NFS, stays under that name until a
+        later save or run can, and is in nobody's way.
+        """
+        self._delete_discarded()
+        names = (self._discarded + (f'-{number}' if number else '') for number in itertools.count())
+        free = next(path for path in map(self.final.with_name, names) if not path.exists())
+        os.rename(folder, free)
+        shutil.rmtree(free, ignore_errors=True)
+
+    def _delete_discarded(self) -> None:
+        for path in self.final.parent.glob(f'{glob.escape(self._discarded)}*'):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
@@ -230,7 +263,8 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
         The folders that were dealt with. A run that is alive holds its lock and is left alone.
     """
     swept = []
-    for pattern in (f'*/.{final_name}.staging', f'*/.{final_name}.previous', f'*/.{final_name}.discarded'):
+    hidden = f'*/.{glob.escape(final_name)}'
+    for pattern in (f'{hidden}.staging', f'{hidden}.previous', f'{hidden}.discarded*'):
         for leftover in sorted(root.glob(pattern)):
             folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
             if folder.recover_if_dead():

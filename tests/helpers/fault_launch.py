@@ -1,0 +1,44 @@
+"""A launch of scenarios on ranks that have the fault layer: python -m tests.helpers.fault_launch MODULE FOLDER.
+
+The layer has to be there when a process starts, so the server that ranks are forked from is started anew for it. MODULE
+has ``scenarios(root)``; what came of them is written to FOLDER/outcomes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers import fault_layer
+from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.scenarios import Outcome, run_scenarios
+
+WORLD_SIZE = 2
+
+
+def launch(module: str, root: Path, layer: Path) -> dict[str, list[Outcome]]:
+    """Run it in a process of its own.
+
+    Args:
+        layer: A folder for the compiled layer.
+    """
+    python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
+    environment = {**os.environ, **fault_layer.environment(layer), 'PYTHONPATH': python_path}
+    command = [sys.executable, '-m', 'tests.helpers.fault_launch', module, str(root)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    return pickle.loads((root / 'outcomes').read_bytes())
+
+
+def main() -> None:
+    module, root = importlib.import_module(sys.argv[1]), Path(sys.argv[2])
+    outcomes = run_scenarios(module.scenarios(root), WORLD_SIZE, timeout_secs=300)
+    (root / 'outcomes').write_bytes(pickle.dumps(outcomes))
+
+
+if __name__ == '__main__':
+    main()

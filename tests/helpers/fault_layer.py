@@ -1,0 +1,75 @@
+"""File-system calls that fail, or kill the process, at will: the Python side of ``fault_layer.c``.
+
+A process has the layer when it, or the server it was forked from, was started with :func:`environment`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name('fault_layer.c')
+#: Every call that changes something on disk, and what opens files for it.
+CHANGES = 'open pwrite write fsync fdatasync ftruncate rename renameat2 unlink rmdir mkdir'
+KILL, SHORT = -1, -2  # beside these, an errno
+EVERY = 10**9
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Compile the layer into ``folder``; what to start a process with so that it has it."""
+    library = folder / 'fault_layer.so'
+    command = ['cc', '-shared', '-fPIC', '-O1', '-Wall', '-Werror', '-o', str(library), str(SOURCE), '-ldl']
+    subprocess.run(command, check=True)
+    return {'LD_PRELOAD': str(library)}
+
+
+class Injected:
+    """What the layer saw: ``n_calls`` is known when the block has ended."""
+
+    n_calls = 0
+
+
+@contextmanager
+def fault(calls: str, path: Path | str, outcome: int, *, first: int = 1, last: int | None = None) -> Iterator[Injected]:
+    """In this process, from the ``first`` to the ``last`` of the ``calls`` on paths that contain ``path`` end so.
+
+    Args:
+        outcome: An errno, or KILL, or SHORT (write half of what was asked for).
+        last: None is ``first``: one call fails; ``first=0`` only counts.
+    """
+    layer = ctypes.CDLL(None)
+    layer.fault_disarm.restype = ctypes.c_long
+    layer.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+    layer.fault_arm(calls.encode(), os.fsencode(path), first, first if last is None else last, outcome)
+    seen = Injected()
+    try:
+        yield seen
+    finally:
+        seen.n_calls = layer.fault_disarm()
+
+
+@contextmanager
+def shifted_clock(seconds: int) -> Iterator[None]:
+    """The wall clock, not the monotonic one, is so many seconds off in this process."""
+    layer = ctypes.CDLL(None)
+    layer.fault_shift_clock.argtypes = [ctypes.c_long]
+    layer.fault_shift_clock(seconds)
+    try:
+        yield
+    finally:
+        layer.fault_shift_clock(0)
+
+
+@contextmanager
+def no_exchange() -> Iterator[None]:
+    """As on a file system that cannot swap two folders, such as NFS."""
+    layer = ctypes.CDLL(None)
+    layer.fault_forbid_exchange(1)
+    try:
+        yield
+    finally:
+        layer.fault_forbid_exchange(0)

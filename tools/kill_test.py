@@ -1,0 +1,70 @@
+#!/usr/bin/env python
+"""Kill runs in the middle of saves, again and again, and count what was lost: nothing, or this exits with 1.
+
+    python tools/kill_test.py --kills 200
+
+Runs of two real processes save all the time, over all writers, in the background and not, at ZeRO-3 and not, and are
+ended at random instants, all processes or one of them, by SIGKILL or SIGTERM. After each end everything visible must
+be whole (checksums of the manifest, recomputed with zlib) and of one save, no committed save may be missing, and the
+next run must sweep what was left and save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.helpers.lives import KINDS, NAME, live_and_die, next_start
+from tests.helpers.whole import hidden
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--kills', type=int, default=200, help='how many runs are killed (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='of the random instants (default: %(default)s)')
+    parser.add_argument('--folder', type=Path, help='where to save (default: a temporary folder)')
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix='kills-', dir=args.folder) as folder:
+        return _kill(Path(folder) / 'run', args.kills, random.Random(args.seed))
+
+
+def _kill(parent: Path, kills: int, dice: random.Random) -> int:
+    parent.mkdir()
+    counts: Counter[str] = Counter()
+    newest = 0
+    started = time.monotonic()
+    for number in range(kills):
+        kind, max_keep = KINDS[number % len(KINDS)], 1 + number // len(KINDS) % 3
+        try:
+            death = live_and_die(parent, kind, newest + 1, dice, max_keep)
+            counts['in the middle of a save'] += death.began > death.committed
+            counts['with leftovers'] += bool(hidden(parent))
+            found = next_start(parent, max_keep)
+        except AssertionError as error:
+            print(f'kill {number + 1}, {kind}: {error}')
+            return 1
+        if newest and NAME not in found:
+            print(f'kill {number + 1}, {kind}: the newest save is gone')
+            return 1
+        newest = max(newest, found.get(NAME, 0), death.began)
+        counts[f'{kind.signal.name} to {kind.victims}'] += 1
+        counts['survivors with an error of ours'] += sum('not ours' not in text for text in death.survivors)
+        counts['survivors with another error'] += sum('not ours' in text for text in death.survivors)
+        print(
+            f'{number + 1}/{kills} {kind}: began {death.began}, committed {death.committed}, found {found}', flush=True
+        )
+    print(f'{kills} runs killed in {time.monotonic() - started:.0f} s, {newest} saves begun, 0 lost, 0 partial')
+    for what, count in sorted(counts.items()):
+        print(f'  {what}: {count}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
