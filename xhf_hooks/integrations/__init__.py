@@ -1,1 +1,1 @@
-"""Doors for other training loops than MMEngine's. Each module needs what it is named after; nothing else imports them."""
+"""Doors for other trainers than MMEngine. Each module needs the package that it is named after."""

@@ -7,36 +7,20 @@ Axolotl's interface is that of ``src/axolotl/integrations/base.py`` (``BasePlugi
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
-
-class HFCheckpointOptions(BaseModel):
-    """Options of HFCheckpointCallback, by their names there; what is not given has its default."""
-
-    model_config = ConfigDict(extra='forbid')
-
-    out_dir: str | None = None
-    save_strategy: str | None = None
-    save_steps: int | None = None
-    save_last: bool = True
-    max_keep_ckpts: int = 1
-    module: str | None = None
-    lora: str | None = None
-    llava_format: str | None = None
-    tokenizer: str | None = None
-    dtype: str | None = None
-    max_shard_size: int | str = '5GB'
-    bucket_size: int | str = '128MB'
-    writer: str = 'auto'
-    async_save: bool = False
-    async_busy: str = 'wait'
-    exit_wait_secs: float = 600
-    on_error: str = 'continue'
+#: Options of HFCheckpointCallback by their names there, which checks their values; others are refused.
+HFCheckpointOptions = create_model(
+    'HFCheckpointOptions',
+    __config__=ConfigDict(extra='forbid'),
+    **{option.name: (Any, option.default) for option in signature(HFCheckpointCallback).parameters.values()},
+)
 
 
 class HFCheckpointArgs(BaseModel):

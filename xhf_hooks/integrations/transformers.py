@@ -103,9 +103,7 @@ class HFCheckpointCallback(TrainerCallback):
         )
         self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._saves.collect_if_done()
         every = self._steps or state.save_steps
         if self._strategy == 'steps' and state.global_step % every == 0:

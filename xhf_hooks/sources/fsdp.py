@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -53,7 +54,7 @@ class Fsdp2Source(ModuleSource):
                 f'{name}: expected rows {start} to {end} of {tuple(tensor.shape)} on rank '
                 f'{rank_and_world_size()[0]}, found {tuple(local.shape)}'
             )
-        return Slice(start * (tensor.numel() // rows), local.reshape(-1))
+        return Slice(start * math.prod(tensor.shape[1:]), local.reshape(-1))
 
     @contextmanager
     def gathered(

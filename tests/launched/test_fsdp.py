@@ -1,0 +1,187 @@
+"""Models under torch's FSDP1 and FSDP2: save_hf and the hook, on real ranks, give what the whole model gives."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import doors
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only
+
+WRITERS = ('stream', 'parallel', 'positional')
+KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 'fsdp1_root_only')
+MODELS = ('untied', 'tied', 'lora')
+CASES = [f'{model}-{kind}' for model in MODELS for kind in KINDS]
+
+
+def shard(model: Any, kind: str) -> Any:
+    """Each decoder layer is a unit of its own, the rest belongs to the root; or all belongs to the root."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.tensor import Shard
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+    if kind.startswith('fsdp2'):
+        options: dict[str, Any] = dict(mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+        if kind == 'fsdp2_columns':  # of what can be split evenly
+            options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % 2 == 0 else None
+        for layer in [] if kind == 'fsdp2_root_only' else layers:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device('cpu'),
+        use_orig_params=True,
+        auto_wrap_policy=None if kind == 'fsdp1_root_only' else ModuleWrapPolicy({LlamaDecoderLayer}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None,
+    )
+
+
+def whole_state(model: Any) -> dict[str, Any]:
+    """By torch itself, on every rank."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
+    """Returns which writers gathered nothing."""
+    import torch
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+
+    def build() -> Any:
+        return doors.tiny_llama(tied=model_kind == 'tied', lora=model_kind == 'lora')
+
+    model = shard(build(), kind)
+    for writer in WRITERS:
+        save_hf(model, root / 'fresh' / writer, writer=writer, bucket_size=20_000)
+    if dist.get_rank() == 0:
+        build().save_pretrained(root / 'fresh' / 'theirs')
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    doors.train_steps(model, optimizer)
+    with torch.no_grad():
+        model(**doors.batch())  # what it gathered for this, it keeps until the next step
+    for writer in WRITERS:
+        save_hf(model, root / 'trained' / writer, writer=writer, bucket_size=20_000)
+    doors.train_steps(model, optimizer)
+    save_hf(model, root / 'bf16', dtype='bfloat16')
+    save_hf(model, root / 'last')
+    if model_kind == 'lora':
+        save_hf(model, root / 'merged', lora='merge')
+    state = whole_state(model)
+    if dist.get_rank() == 0:
+        build().save_pretrained(root / 'theirs', state_dict=state)
+
+
+def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
+    """The weights after three steps, with a save after each or without."""
+    import torch
+
+    from xhf_hooks import save_hf
+
+    model = shard(doors.tiny_llama(), kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        doors.train_steps(model, optimizer, steps=1)
+        if saves:
+            save_hf(model, root / 'untouched', writer=WRITERS[step])
+    return whole_state(model)
+
+
+def flat_only(root: Path) -> str:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import XhfError
+
+    model = FullyShardedDataParallel(doors.tiny_llama(), device_id=torch.device('cpu'), use_orig_params=False)
+    try:
+        save_hf(model, root / 'flat')
+    except XhfError as error:
+        return str(error)
+    return 'no error'
+
+
+def hook_run(kind: str, root: Path) -> None:
+    """MMEngine's Runner with a model that is sharded; its FSDPStrategy wraps it the same way, on an accelerator."""
+    import torch
+    import torch.distributed as dist
+    from mmengine.model.wrappers import MMFullyShardedDataParallel
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.helpers.toy_run import ToyLM, run_config, train
+
+    model = ToyLM()
+    if kind == 'fsdp2':
+        fully_shard(model.llm, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+    else:
+        model = MMFullyShardedDataParallel(model, device_id=torch.device('cpu'))
+    config = run_config(root, hook=dict(interval=2, by_epoch=False, out_dir=str(root / 'hf_model')), stage=None)
+    runner = train({**config, 'model': model})
+    state = {name.removeprefix('llm.'): tensor for name, tensor in whole_state(runner.model).items()}
+    if dist.get_rank() == 0:
+        ToyLM().llm.save_pretrained(root / 'theirs', state_dict=state)
+
+
+@pytest.fixture(scope='module', params=[2, 3], ids=['2ranks', '3ranks'])
+def results(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp('fsdp')
+    scenarios = {case: partial(save_case, *case.split('-'), root / case) for case in CASES}
+    for kind in KINDS:
+        scenarios |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
+    scenarios['flat_only'] = partial(flat_only, root)
+    scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in ('fsdp1', 'fsdp2')}
+    return root, run_scenarios(scenarios, request.param, timeout_secs=600)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_fsdp_writes_the_same(results, case):
+    root, outcomes = results
+    check(outcomes, case)
+    folder = root / case
+    for writer in WRITERS:
+        assert_same_folder_tensors(folder / 'fresh' / writer, folder / 'fresh' / 'theirs')
+        assert_same_folder_tensors(folder / 'trained' / writer, folder / 'trained' / 'stream')
+        doors.verify_folder(folder / 'trained' / writer)
+    config = 'adapter_config.json' if case.startswith('lora') else 'config.json'
+    if config == 'config.json':
+        assert (folder / 'last' / config).read_bytes() == (folder / 'theirs' / config).read_bytes()
+    assert_same_folder_tensors(folder / 'last', folder / 'theirs')
+    before, after = folder_tensors(folder / 'trained' / 'stream'), folder_tensors(folder / 'last')
+    assert any(not tensor.equal(after[name]) for name, tensor in before.items())
+    rounded = folder_tensors(folder / 'bf16')
+    assert all(tensor.bfloat16().equal(rounded[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_training_is_untouched(results, kind):
+    _, outcomes = results
+    without, with_saves = (check(outcomes, f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
+    assert without and all(tensor.equal(with_saves[name]) for name, tensor in without.items())
+
+
+def test_flat_parameters_alone_are_refused(results):
+    _, outcomes = results
+    assert all('use_orig_params=True' in message for message in check(outcomes, 'flat_only'))
+
+
+@pytest.mark.parametrize('kind', ('fsdp1', 'fsdp2'))
+def test_hook(results, kind):
+    root, outcomes = results
+    check(outcomes, f'hook-{kind}')
+    assert_same_folder_tensors(root / f'hook-{kind}' / 'hf_model', root / f'hook-{kind}' / 'theirs')
