@@ -11,15 +11,18 @@ from torch import nn
 _WRAPPERS = re.compile(r'(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)')
 
 
-def module_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, tied ones under each of their names.
+
+    Args:
+        as_wrapped: Leave the wrappers' parts in the names.
 
     An overridden ``state_dict()`` is not asked: what a checkpoint format leaves out is another question
     than what there is.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
-        prefix = without_wrappers(path)
+        prefix = path if as_wrapped else without_wrappers(path)
         own = list(module._parameters.items())
         own += [(n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set]
         found += [(f'{prefix}.{n}' if prefix else n, t) for n, t in own if t is not None]

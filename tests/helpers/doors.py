@@ -68,7 +68,7 @@ def fresh_accelerate(**environment: str) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
     before = dict(os.environ)
-    os.environ.update(ACCELERATE_USE_CPU='true', **environment)
+    os.environ.update(environment)
     forget()
     try:
         yield

@@ -83,7 +83,9 @@ def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
         save_hf(model, root / 'merged', lora='merge')
     state = whole_state(model)
     if dist.get_rank() == 0:
-        build().save_pretrained(root / 'theirs', state_dict=state)
+        whole = build()
+        whole.load_state_dict(state)  # save_pretrained(state_dict=...) would not see what is tied
+        whole.save_pretrained(root / 'theirs')
 
 
 def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
@@ -121,18 +123,23 @@ def hook_run(kind: str, root: Path) -> None:
     import torch
     import torch.distributed as dist
     from mmengine.model.wrappers import MMFullyShardedDataParallel
+    from mmengine.registry import MODELS
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from tests.helpers.toy_run import ToyLM, run_config, train
 
-    model = ToyLM()
-    if kind == 'fsdp2':
+    @MODELS.register_module(force=True)
+    def sharded_toy() -> Any:
+        model = ToyLM()
+        if kind == 'fsdp1':
+            return MMFullyShardedDataParallel(model, device_id=torch.device('cpu'))
         fully_shard(model.llm, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
-    else:
-        model = MMFullyShardedDataParallel(model, device_id=torch.device('cpu'))
-    config = run_config(root, hook=dict(interval=2, by_epoch=False, out_dir=str(root / 'hf_model')), stage=None)
-    runner = train({**config, 'model': model})
+        return model
+
+    hook = dict(interval=2, by_epoch=False, out_dir=str(root / 'hf_model'), on_error='raise')
+    config = run_config(root, hook=hook, stage=None)
+    runner = train({**config, 'model': dict(type='sharded_toy')})
     state = {name.removeprefix('llm.'): tensor for name, tensor in whole_state(runner.model).items()}
     if dist.get_rank() == 0:
         ToyLM().llm.save_pretrained(root / 'theirs', state_dict=state)

@@ -51,9 +51,11 @@ class AdapterExporter:
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         from peft import get_peft_model_state_dict
 
-        found = get_peft_model_state_dict(
-            self._peft_model, state_dict=specs_below(self._path, specs), adapter_name=self._adapter
-        )
+        # peft goes by the paths of modules, which FSDP1 lengthens
+        live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
+        own = {live[name]: spec for name, spec in specs_below(self._path, specs).items()}
+        found = get_peft_model_state_dict(self._peft_model, state_dict=own, adapter_name=self._adapter)
+        found = {without_wrappers(name): spec for name, spec in found.items()}
         read = {spec.name for spec in found.values()}
         if self._alone:
             self._require_complete(specs, read)
