@@ -110,7 +110,10 @@ def test_the_options_table_is_the_hooks_signature():
 
 
 def accelerate_loop(lines: str, folder: Path) -> str:
-    """The loop of the README at ZeRO-3. Runs on: all ranks."""
+    """The loop of the README at ZeRO-3. Runs on: all ranks.
+
+    Without an accelerator Accelerate does not know of the other ranks: each gets all 16 batches.
+    """
     import torch
     from transformers import PreTrainedTokenizerFast
 
@@ -148,7 +151,7 @@ def test_the_accelerate_loop_saves(tmp_path):
     assert len(code('Accelerator').splitlines()) <= 12
     assert run_ranks(accelerate_loop, 2, code('Accelerator'), tmp_path) == ['DeepSpeedEngine'] * 2
     assert verify_folder(tmp_path / 'hf_model') >= 4
-    assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 6
+    assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 15
     assert AutoTokenizer.from_pretrained(tmp_path / 'hf_model').convert_tokens_to_ids('a') == 1
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf_model', output_loading_info=True)
     assert not any(report.values())

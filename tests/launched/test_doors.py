@@ -20,6 +20,7 @@ WRITERS = ('stream', 'parallel', 'positional')
 def accelerate_at(stage: int, root: Path) -> dict[str, Any]:
     """Train a step, then save by each writer, as Accelerate does, and for zero_to_fp32."""
     import torch
+    import torch.distributed as dist
     from accelerate import Accelerator, DeepSpeedPlugin
 
     from xhf_hooks import save_hf
@@ -39,10 +40,11 @@ def accelerate_at(stage: int, root: Path) -> dict[str, Any]:
             save_hf(model, root / 'float32' / writer, writer=writer, dtype='float32')
         state = accelerator.get_state_dict(model)
         accelerator.unwrap_model(model).save_pretrained(
-            root / 'theirs', is_main_process=accelerator.is_main_process, state_dict=state
+            root / 'theirs', is_main_process=dist.get_rank() == 0, state_dict=state
         )
         model.save_checkpoint(str(root / 'zero'))
         model.destroy()
+        dist.barrier()
     return told
 
 
