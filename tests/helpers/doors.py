@@ -20,6 +20,15 @@ def tiny_llama(*, tied: bool = False, bf16: bool = False, lora: bool = False) ->
     return model.to(torch.bfloat16) if bf16 else model
 
 
+def larger_llama() -> Any:
+    """Ten layers of 10 MB each, in fp32; next to nothing beside them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=10, **sizes))
+
+
 def batch() -> dict[str, torch.Tensor]:
     """One sequence, and itself as labels."""
     tokens = torch.arange(8).reshape(1, -1)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.modern_only
 
 WRITERS = ('stream', 'parallel', 'positional')
 KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 'fsdp1_root_only')
+MEMORY = [(kind, writer) for kind in ('fsdp1', 'fsdp2') for writer in ('stream', 'positional')]
 #: Those that differ in what a save changes for a moment.
 UNTOUCHED = ('fsdp2', 'fsdp1', 'fsdp1_grad_op')
 MODELS = ('untied', 'tied', 'lora')
@@ -106,6 +107,16 @@ def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
     return whole_state(model)
 
 
+def memory(kind: str, writer: str, root: Path) -> tuple[int, int]:
+    """Bytes that were saved, and extra memory of the busiest rank."""
+    from xhf_hooks import save_hf
+
+    model = shard(doors.larger_llama(), kind)
+    save_hf(model, root / 'memory', writer=writer, bucket_size='8MB')  # what the first save brings with it
+    cost = save_hf(model, root / 'memory', writer=writer, bucket_size='8MB').cost
+    return cost.nbytes, cost.peak_extra_nbytes
+
+
 def flat_only(root: Path) -> str:
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -159,6 +170,7 @@ def results(tmp_path_factory):
     scenarios = {case: partial(save_case, *case.split('-'), root / case) for case in CASES}
     for kind in UNTOUCHED:
         scenarios |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
+    scenarios |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
     scenarios['flat_only'] = partial(flat_only, root)
     scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in ('fsdp1', 'fsdp2')}
     return root, run_scenarios(scenarios, 2, timeout_secs=600)
@@ -205,6 +217,13 @@ def test_training_is_untouched(results, kind):
     _, outcomes = results
     without, with_saves = (check(outcomes, f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
     assert without and all(tensor.equal(with_saves[name]) for name, tensor in without.items())
+
+
+@pytest.mark.parametrize(('kind', 'writer'), MEMORY)
+def test_memory_is_that_of_buckets_or_a_unit(results, kind, writer):
+    _, outcomes = results
+    nbytes, extra_nbytes = check(outcomes, f'memory-{kind}-{writer}')[0]
+    assert nbytes > 100e6 and extra_nbytes < 0.45 * nbytes, (nbytes, extra_nbytes)
 
 
 def test_flat_parameters_alone_are_refused(results):
