@@ -131,8 +131,8 @@ def test_bad_options_in_a_config():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_dtype_of_torch_is_the_same_as_its_name(dtype):
     by_name, by_type = HFCheckpointHook(dtype=dtype), HFCheckpointHook(dtype=getattr(torch, dtype))
-    assert by_name._save_options == by_type._save_options
-    assert by_name._save_options != HFCheckpointHook()._save_options
+    assert by_name._options.save == by_type._options.save
+    assert by_name._options.save != HFCheckpointHook()._options.save
 
 
 def test_runs_after_the_checkpoint_hook():

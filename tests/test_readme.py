@@ -110,6 +110,61 @@ def test_the_options_table_is_the_hooks_signature():
     assert documented == {name: repr(parameter.default) for name, parameter in signature.items()}
 
 
+def accelerate_loop(lines: str, folder: Path) -> str:
+    """The loop of the README at ZeRO-3. Runs on: all ranks.
+
+    Without an accelerator Accelerate does not know of the other ranks: each gets all 16 batches.
+    """
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.helpers import doors
+
+    config = folder / 'zero3.json'
+    config.write_text(json.dumps(doors.zero_config(3)))
+    model = doors.tiny_llama()
+    names = dict(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loader=torch.utils.data.DataLoader(doors.Sequences()),
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=_tokenizer()),
+    )
+    with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true', ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config)):
+        exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))).replace('500', '3'), names)
+        found = type(names['model']).__name__
+        names['model'].destroy()
+    return found
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({'<unk>': 0, 'a': 1}, unk_token='<unk>'))
+
+
+@pytest.mark.modern_only
+def test_the_accelerate_loop_saves(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.helpers.doors import verify_folder
+    from tests.helpers.ranks import run_ranks
+
+    assert len(code('Accelerator').splitlines()) <= 12
+    assert run_ranks(accelerate_loop, 2, code('Accelerator'), tmp_path) == ['DeepSpeedEngine'] * 2
+    assert verify_folder(tmp_path / 'hf_model') >= 4
+    assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 15
+    assert AutoTokenizer.from_pretrained(tmp_path / 'hf_model').convert_tokens_to_ids('a') == 1
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf_model', output_loading_info=True)
+    assert not any(report.values())
+
+
+@pytest.mark.modern_only
+def test_the_callback_lines_make_a_callback():
+    names: dict = {}
+    exec(code('HFCheckpointCallback'), names)
+    assert type(names['callbacks'][0]).__name__ == 'HFCheckpointCallback'
+
+
 def test_the_example_exporter_is_chosen():
     from torch import nn
 

@@ -1,8 +1,9 @@
-"""Hugging Face checkpoints out of DeepSpeed ZeRO training with MMEngine, live or from its old files.
+"""Hugging Face checkpoints out of live DeepSpeed ZeRO and FSDP training, or from its old files.
 
 Importing this package puts :class:`HFCheckpointHook` into MMEngine's HOOKS registry: a function of that name, which
 imports the hook when it is built. MMEngine's hooks import its optimizers, and those transformers' Trainer and peft:
-seconds that a conversion, which needs none of them, would spend in vain.
+seconds that a conversion, which needs none of them, would spend in vain. :func:`save_hf` is the same save for a loop
+of your own; ``xhf_hooks.integrations`` has those for other trainers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from xhf_hooks.registry import HOOKS
 from xhf_hooks.version import __version__
 
 if TYPE_CHECKING:
+    from xhf_hooks.call import save_hf
     from xhf_hooks.hooks import HFCheckpointHook
 
-__all__ = ['HFCheckpointHook', '__version__']
+__all__ = ['HFCheckpointHook', '__version__', 'save_hf']
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from xhf_hooks.hooks import HFCheckpointHook
 
         return HFCheckpointHook
+    if name == 'save_hf':
+        from xhf_hooks.call import save_hf
+
+        return save_hf
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

@@ -87,6 +87,7 @@ class Saver:
 
     Args:
         model: The bare trained module (not the engine or wrapper around it).
+        root: What the source reads where that is another module (preflight.py); None: the model.
 
     Attributes:
         exporter: Set by :meth:`prepare`.
@@ -94,8 +95,11 @@ class Saver:
         background: Where a save that :meth:`start` began goes on; its outcome is the same on every rank.
     """
 
-    def __init__(self, model: nn.Module, options: SaveOptions, collective: Collective) -> None:
+    def __init__(
+        self, model: nn.Module, options: SaveOptions, collective: Collective, root: nn.Module | None = None
+    ) -> None:
         self._model = model
+        self._root = model if root is None else root
         self._options = options
         self._collective = collective
         self._specs: list[TensorSpec] | None = None
@@ -124,7 +128,7 @@ class Saver:
             PlanError: Ranks hold different models.
         """
         with self._collective.stage('plan'):
-            self._source = source_for(self._model)
+            self._source = source_for(self._root)
             self.exporter = exporter_for(
                 self._model,
                 self._options.module,
@@ -206,7 +210,7 @@ class Saver:
             self._in_background.close()
 
     def _renew_plan(self) -> None:
-        self._source = source_for(self._model)
+        self._source = source_for(self._root)
         if any(self._collective.all_gather(self._source.specs() != self._specs)):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 

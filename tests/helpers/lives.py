@@ -171,7 +171,7 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from xhf_hooks.collective import Collective
     from xhf_hooks.commit.staging import CheckpointFolder
-    from xhf_hooks.hooks.exit_wait import ExitWait
+    from xhf_hooks.exit_wait import ExitWait
     from xhf_hooks.records import Step
     from xhf_hooks.save import SaveOptions, Saver
 

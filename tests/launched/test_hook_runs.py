@@ -63,7 +63,7 @@ def with_tokenizer(source: str, work_dir: Path) -> str:
 
 def progress_is_logged(work_dir: Path) -> str:
     """With the half minute set to nothing. Runs on: all ranks."""
-    from xhf_hooks.hooks.report import ProgressLog
+    from xhf_hooks.report import ProgressLog
 
     with mock.patch.object(ProgressLog, 'interval_secs', 0.0):
         return run(dict(hook={}, stage=3, max_iters=2), work_dir)

@@ -21,7 +21,7 @@ from xhf_hooks.exporters import sidecar
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.conversion import convert_specs
 from xhf_hooks.exporters.derived import Derived, derive
-from xhf_hooks.module_tensors import module_tensors
+from xhf_hooks.module_tensors import model_class, module_tensors, without_wrappers
 from xhf_hooks.records import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -106,7 +106,7 @@ class HuggingFaceExporter(Exporter):
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The class that ``from_pretrained`` will build, without memory."""
-        reference = build_on_meta(type(self._model), config)
+        reference = build_on_meta(model_class(self._model), config)
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None:
             reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
@@ -117,7 +117,7 @@ class HuggingFaceExporter(Exporter):
             weight = getattr(self._model.get_input_embeddings(), 'weight', None)
         except (NotImplementedError, AttributeError):  # a model without token embeddings
             return None
-        names = (name for name, tensor in self._model.named_parameters() if tensor is weight)
+        names = (name for name, tensor in module_tensors(self._model) if tensor is weight)
         live_name = '.'.join(filter(None, (self._path, next(names, None))))
         rows = (spec.shape[0] for spec in own.values() if live_name in (spec.name, *spec.aliases))
         return next(rows, None)
@@ -180,7 +180,7 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
     from transformers import PreTrainedModel
 
     if module is not None:
-        found = dict(model.named_modules()).get(module)
+        found = {without_wrappers(path): child for path, child in model.named_modules()}.get(module)
         if not isinstance(found, PreTrainedModel):
             raise ModelError(
                 f'option module: expected the path of a PreTrainedModel in {type(model).__name__}, found '
@@ -214,7 +214,8 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     from transformers import PreTrainedModel
 
     found: dict[str, PreTrainedModel] = {}
-    for path, module in model.named_modules():
+    for wrapped_path, module in model.named_modules():
+        path = without_wrappers(wrapped_path)
         inside = any(path.startswith(f'{outer}.') or outer == '' for outer in found)
         if isinstance(module, PreTrainedModel) and not inside:
             found[path] = module

@@ -17,6 +17,7 @@ from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora_adapter import adapters_in, trained_adapter
 from xhf_hooks.exporters.lora_merge import MergedExporter
 from xhf_hooks.exporters.new_rows import ROWS_MULTIPLE, NewRows
+from xhf_hooks.module_tensors import model_class
 from xhf_hooks.records import TensorSpec
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
 
     def _embedding_names(self) -> list[str]:
         """Names in the llm of what has a row for each token, the input embedding first."""
-        llm = build_on_meta(type(self._model), self._model.config)
+        llm = build_on_meta(model_class(self._model), self._model.config)
         embeddings = [llm.get_input_embeddings(), llm.get_output_embeddings()]
         tensors = {id(t): None for module in embeddings if module is not None for t in module.parameters()}
         found = {name: id(t) for name, t in llm.named_parameters(remove_duplicate=False) if id(t) in tensors}

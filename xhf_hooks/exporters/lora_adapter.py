@@ -12,7 +12,7 @@ from xhf_hooks.dtypes import is_float
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import sidecar
 from xhf_hooks.exporters.base import specs_below
-from xhf_hooks.module_tensors import module_tensors
+from xhf_hooks.module_tensors import model_class, module_tensors, without_wrappers
 from xhf_hooks.records import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ class AdapterExporter:
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         from peft import get_peft_model_state_dict
 
-        found = get_peft_model_state_dict(
-            self._peft_model, state_dict=specs_below(self._path, specs), adapter_name=self._adapter
-        )
+        # peft goes by the paths of modules, which FSDP1 lengthens
+        live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
+        own = {live[name]: spec for name, spec in specs_below(self._path, specs).items()}
+        found = get_peft_model_state_dict(self._peft_model, state_dict=own, adapter_name=self._adapter)
+        found = {without_wrappers(name): spec for name, spec in found.items()}
         read = {spec.name for spec in found.values()}
         if self._alone:
             self._require_complete(specs, read)
@@ -116,7 +118,7 @@ class AdapterExporter:
         config.inference_mode = True
         auto_mapping = None
         if config.task_type is None:  # then peft's AutoPeftModel needs to know what to build
-            kind = type(self._model)
+            kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
         sidecar.require_vocabulary(tokenizer, self._embedding_rows)
@@ -137,7 +139,7 @@ def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
     peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # whoever built one has imported it
     if peft_model is None:
         return {}
-    return {path: child for path, child in model.named_modules() if isinstance(child, peft_model)}
+    return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}
 
 
 def trained_adapter(path: str, peft_model: PeftModel) -> str:

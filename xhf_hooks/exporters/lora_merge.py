@@ -11,6 +11,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, quantization_of
+from xhf_hooks.module_tensors import without_wrappers
 from xhf_hooks.records import TensorSpec
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ class MergedExporter(HuggingFaceExporter):
         self._derived = {}
         kept_below = {path: base_path(path) for path in self._adapters if path}  # what stays of a wrapper, by its path
         merged: set[str] = set()
-        for path, module in self._model.named_modules(remove_duplicate=False):
+        for wrapped_path, module in self._model.named_modules(remove_duplicate=False):
+            path = without_wrappers(wrapped_path)
             if isinstance(module, LoraLayer):
                 kept_below[path] = f'{path}.base_layer'
                 merged |= self._note_merges(path, module, own)

@@ -25,7 +25,7 @@ from xhf_hooks.exporters import sidecar
 from xhf_hooks.exporters.conversion import convert_specs
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
 from xhf_hooks.exporters.lora_merge import base_path
-from xhf_hooks.module_tensors import module_tensors
+from xhf_hooks.module_tensors import model_class, module_tensors
 from xhf_hooks.records import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -75,7 +75,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
         super().__init__(model, module)
-        name = type(self._model).__name__
+        name = model_class(self._model).__name__
         if name not in _EXPERT_PARTS:
             raise ModelError(f'{name} has sharded experts; only those of {sorted(_EXPERT_PARTS)} can be written')
         self._parts = _EXPERT_PARTS[name]
@@ -104,7 +104,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
             return build_on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
         config = copy.deepcopy(config)
         config.moe_implementation = 'origin'
-        return build_on_meta(type(self._model), config)
+        return build_on_meta(model_class(self._model), config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Transformers 5 fuses experts in memory, too, and in another way: what it writes is what counts."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.errors import ModelError
+from xhf_hooks.module_tensors import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,7 +33,7 @@ def exported_config(
         embedding_rows: Rows of the input embedding, which ``vocab_size`` must match.
     """
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [model_class(model).__name__]
     if getattr(config, '_attn_implementation_autoset', False):
         config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
     dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
@@ -93,7 +94,7 @@ def write(
 
 def is_remote_code(model: PreTrainedModel) -> bool:
     """Whether the model's class came with its base model, by ``trust_remote_code``."""
-    return model._auto_class is not None or type(model).__module__.startswith('transformers_modules.')
+    return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
 
 
 def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_ids: Sequence[int]) -> list[str]:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import CheckpointHook, Hook
-from mmengine.registry import HOOKS
+from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
-from xhf_hooks.collective import Collective
-from xhf_hooks.commit.staging import VERIFY_LEVELS, CheckpointFolder
+from xhf_hooks import options
 from xhf_hooks.errors import OptionError, XhfError
-from xhf_hooks.exporters.llava import LLAVA_FORMATS
-from xhf_hooks.exporters.lora import LORA_MODES
 from xhf_hooks.exporters.reward import has_head
-from xhf_hooks.hooks import options, preflight
 from xhf_hooks.hooks.best_metric import BestMetric
-from xhf_hooks.hooks.exit_wait import ExitWait
-from xhf_hooks.hooks.report import ProgressLog, log_preparations, report_save
 from xhf_hooks.hooks.schedule import Schedule
-from xhf_hooks.hooks.tokenizer import find_tokenizer, with_chat_template
+from xhf_hooks.hooks.tokenizer import with_chat_template
+from xhf_hooks.preflight import unwrap
 from xhf_hooks.records import CommittedCheckpoint, Step
-from xhf_hooks.registry import WRITERS
-from xhf_hooks.save import SaveOptions, Saver
+from xhf_hooks.report import RunLog, scalars
+from xhf_hooks.run_saves import RunSaves
 
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
@@ -117,29 +113,24 @@ class HFCheckpointHook(Hook):
         self.save_last = save_last
         self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
         self._best = None if save_best is None else BestMetric(save_best, rule)
-        self._max_keep = options.check_max_keep(max_keep_ckpts)
-        self._tokenizer = options.check_tokenizer(tokenizer)
         self._chat_template = options.check_switch('chat_template', chat_template)
-        self._on_error = options.check_choice('on_error', on_error, ('continue', 'raise'))
-        self._save_options = dict(
-            module=options.check_module(module),
-            dtype=options.parse_dtype(dtype),
-            lora=options.check_choice('lora', lora, (None, *LORA_MODES)),
-            llava_format=options.check_choice('llava_format', llava_format, (None, *LLAVA_FORMATS)),
-            max_shard_nbytes=options.parse_nbytes('max_shard_size', max_shard_size),
-            bucket_nbytes=options.parse_nbytes('bucket_size', bucket_size),
-            in_background=options.check_switch('async_save', async_save),
-            verify=options.check_choice('verify', verify, VERIFY_LEVELS),
+        self._options = options.parse_run(
+            max_keep_ckpts=max_keep_ckpts,
+            module=module,
+            lora=lora,
+            llava_format=llava_format,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            bucket_size=bucket_size,
+            writer=writer,
+            async_save=async_save,
+            async_busy=async_busy,
+            exit_wait_secs=exit_wait_secs,
+            verify=verify,
+            on_error=on_error,
         )
-        self._writer = options.check_choice('writer', writer, ('auto', *WRITERS.module_dict))
-        self._async = async_save
-        self._async_busy = options.check_choice('async_busy', async_busy, ('wait', 'skip'))
-        if async_busy != 'wait' and not async_save:
-            raise OptionError('async_busy', "'wait' when async_save is False", async_busy)
-        self._exit_wait_secs = options.check_seconds('exit_wait_secs', exit_wait_secs)
-        self._saver: Saver | None = None  # there is one while training goes on
-        self._saved_at: int | None = None
-        self._best_in_flight: tuple[str, float] | None = None
+        self._saves: RunSaves | None = None  # there is one while training goes on
 
     def before_train(self, runner: Any) -> None:
         """Prove that the save will work. Runs on: all ranks.
@@ -147,158 +138,73 @@ class HFCheckpointHook(Hook):
         Raises:
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
-        model, facts = preflight.unwrap(runner.model)
-        if self._save_options['dtype'] == 'F32':
-            preflight.refuse_unreadable_masters(runner.model)
+        unwrapped = unwrap(runner.model, _wrappers())
         self._schedule = self._resolve_schedule(runner)
-        self._collective = Collective()
-        final = Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute()
-        writer = preflight.choose_writer(runner, self._writer, final.parent, self._collective)
-        token_id = runner.cfg.get('reward_token_id') if has_head(model) else None
-        save_options = SaveOptions(writer=writer, facts=facts, reward_token_id=token_id, **self._save_options)
-        self._saver = Saver(model, save_options, self._collective)
-        plan = self._saver.prepare()
-        self._newest = CheckpointFolder(final, self._max_keep)
-        suffixes = [] if self._best is None else self._best.folder_suffixes()
-        self._best_folders = {
-            suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
-        }
-        with self._collective.stage('preflight'):
-            if self._collective.rank == 0:
-                folders = [self._newest, *self._best_folders.values()]
-                base_dir, sweep = self._saver.exporter.base_dir, self.out_dir is None
-                preflight.claim_targets(runner, folders, plan.nbytes, base_dir, sweep=sweep)
-                self._saver.set_tokenizer(*self._final_tokenizer(runner))
-                for warning in self._saver.rehearse(self._newest):
-                    runner.logger.warning(f'HFCheckpointHook: {warning}')
-        if self._async:
-            with self._collective.stage('preflight'):
-                reserved = self._saver.reserve_snapshot()
-            runner.logger.info(
-                f'HFCheckpointHook: saves go on in the background, from {reserved / 1e6:.0f} MB of host memory on '
-                f'this rank'
-            )
-            self._exit_wait = ExitWait(lambda: self._wait_at_exit(runner))
-        log_preparations(runner, self._saver, self._schedule, writer, final)
+        log = RunLog(runner.logger, 'HFCheckpointHook')
+        self._saves = RunSaves(
+            unwrapped,
+            Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
+            self._options,
+            log,
+            suffixes=[] if self._best is None else self._best.folder_suffixes(),
+            reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
+            on_committed=partial(self._visualize, runner),
+        )
+        self._saves.prepare(
+            runner.cfg.get('tokenizer'),
+            when=self._schedule,
+            sweep=Path(runner.work_dir) if self.out_dir is None else None,
+            finish_tokenizer=(lambda found: with_chat_template(runner.cfg, found, log))
+            if self._chat_template
+            else None,
+        )
+        self._log = log
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         done = runner.iter + 1
-        if self._saver.background.succeeded:
-            self._collect(runner)
+        self._saves.collect_if_done()
         if self._schedule.is_due_after_iter(done):
-            self._save(runner, Step('iter', done, done), self._newest)
+            self._saves.save(Step('iter', done, done), may_skip=done < runner.max_iters)
 
     def after_train_epoch(self, runner: Any) -> None:
         done = runner.epoch + 1
         if self._schedule.is_due_after_epoch(done):
-            self._save(runner, Step('epoch', done, runner.iter), self._newest)
+            self._saves.save(Step('epoch', done, runner.iter), may_skip=runner.iter < runner.max_iters)
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
-        if self._best is None or not metrics or self._saver is None:
+        if self._best is None or not metrics or self._saves is None:
             return
-        if self._best_in_flight is not None:  # whether it was saved decides what the best is
-            self._collect(runner)
+        if self._saves.must_tell_after:  # whether it was saved decides what the best is
+            self._saves.collect()
         try:
             improved = self._best.improved(metrics, runner.message_hub)
         except XhfError as error:
-            self._handle(runner, error, 'finding the best save')
+            self._saves.handle(error, 'finding the best save')
             return
         for metric, score in improved.items():
-            folder = self._best_folders[self._best.folder_suffix(metric)]
-            self._save(runner, Step('iter', runner.iter, runner.iter), folder, best=(metric, score))
+            folder = self._saves.others[self._best.folder_suffix(metric)]
+            remember = partial(self._remember, runner, metric, score)
+            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember)
 
     def after_train(self, runner: Any) -> None:
-        self._collect(runner)
-        if self.save_last and self._saved_at != runner.iter:
+        self._saves.collect()
+        if self.save_last and self._saves.saved_at != runner.iter:
             unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
-            self._save(runner, Step(unit, number, runner.iter), self._newest)
-            self._collect(runner)
-        if self._collective.rank == 0:
-            for folder in (self._newest, *self._best_folders.values()):
-                folder.release()
-        if self._async:
-            self._exit_wait.close()
-        self._saver.close()
-        self._saver = None
-        self._collective.close()
+            self._saves.save(Step(unit, number, runner.iter))
+            self._saves.collect()
+        self._saves.close()
+        self._saves = None
 
-    def _save(self, runner: Any, step: Step, folder: CheckpointFolder, best: tuple[str, float] | None = None) -> None:
-        """One save, of a metric's best score if ``best`` says so. Runs on: all ranks."""
-        if self._async and not self._make_way(
-            runner, step, may_skip=best is None and step.iteration < runner.max_iters
-        ):
-            return
-        committed, progress = None, ProgressLog(runner.logger, step.label)
-        try:
-            if self._async:
-                self._saver.start(folder, step, progress)
-            else:
-                committed = self._saver.save(folder, step, progress)
-        except XhfError as error:
-            self._handle(runner, error, f'the save of {step.label}')
-            return
-        if folder is self._newest:
-            self._saved_at = step.iteration
-        self._best_in_flight = best
-        if committed is not None:
-            self._report(runner, committed)
+    def _remember(self, runner: Any, metric: str, score: float) -> None:
+        """A save of the best score is committed."""
+        self._best.remember(metric, score, runner.message_hub)
+        self._log.info(f'best {metric} so far, {score:.4f}')
 
-    def _make_way(self, runner: Any, step: Step, *, may_skip: bool) -> bool:
-        """End the save that is in flight; False when this one is to be skipped instead."""
-        background = self._saver.background
-        ranks_agree_on_it = self._async_busy == 'skip' and may_skip
-        if ranks_agree_on_it and any(self._collective.all_gather(background.busy and not background.done)):
-            runner.logger.warning(
-                f'HFCheckpointHook: skipped the save of {step.label}: the one before is still being written'
-            )
-            return False
-        self._collect(runner)
-        return True
-
-    def _collect(self, runner: Any) -> None:
-        """Wait for the save in flight, if any, and report it. All ranks get the same outcome."""
-        if not self._saver.background.busy:
-            return
-        try:
-            committed = self._saver.background.outcome()
-        except XhfError as error:
-            self._best_in_flight, self._saved_at = None, None
-            self._handle(runner, error, 'the save in the background')
-        else:
-            self._report(runner, committed)
-
-    def _wait_at_exit(self, runner: Any) -> None:
-        background = self._saver.background
-        if background.busy and not background.done:
-            runner.logger.warning('HFCheckpointHook: the process ends, but a save is being written: waiting for it')
-            if not background.wait(self._exit_wait_secs):
-                runner.logger.error(
-                    f'HFCheckpointHook: it was not written within exit_wait_secs={self._exit_wait_secs} s. The '
-                    f'previous save is untouched.'
-                )
-
-    def _handle(self, runner: Any, error: XhfError, what: str) -> None:
-        """An error that all ranks have: end the run or go on, as ``on_error`` says."""
-        if self._on_error == 'raise':
-            raise error
-        runner.logger.error(
-            f'HFCheckpointHook: {what} failed and training goes on: {error}. The previous save is untouched.'
-        )
-
-    def _report(self, runner: Any, committed: CommittedCheckpoint) -> None:
-        if self._best_in_flight is not None:
-            metric, score = self._best_in_flight
-            self._best_in_flight = None
-            self._best.remember(metric, score, runner.message_hub)
-            runner.logger.info(f'HFCheckpointHook: best {metric} so far, {score:.4f}')
-        report_save(runner, committed, to_visualizer=self._collective.rank == 0)
-
-    def _final_tokenizer(self, runner: Any) -> tuple[Any | None, list[int]]:
-        """With the ids of what ends an answer. Runs on: rank 0."""
-        tokenizer = find_tokenizer(runner, self._tokenizer, self._saver.exporter)
-        return with_chat_template(runner, tokenizer) if self._chat_template else (tokenizer, [])
+    def _visualize(self, runner: Any, committed: CommittedCheckpoint) -> None:
+        if self._saves.collective.rank == 0:
+            runner.visualizer.add_scalars(scalars(committed), step=committed.step.iteration)
 
     def _resolve_schedule(self, runner: Any) -> Schedule:
         own = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
@@ -308,3 +214,11 @@ class HFCheckpointHook(Hook):
         if by_epoch is None:
             by_epoch = True if own is None else own.by_epoch
         return Schedule(-1 if self._interval is None else self._interval, by_epoch, self._save_begin)
+
+
+def _wrappers() -> tuple[type, ...]:
+    """What is registered as holding the model as ``module``, in MMEngine and its children's scopes."""
+    found = list(MODEL_WRAPPERS.module_dict.values())
+    for child in MODEL_WRAPPERS.children.values():
+        found += child.module_dict.values()
+    return tuple(found)

@@ -1,14 +1,83 @@
-"""The hook's options: parsed and checked when the hook is built, before any training is paid for."""
+"""The options that hook, callback and call have in common: parsed and checked before any training is paid for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.commit.staging import VERIFY_LEVELS
 from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters.llava import LLAVA_FORMATS
+from xhf_hooks.exporters.lora import LORA_MODES
 from xhf_hooks.plan import parse_size
+from xhf_hooks.registry import WRITERS
+from xhf_hooks.save import SaveOptions
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run saves; the options of the same names, parsed.
+
+    Attributes:
+        save: Its writer is one of WRITERS, or 'auto' until the file system is known.
+        tokenizer: A tokenizer, a config of one, a folder, or None.
+    """
+
+    save: SaveOptions
+    tokenizer: Any | None = None
+    max_keep: int = 1
+    async_busy: str = 'wait'
+    exit_wait_secs: float = 600.0
+    on_error: str = 'continue'
+
+
+def parse_run(
+    *,
+    max_keep_ckpts: int,
+    module: str | None,
+    lora: str | None,
+    llava_format: str | None,
+    tokenizer: Any | None,
+    dtype: str | None,
+    max_shard_size: int | str,
+    bucket_size: int | str,
+    writer: str,
+    async_save: bool = False,
+    async_busy: str = 'wait',
+    exit_wait_secs: float = 600,
+    verify: str = 'sizes',
+    on_error: str = 'continue',
+) -> RunOptions:
+    """Each option, and what goes together.
+
+    Raises:
+        OptionError: A bad value or a bad combination.
+    """
+    save = SaveOptions(
+        module=check_module(module),
+        dtype=parse_dtype(dtype),
+        lora=check_choice('lora', lora, (None, *LORA_MODES)),
+        llava_format=check_choice('llava_format', llava_format, (None, *LLAVA_FORMATS)),
+        max_shard_nbytes=parse_nbytes('max_shard_size', max_shard_size),
+        bucket_nbytes=parse_nbytes('bucket_size', bucket_size),
+        writer=check_choice('writer', writer, ('auto', *WRITERS.module_dict)),
+        in_background=check_switch('async_save', async_save),
+        verify=check_choice('verify', verify, VERIFY_LEVELS),
+    )
+    check_choice('async_busy', async_busy, ('wait', 'skip'))
+    if async_busy != 'wait' and not async_save:
+        raise OptionError('async_busy', "'wait' when async_save is False", async_busy)
+    return RunOptions(
+        save,
+        tokenizer=check_tokenizer(tokenizer),
+        max_keep=check_max_keep(max_keep_ckpts),
+        async_busy=async_busy,
+        exit_wait_secs=check_seconds('exit_wait_secs', exit_wait_secs),
+        on_error=check_choice('on_error', on_error, ('continue', 'raise')),
+    )
 
 
 def parse_dtype(value: Any) -> str | None:
@@ -57,6 +126,24 @@ def check_max_keep(value: Any) -> int:
     """``max_keep_ckpts``."""
     if not _is_int(value) or (value < 1 and value != -1):
         raise OptionError('max_keep_ckpts', '-1 (all) or a number of at least 1', value)
+    return value
+
+
+def check_step(value: Any, max_keep_ckpts: Any) -> int:
+    """``step`` of a single save; older saves are named by it."""
+    if value is None and max_keep_ckpts == 1:
+        return 0
+    if not _is_int(value) or value < 0:
+        raise OptionError('step', 'a number of at least 0 (None only when max_keep_ckpts is 1)', value)
+    return value
+
+
+def check_save_steps(value: Any, save_strategy: str | None) -> int | None:
+    """``save_steps``; it goes with ``save_strategy='steps'``."""
+    if value is not None and save_strategy != 'steps':
+        raise OptionError('save_steps', f'None when save_strategy is {save_strategy!r}', value)
+    if value is not None and (not _is_int(value) or value < 1):
+        raise OptionError('save_steps', 'None or a number of at least 1', value)
     return value
 
 

@@ -1,0 +1,112 @@
+"""Tiny models under Accelerate, Trainer, DDP and FSDP, for use on real ranks. Runs on: all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 131
+
+
+def tiny_llama(*, tied: bool = False, bf16: bool = False, lora: bool = False) -> Any:
+    """A Llama of some thousand parameters, the same on every rank."""
+    from tests.helpers.toy_run import ToyLM
+
+    model = ToyLM(tied=tied, use_cache=True, lora=lora).llm
+    return model.to(torch.bfloat16) if bf16 else model
+
+
+def larger_llama() -> Any:
+    """Ten layers of 10 MB each, in fp32; next to nothing beside them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=10, **sizes))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """One sequence, and itself as labels."""
+    tokens = torch.arange(8).reshape(1, -1)
+    return {'input_ids': tokens, 'labels': tokens}
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Sixteen sequences of random tokens."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(VOCAB, (8,), generator=torch.Generator().manual_seed(index))
+        return {'input_ids': tokens, 'labels': tokens}
+
+
+def zero_config(stage: int, *, gather: bool = False) -> dict[str, Any]:
+    """A DeepSpeed config; everything is really partitioned at stage 3."""
+    zero: dict[str, Any] = {'stage': stage}
+    if stage == 3:
+        zero.update(stage3_param_persistence_threshold=0, stage3_gather_16bit_weights_on_model_save=gather)
+    return {
+        'train_micro_batch_size_per_gpu': 1,
+        'gradient_accumulation_steps': 1,
+        'bf16': {'enabled': True},
+        'zero_optimization': zero,
+        'zero_allow_untested_optimizer': True,
+        'zero_force_ds_cpu_optimizer': False,
+        'steps_per_print': 10**9,
+    }
+
+
+@contextmanager
+def fresh_accelerate(**environment: str) -> Iterator[None]:
+    """Accelerate and transformers remember per process whether DeepSpeed is used; here they forget."""
+    import os
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    def forget() -> None:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        PartialState._shared_state.clear()
+        unset_hf_deepspeed_config()
+
+    before = dict(os.environ)
+    os.environ.update(environment)
+    forget()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        forget()
+
+
+def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
+    """Plain torch."""
+    for _ in range(steps):
+        model(**batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def verify_folder(folder: Path) -> int:
+    """Compare every file with the manifest, by size and CRC-32; returns how many there are."""
+    import json
+    import zlib
+
+    files = json.loads((folder / 'xhf_manifest.json').read_text())['files']
+    assert sorted(files) == sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob('*')
+        if path.is_file() and path.name != 'xhf_manifest.json'
+    )
+    for name, said in files.items():
+        data = (folder / name).read_bytes()
+        assert (len(data), f'{zlib.crc32(data):08x}') == (said['nbytes'], said['crc32']), name
+    return len(files)

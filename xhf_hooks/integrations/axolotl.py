@@ -1,0 +1,49 @@
+"""The plugin for Axolotl: ``plugins: [xhf_hooks.integrations.axolotl.HFCheckpointPlugin]``.
+
+Axolotl's interface is that of ``src/axolotl/integrations/base.py`` (``BasePlugin``, ``PluginManager``) and
+``src/axolotl/integrations/config.py`` (``merge_input_args``) in axolotl-ai-cloud/axolotl, commits 002a637c and
+0fad92a3.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, ConfigDict, create_model
+
+from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+#: Options of HFCheckpointCallback by their names there, which checks their values; others are refused.
+HFCheckpointOptions = create_model(
+    'HFCheckpointOptions',
+    __config__=ConfigDict(extra='forbid'),
+    **{option.name: (Any, option.default) for option in signature(HFCheckpointCallback).parameters.values()},
+)
+
+
+class HFCheckpointArgs(BaseModel):
+    """What this plugin adds to Axolotl's YAML: ``hf_checkpoint`` with the options below it."""
+
+    hf_checkpoint: HFCheckpointOptions | None = None
+
+
+class HFCheckpointPlugin(BasePlugin):
+    """Adds HFCheckpointCallback to the Trainer that Axolotl builds."""
+
+    def get_input_args(self) -> str:
+        """Where Axolotl finds the class of this plugin's part of the YAML."""
+        return 'xhf_hooks.integrations.axolotl.HFCheckpointArgs'
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[HFCheckpointCallback]:
+        """The callback; called once the Trainer is built, before it trains.
+
+        Args:
+            cfg: Axolotl's config, a dict that gives None for what it does not have.
+
+        Raises:
+            OptionError: An option has a bad value.
+        """
+        given = HFCheckpointOptions.model_validate(dict(cfg.get('hf_checkpoint') or {}))
+        return [HFCheckpointCallback(**given.model_dump())]

@@ -1,0 +1,179 @@
+"""A model sharded by torch: FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from xhf_hooks.errors import ModelError, TensorError
+from xhf_hooks.registry import SOURCES
+from xhf_hooks.sources.base import Slice
+from xhf_hooks.sources.module import ModuleSource, rank_and_world_size, share
+
+
+@SOURCES.register_module()
+class Fsdp2Source(ModuleSource):
+    """Every parameter is a DTensor: rank r has its r-th ``torch.chunk`` along dimension 0, or along another one.
+
+    Gathers one DTensor at a time. What a forward pass without a backward pass has left gathered is let go
+    first: training gathers it again by itself.
+    """
+
+    memory_factor = 3
+
+    def __init__(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        super().__init__(model)
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+            isinstance(parameter, DTensor) for parameter in model.parameters()
+        )
+
+    def sliceable(self, masters: bool) -> set[str]:
+        """What is split into rows over all ranks, and what is not split at all."""
+        return {name for name, tensor in self._tensors.items() if _is_whole(tensor) or _is_in_rows(tensor)}
+
+    def own_slice(self, name: str, masters: bool) -> Slice:
+        tensor = self._tensors[name]
+        if _is_whole(tensor):
+            return super().own_slice(name, masters)
+        rows, local = tensor.shape[0], tensor.detach().to_local()
+        start, end = share(rows, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+        if tuple(local.shape) != (end - start, *tensor.shape[1:]):
+            raise TensorError(
+                f'{name}: expected rows {start} to {end} of {tuple(tensor.shape)} on rank '
+                f'{rank_and_world_size()[0]}, found {tuple(local.shape)}'
+            )
+        return Slice(start * math.prod(tensor.shape[1:]), local.reshape(-1))
+
+    @contextmanager
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        read = {}
+        for name in names:
+            tensor = self._tensors[name].detach()
+            if not _is_whole(tensor):
+                if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: the mesh gathers on its device
+                    tensor = tensor.to(tensor.device_mesh.device_type)
+                tensor = tensor.full_tensor()
+            if name in wanted:
+                read[name] = tensor
+        yield read
+
+
+@SOURCES.register_module()
+class Fsdp1Source(ModuleSource):
+    """Every FSDP module has one flat parameter, of which each rank has a run of elements.
+
+    Gathers one flat parameter at a time, by ``summon_full_params``. Where a parameter lies in the flat one is
+    told by ``FlatParameter`` (torch ``distributed/fsdp/_flat_param.py``: ``_shapes``, ``_shard_param_infos``).
+
+    Raises:
+        ModelError: ``use_orig_params`` is False.
+    """
+
+    memory_factor = 3
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+        self._place: dict[int, tuple[FullyShardedDataParallel, int]] = {}
+        for module in self._modules:
+            self._enter(module)
+        super().__init__(model)
+
+    def _enter(self, module: FullyShardedDataParallel) -> None:
+        handle = module._handle
+        if handle is None:  # all its parameters are in modules inside of it
+            return
+        if not module._use_orig_params:
+            raise ModelError(
+                'FullyShardedDataParallel without use_orig_params keeps nothing but flat parameters; set '
+                'use_orig_params=True (Accelerate: fsdp_use_orig_params: true), or use fully_shard'
+            )
+        if handle._skipped_use_sharded_views:  # after a forward pass without a backward pass
+            handle._use_sharded_views()
+        for index, parameter in enumerate(handle.flat_param._params):
+            self._place[id(parameter)] = (module, index)
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+    def sliceable(self, masters: bool) -> set[str]:
+        """What is spread over all ranks, and what is whole on all."""
+        return {name for name, tensor in self._tensors.items() if self._is_sliceable(tensor)}
+
+    def _is_sliceable(self, tensor: torch.Tensor) -> bool:
+        if not self._is_sharded(tensor):
+            return True
+        module, _ = self._place[id(tensor)]
+        return module.process_group.size() == rank_and_world_size()[1]
+
+    def own_slice(self, name: str, masters: bool) -> Slice:
+        tensor = self._tensors[name]
+        if not self._is_sharded(tensor):
+            return super().own_slice(name, masters)
+        module, index = self._place[id(tensor)]
+        flat = module._handle.flat_param
+        place = flat._shard_param_infos[index]
+        if not place.in_shard:
+            return Slice(0, tensor.new_empty(0))
+        first = place.offset_in_shard
+        return Slice(place.intra_param_start_idx, flat._local_shard.detach()[first : first + place.numel_in_shard])
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """FSDP finds out at its first use which module is the root; that must not be one inside of it."""
+        inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
+        for module in self._modules:
+            if module._is_root is None and id(module) not in inside:
+                with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+                    pass
+        yield
+
+    @contextmanager
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        read, by_module = {}, {}
+        for name in names:
+            tensor = self._tensors[name]
+            if self._is_sharded(tensor):
+                by_module.setdefault(self._place[id(tensor)][0], []).append(name)
+            elif name in wanted:
+                read[name] = tensor.detach()
+        for module, own in by_module.items():
+            with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+                read.update((name, self._tensors[name].detach().clone()) for name in own if name in wanted)
+        yield read
+
+    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        if id(tensor) not in self._place:
+            return tuple(tensor.shape)
+        module, index = self._place[id(tensor)]
+        return tuple(module._handle.flat_param._shapes[index])
+
+    def _is_sharded(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._place and self._place[id(tensor)][0]._handle.uses_sharded_strategy
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor)
+
+
+def _is_in_rows(tensor: DTensor) -> bool:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    spread = mesh.ndim == 1 and mesh.size() == rank_and_world_size()[1]
+    # Its exact class: one that derives from it deals rows out in another order
+    return spread and tensor.dim() > 0 and type(placements[0]) is Shard and placements[0].dim == 0
