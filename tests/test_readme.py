@@ -45,7 +45,7 @@ def test_ci_runs_the_test_command():
 
 @pytest.mark.modern_only
 def test_the_demo_leaves_the_tree(demo_folder):
-    (tree,) = [block for block in blocks('text') if 'hf_model/' in block]
+    (tree,) = [block for block in blocks('text') if block.startswith('work_dirs/demo')]
     names = re.findall(r'^ {8}(\S+)', tree, flags=re.MULTILINE)
     assert sorted(names) == sorted(path.name for path in demo_folder.iterdir())
 

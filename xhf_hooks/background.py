@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar('T')
+_POLL_SECS = 0.005
 
 
 class Background(Generic[T]):
-    """Runs one function beside the training loop. Used by: one thread."""
+    """Runs one function beside the training loop. Used by: one thread, and signal handlers in it.
+
+    A handler may interrupt any of these methods and call another. So there is a flag to look at and no lock to wait
+    for: in a handler that interrupts :meth:`threading.Thread.join`, a second join waits for what the first holds.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._thread: threading.Thread | None = None
+        self._busy = self._ended = False
         self._value: T | None = None
         self._error: BaseException | None = None
 
     @property
     def busy(self) -> bool:
         """Whether work was started whose outcome nobody has asked for yet."""
-        return self._thread is not None
+        return self._busy
 
     @property
     def done(self) -> bool:
         """Whether the work has ended; its outcome can be asked for without waiting."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._busy and self._ended
 
     @property
     def succeeded(self) -> bool:
@@ -38,15 +45,16 @@ class Background(Generic[T]):
         if self.busy:
             raise RuntimeError(f'{self._name}: the outcome of earlier work was not asked for')
         self._value = self._error = None
+        self._busy, self._ended = True, False
         # A daemon: what waits for it at exit is a bounded wait, not the interpreter
-        self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True).start()
 
-    def wait(self, timeout_secs: float | None = None) -> bool:
+    def wait(self, timeout_secs: float = math.inf) -> bool:
         """Wait for the end; whether it has come. The outcome stays to be asked for."""
-        if self._thread is not None:
-            self._thread.join(timeout_secs)
-        return self._thread is None or not self._thread.is_alive()
+        deadline = time.monotonic() + timeout_secs
+        while self._busy and not self._ended and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+        return not self._busy or self._ended
 
     def outcome(self) -> T | None:
         """Wait for the end and return what the work returned; None if there was no work.
@@ -56,7 +64,8 @@ class Background(Generic[T]):
         """
         self.wait()
         value, error = self._value, self._error
-        self._thread = self._value = self._error = None
+        self._value = self._error = None
+        self._busy = False
         if error is not None:
             raise error
         return value
@@ -66,3 +75,4 @@ class Background(Generic[T]):
             self._value = work()
         except BaseException as error:  # whatever it is, it must reach the one who asks for the outcome
             self._error = error
+        self._ended = True

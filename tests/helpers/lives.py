@@ -151,11 +151,14 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
     os.environ.update(
         DS_ACCELERATOR='cpu', OMP_NUM_THREADS='1', RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE)
     )
+    import faulthandler
+
     import torch
     import torch.distributed as dist
 
     from xhf_hooks.errors import XhfError
 
+    faulthandler.dump_traceback_later(TIMEOUT_SECS / 4)  # a rank that hangs says where
     torch.set_num_threads(1)
     dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=WORLD_SIZE)
     try:

@@ -1,0 +1,50 @@
+"""Work in a thread of its own, waited for by the main thread and by signal handlers that interrupt it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from xhf_hooks.background import Background
+
+
+def test_outcome_and_error():
+    background: Background[int] = Background('test')
+    assert not background.busy and background.outcome() is None
+    background.start(lambda: 7)
+    assert background.busy and background.wait(5) and background.succeeded
+    assert background.outcome() == 7 and not background.busy
+    background.start(lambda: 1 // 0)
+    assert background.wait(5) and background.done and not background.succeeded
+    with pytest.raises(ZeroDivisionError):
+        background.outcome()
+    assert background.outcome() is None
+
+
+def test_waiting_is_bounded():
+    background: Background[None] = Background('test')
+    background.start(lambda: time.sleep(0.5))
+    assert not background.wait(0.05) and not background.done
+    with pytest.raises(RuntimeError, match='outcome of earlier work'):
+        background.start(lambda: None)
+    assert background.wait()
+
+
+def test_a_handler_that_interrupts_the_wait_may_wait():
+    """With Thread.join it hung about once in a hundred kills: the handler waited for a lock of what it interrupted."""
+    background: Background[int] = Background('test')
+    late = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: late.append(not background.wait(5)))
+    try:
+        for number in range(500):
+            background.start(lambda number=number: number)
+            signal.setitimer(signal.ITIMER_REAL, 1e-5, 2e-5)
+            outcome = background.outcome()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert outcome == number
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert late and not any(late)
