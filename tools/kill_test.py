@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -47,6 +48,8 @@ def _kill(parent: Path, kills: int, dice: random.Random) -> int:
             counts['in the middle of a save'] += death.began > death.committed
             counts['with leftovers'] += bool(hidden(parent))
             found = next_start(parent, max_keep)
+            if kind.signal is signal.SIGTERM and kind.victims == 'all':
+                assert found.get(NAME, 0) >= death.copied, f'save {death.copied} was not finished'
         except AssertionError as error:
             print(f'kill {number + 1}, {kind}: {error}')
             return 1

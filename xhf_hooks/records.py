@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,9 @@ class SaveCost:
 
     Attributes:
         stalled_secs: For how long training stood still; less than ``seconds`` for a save in the background.
+        stage_secs: Seconds by stage, in their order; the rest of ``seconds`` is agreement between ranks.
+        free_before_nbytes: Free on the disk when the save began, on rank 0.
+        free_after_nbytes: And when it was committed, and older ones deleted.
     """
 
     nbytes: int
@@ -230,6 +233,9 @@ class SaveCost:
     stalled_secs: float
     peak_extra_nbytes: int
     overflows: int
+    stage_secs: Mapping[str, float] = field(default_factory=dict)
+    free_before_nbytes: int | None = None
+    free_after_nbytes: int | None = None
 
     @property
     def gbytes_per_sec(self) -> float:

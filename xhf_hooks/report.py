@@ -56,22 +56,31 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
     cost = committed.cost
     for warning in committed.warnings:
         log.warning(warning)
+    stages = ', '.join(f'{stage} {seconds:.2f} s' for stage, seconds in cost.stage_secs.items())
     log.info(
         f'saved {committed.step.label} to {committed.path}: {cost.nbytes / 1e6:.1f} MB in '
-        f'{cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s, training stalled for {cost.stalled_secs:.2f} s, '
-        f'{cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
+        f'{cost.seconds:.2f} s ({stages}), {cost.gbytes_per_sec:.2f} GB/s, training stalled for '
+        f'{cost.stalled_secs:.2f} s, {cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
     )
+    if cost.free_before_nbytes is not None:
+        log.info(
+            f'disk: {cost.free_before_nbytes / 1e9:.2f} GB free before, {cost.free_after_nbytes / 1e9:.2f} GB after'
+        )
 
 
 def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
     """What a save cost, by name, for a visualizer."""
     cost = committed.cost
+    stages = {f'hf_checkpoint/{stage}_seconds': seconds for stage, seconds in cost.stage_secs.items()}
+    free = {'before': cost.free_before_nbytes, 'after': cost.free_after_nbytes}
     return {
         'hf_checkpoint/seconds': cost.seconds,
         'hf_checkpoint/stalled_seconds': cost.stalled_secs,
         'hf_checkpoint/nbytes': cost.nbytes,
         'hf_checkpoint/gbytes_per_sec': cost.gbytes_per_sec,
         'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
+        **stages,
+        **{f'hf_checkpoint/free_gb_{when}': nbytes / 1e9 for when, nbytes in free.items() if nbytes is not None},
     }
 
 
@@ -88,3 +97,35 @@ class ProgressLog:
         if time.monotonic() - self._last >= self.interval_secs:
             self._last = time.monotonic()
             self._log.info(f'saving {self._label}, {done_nbytes / 1e9:.2f} of {total_nbytes / 1e9:.2f} GB')
+
+
+class StallWatch:
+    """Warns, once, when saves take more of the training than they should."""
+
+    most_of_time = 0.1
+
+    def __init__(self, log: RunLog, *, in_background: bool, writer: str) -> None:
+        self._log, self._warned = log, False
+        self._in_background, self._writer = in_background, writer
+        self._last_began: float | None = None
+
+    def saved(self, began: float) -> None:
+        """A save of the schedule has let training go on.
+
+        Args:
+            began: ``time.monotonic()`` when training stopped for it.
+        """
+        stalled, last, self._last_began = time.monotonic() - began, self._last_began, began
+        if last is None or self._warned or stalled <= self.most_of_time * (began - last):
+            return
+        self._warned = True
+        self._log.warning(
+            f'training stood still for {stalled:.1f} s of the {began - last:.1f} s between two saves, '
+            f'{stalled / (began - last):.0%}: {self._advice()}'
+        )
+
+    def _advice(self) -> str:
+        if not self._in_background:
+            faster = ' or an out_dir that all ranks see, for the positional writer' if self._writer == 'stream' else ''
+            return f'set async_save=True, or a larger interval{faster}'
+        return "set a larger interval, or async_busy='skip' to leave out saves that are due too early"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from xhf_hooks.exit_wait import ExitWait
 from xhf_hooks.options import RunOptions
 from xhf_hooks.preflight import Unwrapped
 from xhf_hooks.records import CommittedCheckpoint, Step
-from xhf_hooks.report import ProgressLog, RunLog, log_preparations, log_save
+from xhf_hooks.report import ProgressLog, RunLog, StallWatch, log_preparations, log_save
 from xhf_hooks.save import Saver
 from xhf_hooks.tokenizer import find_tokenizer
 
@@ -60,6 +61,7 @@ class RunSaves:
             suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
         }
         self._exit_wait: ExitWait | None = None
+        self._watch = StallWatch(log, in_background=options.save.in_background, writer=self._writer)
 
     def prepare(
         self,
@@ -108,13 +110,13 @@ class RunSaves:
         """One save; into ``newest`` unless another folder is given.
 
         Args:
-            may_skip: Whether ``async_busy='skip'`` may leave it out.
+            may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
             after: Called when it is committed.
 
         Raises:
             XhfError: It failed, and ``on_error`` is 'raise'.
         """
-        folder = folder or self.newest
+        began, folder = time.monotonic(), folder or self.newest
         if self._saver.in_background and not self._make_way(step, may_skip=may_skip):
             return
         committed, progress = None, ProgressLog(self._log, step.label)
@@ -131,6 +133,8 @@ class RunSaves:
         self._after = after
         if committed is not None:
             self._report(committed)
+        if may_skip:
+            self._watch.saved(began)
 
     @property
     def must_tell_after(self) -> bool:

@@ -11,7 +11,6 @@ commit()            staging gets the final name       then, and only then, older
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.background import Background
+from xhf_hooks.clock import SaveClock
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.contents import warn_of_non_finite
 from xhf_hooks.commit.staging import CheckpointFolder
@@ -170,8 +170,9 @@ class Saver:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
             PlanError: Ranks hold different models.
         """
-        clock = _Clock()
-        self._renew_plan()
+        clock = SaveClock()
+        with clock.stage('plan'):
+            self._renew_plan()
         chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
         return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress)
 
@@ -187,9 +188,11 @@ class Saver:
             AgreedError: A rank failed while copying; nothing goes on in the background.
             PlanError: Ranks hold different models.
         """
-        clock = _Clock()
-        self._renew_plan()
-        held = self._take_snapshot(clock.meter)
+        clock = SaveClock()
+        with clock.stage('plan'):
+            self._renew_plan()
+        with clock.stage('snapshot'):
+            held = self._take_snapshot(clock.meter)
         clock.training_goes_on()
         self.background.start(
             lambda: self._write_and_commit(folder, step, nullcontext(held), self._in_background, clock, on_progress)
@@ -257,28 +260,31 @@ class Saver:
         step: Step,
         chunks: AbstractContextManager[Iterable[Chunk]],
         collective: Collective,
-        clock: _Clock,
+        clock: SaveClock,
         on_progress: Callable[[int, int], None] | None,
     ) -> CommittedCheckpoint:
         """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
         plan, is_rank0 = self.plan, collective.rank == 0
         writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
         warnings: list[str] = []
+        free_before = free_after = None
         try:
-            with collective.stage('staging'):
+            with clock.stage('staging'), collective.stage('staging'):
                 if is_rank0:
                     staging = folder.open_staging()
-                    folder.require_room(plan.nbytes)
+                    free_before = folder.require_room(plan.nbytes)
                     warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
                     writer.create(plan, staging)
-            receipts, overflows = self._write(writer, folder.staging, chunks, collective, on_progress)
+            with clock.stage('write'):
+                receipts, overflows = self._write(writer, folder.staging, chunks, collective, on_progress)
             reports = collective.all_gather((receipts, overflows, clock.meter.peak_extra_nbytes))
-            with collective.stage('commit'):
+            with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
                     facts = {'packages': package_versions(), **self._facts()}
                     tensors = folder.commit(plan, everyones, step, facts, self._options.verify)
                     warnings += warn_of_non_finite(tensors)
+                    free_after = folder.free_nbytes()
         except XhfError:
             if is_rank0:
                 folder.abandon()
@@ -289,7 +295,16 @@ class Saver:
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         peak = max(report[2] for report in reports)
-        cost = SaveCost(plan.nbytes, clock.seconds, clock.stalled_secs, peak, overflows)
+        cost = SaveCost(
+            plan.nbytes,
+            clock.seconds,
+            clock.stalled_secs,
+            peak,
+            overflows,
+            stage_secs=clock.stage_secs,
+            free_before_nbytes=free_before,
+            free_after_nbytes=free_after,
+        )
         return CommittedCheckpoint(folder.final, step, cost, tuple(warnings))
 
     def _write(
@@ -335,23 +350,3 @@ class Saver:
             'dtype': self._options.dtype or 'as trained',
             **self._options.facts,
         }
-
-
-class _Clock:
-    """Times one save, and its memory."""
-
-    def __init__(self) -> None:
-        self.meter = MemoryMeter()
-        self._started = time.perf_counter()
-        self._stalled_secs: float | None = None
-
-    def training_goes_on(self) -> None:
-        self._stalled_secs = self.seconds
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started
-
-    @property
-    def stalled_secs(self) -> float:
-        return self.seconds if self._stalled_secs is None else self._stalled_secs

@@ -63,9 +63,17 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Death:
-    """What came of one life: the last save that began, the last that all ranks saw committed, what is on disk."""
+    """What came of one life.
+
+    Attributes:
+        began: The last save that a rank began.
+        copied: The last save in the background of which all ranks had copied their bytes.
+        committed: The last save that a rank saw committed.
+        found: What is on disk, name to save.
+    """
 
     began: int
+    copied: int
     committed: int
     found: dict[str, int]
     survivors: list[str]
@@ -109,7 +117,8 @@ def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_
     found = check_all(parent)
     assert not committed or found.get(NAME, 0) >= committed, f'{kind}: save {committed} is lost, found {found}'
     assert found.get(NAME, 0) <= began
-    return Death(began, committed, found, [text for what, text in said if what == 'error'])
+    copied = max([n for what, n in said if what == 'copied' and said.count((what, n)) == WORLD_SIZE], default=0)
+    return Death(began, copied, committed, found, [text for what, text in said if what == 'error'])
 
 
 def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
@@ -197,6 +206,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
         connection.send(('began', number))
         if kind.in_background:
             saver.start(folder, Step('iter', number, number))
+            connection.send(('copied', number))
             fill(model, -1)  # training goes on
             saver.background.outcome()
         else:

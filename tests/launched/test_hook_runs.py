@@ -346,6 +346,9 @@ def test_costs_are_logged_and_go_to_the_visualizer(finished):
     costs = [json.loads(line) for line in lines if 'hf_checkpoint/seconds' in line]
     assert [cost['step'] for cost in costs] == [2, 4]
     assert all(cost['hf_checkpoint/nbytes'] > 0 for cost in costs)
+    stages = [cost[f'hf_checkpoint/{stage}_seconds'] for cost in costs for stage in ('plan', 'write', 'commit')]
+    assert all(0 < seconds < 60 for seconds in stages)
+    assert all(cost[f'hf_checkpoint/free_gb_{when}'] > 0 for cost in costs for when in ('before', 'after'))
     log = (log_dir / f'{log_dir.name}.log').read_text()
     assert '21 tensors' in log and 'saved iter_4 to' in log and 'every 2 iterations' in log
 

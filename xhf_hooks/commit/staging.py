@@ -132,13 +132,17 @@ class CheckpointFolder:
         self.staging.mkdir(parents=True)
         return self.staging
 
+    def free_nbytes(self) -> int:
+        """Free bytes where the folder goes."""
+        return shutil.disk_usage(self.final.parent).free
+
     def require_room(self, nbytes: int) -> int:
         """Free bytes where the folder goes.
 
         Raises:
             TargetError: Fewer than ``nbytes``.
         """
-        free = shutil.disk_usage(self.final.parent).free
+        free = self.free_nbytes()
         if free < nbytes:
             raise TargetError(
                 f'{self.final.parent} has {free / 1e9:.2f} GB free, and the save needs {nbytes / 1e9:.2f} GB; '

@@ -130,7 +130,8 @@ class Fsdp1Source(ModuleSource):
         if not place.in_shard:
             return Slice(0, tensor.new_empty(0))
         first = place.offset_in_shard
-        return Slice(place.intra_param_start_idx, flat._local_shard.detach()[first : first + place.numel_in_shard])
+        shard = getattr(flat, '_local_shard', flat)  # before the first forward pass it is the flat one itself
+        return Slice(place.intra_param_start_idx, shard.detach()[first : first + place.numel_in_shard])
 
     @contextmanager
     def opened(self) -> Iterator[None]:
