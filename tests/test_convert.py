@@ -187,7 +187,7 @@ from xhf_hooks.cli.convert import main
 from xhf_hooks.writers.blocks import BlockFile
 
 def halfway(self, block, buffer):
-    os.pwrite(self._fd, b'half', 0)
+    self.write(0, memoryview(b'half'))
     action = sys.argv.pop(1)
     if action == 'fail':
         raise OSError(28, 'No space left on device')
@@ -220,9 +220,7 @@ def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
     from xhf_hooks.writers.blocks import BlockFile
 
     def spoil(self):
-        import os
-
-        os.pwrite(self._fd, b'\x7f', self.nbytes - 1)
+        self.write(self.path.stat().st_size - 1, memoryview(b'\x7f'))
 
     monkeypatch.setattr(BlockFile, 'drop_cache', spoil)
     arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]

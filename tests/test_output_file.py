@@ -1,71 +1,94 @@
-"""Bytes land where they should, whether they go past the page cache or through it."""
+"""Bytes land where they should, and go on to the disk while they are being written."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import mmap
 import os
 import random
+import threading
 from unittest import mock
 
 import pytest
 
-from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile, create_file
+from xhf_hooks.writers import write_behind
+from xhf_hooks.writers.output_file import OutputFile, create_file
 
 MB = 2**20
 
 
-@pytest.fixture(params=['direct', 'no direct I/O', 'refused on writing'])
-def way(request):
-    """The file system's answers to O_DIRECT; only the answer is simulated, the writing is real."""
-    real_open, real_pwrite = os.open, os.pwrite
-    direct_fds = set()
-
-    def fake_open(path, flags, *args, **kwargs):
-        if flags & os.O_DIRECT and request.param == 'no direct I/O':
-            raise OSError(errno.EINVAL, 'no direct I/O')
-        fd = real_open(path, flags, *args, **kwargs)
-        if flags & os.O_DIRECT:
-            direct_fds.add(fd)
-        return fd
-
-    def fake_pwrite(fd, data, offset):
-        if fd in direct_fds and request.param == 'refused on writing':
-            raise OSError(errno.EINVAL, 'refused')
-        return real_pwrite(fd, data, offset)
-
-    with mock.patch('os.open', fake_open), mock.patch('os.pwrite', fake_pwrite):
-        yield request.param
+@pytest.fixture(params=['write-behind', 'left to fsync', 'no such call', 'not on this file system'])
+def how(request, monkeypatch):
+    """Arguments of OutputFile, with the system's answer to sync_file_range; the writing is real."""
+    if request.param == 'no such call':
+        monkeypatch.setattr(write_behind, '_sync_file_range', None)
+    if request.param == 'not on this file system':
+        monkeypatch.setattr(write_behind, '_sync_file_range', answer(errno.ENOSYS))
+    return {'write_behind': request.param != 'left to fsync'}
 
 
-def test_any_offset_and_length(tmp_path, way):
+def answer(number):
+    """What stands for the call and fails."""
+
+    def fail(*args):
+        write_behind.ctypes.set_errno(number)
+        return -1
+
+    return fail
+
+
+def test_any_offset_and_length_by_several_threads(tmp_path, how):
     order = random.Random(0)
-    content = order.randbytes(9 * MB + 1234)
-    cuts = sorted({0, len(content), 7, 4096, 3 * MB, *(order.randrange(len(content)) for _ in range(8))})
+    content = order.randbytes(90 * MB + 1234)
+    cuts = sorted({0, len(content), 7, 4096, 3 * MB, 40 * MB, *(order.randrange(len(content)) for _ in range(30))})
     parts = list(itertools.pairwise(cuts))
     order.shuffle(parts)
     create_file(tmp_path / 'file', b'', len(content))
-    file, buffer = OutputFile(tmp_path / 'file'), AlignedBuffer(2 * MB)
-    for start, end in parts:
-        file.write(memoryview(content)[start:end], start, buffer)
+    file = OutputFile(tmp_path / 'file', **how)
+
+    def write(some):
+        for start, end in some:
+            file.write(memoryview(content)[start:end], start)
+
+    threads = [threading.Thread(target=write, args=(parts[i::3],)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     file.fsync()
     file.close()
     assert (tmp_path / 'file').read_bytes() == content
 
 
-def test_large_parts_really_go_past_the_page_cache(tmp_path):
-    """Where the file system takes a plain aligned write with O_DIRECT, ours must not have been given up."""
-    try:
-        fd = os.open(tmp_path / 'probe', os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        possible = os.pwrite(fd, mmap.mmap(-1, MB), 0) == MB
-        os.close(fd)
-    except OSError:
-        possible = False
-    create_file(tmp_path / 'file', b'', 4 * MB)
+def test_little_of_it_stays_in_the_page_cache(tmp_path):
+    """What is behind the last windows has been written, and its pages given back."""
+    nbytes = 200 * MB
+    create_file(tmp_path / 'file', b'', nbytes)
     file = OutputFile(tmp_path / 'file')
-    file.write(memoryview(bytes(4 * MB)), 0, AlignedBuffer())
-    assert (file._direct_fd is not None) == possible
+    file.write(memoryview(bytes(nbytes)), 0)
+    file.close()
+    assert cached_nbytes(tmp_path / 'file') < 64 * MB
+
+
+def cached_nbytes(path):
+    """How much of a file the page cache has (mincore(2))."""
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open('r+b') as file, mmap.mmap(file.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * (len(mapped) // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages) == 0
+        return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_behind, '_sync_file_range', answer(errno.EIO))
+    create_file(tmp_path / 'file', b'', 16 * MB)
+    file = OutputFile(tmp_path / 'file')
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        file.write(memoryview(bytes(16 * MB)), 0)
     file.close()
 
 

@@ -33,7 +33,7 @@ from xhf_hooks.records import CommittedCheckpoint, Group, Placement, SaveCost, S
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.slices import SliceSource
 from xhf_hooks.version import package_versions
-from xhf_hooks.writers.blocks import Block, BlockBuffer, BlockFile, cut_into_blocks
+from xhf_hooks.writers.blocks import BLOCK_NBYTES, Block, BlockFile, cut_into_blocks
 
 #: Reads of groups that are made together which may be in memory at once; a larger group is there alone.
 _GROUPS_NBYTES = 64 * 10**6
@@ -212,7 +212,7 @@ class _Work:
         made: list[WriteReceipt] = []
         overflows = 0
         for part in block.parts:
-            out = buffer.data[part.start - block.start : part.end - block.start]
+            out = buffer[part.start - block.start : part.end - block.start]
             if part.group is None:
                 out[:] = self._headers[block.file][part.start : part.end]
                 continue
@@ -242,14 +242,15 @@ class _Work:
                 if self._verifying:
                     file.require(chunk.placement.offset, chunk.data)
                 else:
-                    file.write_anywhere(chunk.placement.offset, chunk.data, self._buffer())
+                    file.write(chunk.placement.offset, chunk.data)
                 made.append(_receipt(chunk.placement, 0, chunk.data))
                 overflows += chunk.overflows
         return made, overflows
 
-    def _buffer(self) -> BlockBuffer:
+    def _buffer(self) -> memoryview:
+        """This thread's, for one block."""
         if not hasattr(self._own, 'buffer'):
-            self._own.buffer = BlockBuffer()
+            self._own.buffer = memoryview(bytearray(BLOCK_NBYTES))
         return self._own.buffer
 
 

@@ -12,7 +12,7 @@ from xhf_hooks.dtypes import non_finite_count
 from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
-from xhf_hooks.writers.output_file import AlignedBuffer, OutputFile, create_file
+from xhf_hooks.writers.output_file import OutputFile, create_file
 
 
 @WRITERS.register_module(name='stream')
@@ -22,7 +22,7 @@ class StreamWriter(Writer):
     Args:
         pending_nbytes: Bytes that may wait; :meth:`write` waits for room beyond that. A chunk larger than
             this is accepted when nothing else waits.
-        fsync: Files are on disk, not only in the page cache, when :meth:`finish` returns.
+        fsync: Files are on the disk, and no longer in the page cache, when :meth:`finish` returns.
     """
 
     def __init__(self, pending_nbytes: int, fsync: bool = True) -> None:
@@ -34,7 +34,6 @@ class StreamWriter(Writer):
         self._error: Exception | None = None
         self._folder = Path()
         self._files: dict[str, OutputFile] = {}  # opened when the first chunk for it comes
-        self._buffer: AlignedBuffer | None = None
         self._receipts: list[WriteReceipt] = []
         self._thread: threading.Thread | None = None
 
@@ -53,7 +52,6 @@ class StreamWriter(Writer):
                 raise self._error
             self._pending += nbytes
         if self._thread is None:
-            self._buffer = AlignedBuffer()
             self._thread = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
             self._thread.start()
         self._queue.put(chunk)
@@ -108,9 +106,9 @@ class StreamWriter(Writer):
     def _write(self, chunk: Chunk) -> None:
         name = chunk.placement.file
         if name not in self._files:
-            self._files[name] = OutputFile(self._folder / name)
+            self._files[name] = OutputFile(self._folder / name, write_behind=self._fsync)
         self._note(chunk)  # before it is written: the checksum is of what was in memory
-        self._files[name].write(chunk.data, chunk.placement.offset + chunk.start, self._buffer)
+        self._files[name].write(chunk.data, chunk.placement.offset + chunk.start)
 
     def _note(self, chunk: Chunk) -> None:
         """Add a chunk to the receipts; one that goes on where the last of its tensor ended prolongs it."""

@@ -1,0 +1,72 @@
+"""What is written goes on to the disk at once, and out of the page cache when it is there.
+
+Left to itself the system lets a save fill the page cache, writes it back at the very end, and has driven the training
+data out of memory by then. Pushed along, the disk works from the first bytes on, and the same few pages serve for the
+whole save. Measured here for 1.66 GB, until flushed: 0.6 s; O_DIRECT 0.9 s; the page cache and fsync 0.8 to 3.5 s, by
+how costly fresh pages are at that moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections import deque
+
+_WINDOW_NBYTES = 8 * 2**20
+#: So many windows are on their way to the disk before a writer waits for the oldest.
+_DEPTH = 4
+
+# sync_file_range(2): WAIT_BEFORE, WRITE, WAIT_AFTER
+_START = 2
+_START_AND_WAIT = 1 | 2 | 4
+
+try:
+    _sync_file_range = ctypes.CDLL(None, use_errno=True).sync_file_range
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+except (AttributeError, OSError):  # not Linux: everything is left to fsync
+    _sync_file_range = None
+
+
+class WriteBehind:
+    """Follows the writes to one file. Used by: all threads that write to it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._works = _sync_file_range is not None
+        self._lock = threading.Lock()
+        self._filling: tuple[int, int, int] | None = None  # start, end, bytes written in between
+        self._underway: deque[tuple[int, int]] = deque()
+
+    def wrote(self, offset: int, nbytes: int) -> None:
+        """So many bytes are in the page cache.
+
+        Raises:
+            OSError: The disk did not take what was written before.
+        """
+        if not self._works:
+            return
+        oldest = None
+        with self._lock:
+            start, end, count = self._filling or (offset, offset, 0)
+            window = (min(start, offset), max(end, offset + nbytes), count + nbytes)
+            if window[2] < _WINDOW_NBYTES:
+                self._filling = window
+                return
+            self._filling = None
+            self._underway.append(window[:2])
+            if len(self._underway) > _DEPTH:
+                oldest = self._underway.popleft()
+        self._sync(window[0], window[1], _START)
+        if oldest is not None:
+            self._sync(*oldest, _START_AND_WAIT)
+            os.posix_fadvise(self._fd, oldest[0], oldest[1] - oldest[0], os.POSIX_FADV_DONTNEED)
+
+    def _sync(self, start: int, end: int, how: int) -> None:
+        if not self._works or not _sync_file_range(self._fd, start, end - start, how):
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):
+            raise OSError(number, os.strerror(number))
+        self._works = False  # this file system does not know it
