@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # its import prints a warning to standard output, and that is
     import deepspeed
 
 FLOOR = 'floor: one process writes as many bytes'
+FLOOR_FSYNC = 'floor: the same, with fsync'
 FLOOR_ALL = 'floor: all processes write as many bytes together'
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
 DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
@@ -23,11 +24,11 @@ DCP = 'PyTorch DCP: HuggingFaceStorageWriter, consolidated'
 _BLOCK_NBYTES = 16 * 2**20
 
 
-def floor(nbytes: int, folder: Path) -> None:
+def floor(nbytes: int, folder: Path, *, fsync: bool = False) -> None:
     """One process writes as many bytes, from memory that it already has."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
-        _write_zeros(folder / 'bytes', nbytes)
+        _write_zeros(folder / 'bytes', nbytes, fsync)
     dist.barrier()
 
 
@@ -38,11 +39,13 @@ def floor_on_all_ranks(nbytes: int, folder: Path) -> None:
     dist.barrier()
 
 
-def _write_zeros(path: Path, nbytes: int) -> None:
+def _write_zeros(path: Path, nbytes: int, fsync: bool = False) -> None:
     block = memoryview(bytes(_BLOCK_NBYTES))
     with path.open('wb', buffering=0) as file:
         for start in range(0, nbytes, len(block)):
             file.write(block[: nbytes - start])
+        if fsync:
+            os.fsync(file.fileno())
 
 
 def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:

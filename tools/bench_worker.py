@@ -18,7 +18,18 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from bench import LAYERS
-from bench_peers import DCP, FLOOR, FLOOR_ALL, PEERS, XTUNER, DcpPeer, floor, floor_on_all_ranks, xtuner_way
+from bench_peers import (
+    DCP,
+    FLOOR,
+    FLOOR_ALL,
+    FLOOR_FSYNC,
+    PEERS,
+    XTUNER,
+    DcpPeer,
+    floor,
+    floor_on_all_ranks,
+    xtuner_way,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.collective import Collective
@@ -111,6 +122,7 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
     step = Step('iter', 1, 1)
     ways: dict[str, Callable[[Path], None]] = {
         FLOOR: lambda folder: floor(nbytes, folder),
+        FLOOR_FSYNC: lambda folder: floor(nbytes, folder, fsync=True),
         FLOOR_ALL: lambda folder: floor_on_all_ranks(nbytes, folder),
     }
     ways.update((name, lambda folder, way=way: way(engine, folder)) for name, way in PEERS.items())
