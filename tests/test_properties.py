@@ -26,6 +26,8 @@ from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.module import share
 from xhf_hooks.writers import Writer
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
 TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=30)

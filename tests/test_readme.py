@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 MEASURED = ['save', 'stall', 'plan']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
-COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', 'python tools/bench.py save', *CONVERSIONS]
+CHECKS = ['python tools/kill_test.py --kills 240', 'python tools/verify.py DIR', 'python tools/verify.py A B']
+BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
+BENCHMARKS += ['source tools/env.sh && use_env .venv-xtuner', 'python tools/bench.py convert']
+COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', *CHECKS, *BENCHMARKS[:3], *CONVERSIONS, *BENCHMARKS[3:]]
 
 
 def blocks(language: str) -> list[str]:
@@ -200,6 +203,18 @@ def test_the_table_is_the_one_measured(monkeypatch, what):
     assert table(what, measured).strip() in README
     assert (ROOT / 'docs' / 'bench' / f'{what}.svg').is_file()
     assert what == 'plan' or measured['repeats'] >= 5
+
+
+def test_the_tests_that_are_named_are_there():
+    there = {path.stem for path in (ROOT / 'tests').rglob('test_*.py')}
+    assert not set(re.findall(r'\[(test_\w+)\]', README)) - there
+
+
+def test_the_kill_command_runs():
+    command = [sys.executable, *CHECKS[0].split()[1:-1], '4']
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert '4 runs killed' in finished.stdout and '0 lost, 0 partial' in finished.stdout
 
 
 @pytest.mark.modern_only

@@ -21,6 +21,8 @@ from xhf_hooks.verify.against_manifest import check_folder
 from xhf_hooks.verify.folder import verify_folder
 from xhf_hooks.verify.header import read_header
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 N_HEADERS, N_INDEXES, N_MANIFESTS = 4000, 1500, 1500  # twice each: bytes and values
 SHARDS = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
 INDEX, MANIFEST = 'model.safetensors.index.json', 'xhf_manifest.json'

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import statistics
 import struct
 import subprocess
 import sys
@@ -188,25 +187,3 @@ def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
         for name in order.sample(list(commands), len(commands)):  # no way always follows the same other one
             results[name].append(measure(commands[name], folder / 'out'))
     return {**size, 'runs': results}
-
-
-def table(measured: Mapping[str, Any]) -> str:
-    """Markdown: seconds, how many times faster ours is, and memory."""
-    lines = []
-    for size in measured['sizes']:
-        found = {
-            way: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            for way, runs in size['runs'].items()
-        }
-        lines += [
-            f'{size["parameters"] / 1e9:.2f} B parameters, {size["checkpoint_nbytes"] / 1e9:.1f} GB of checkpoint, '
-            f'{size["read_nbytes"] / 1e9:.2f} GB to read and {size["written_nbytes"] / 1e9:.2f} GB to write:',
-            '',
-            '| way | seconds | xhf-convert is faster, times | peak anonymous memory, MB |',
-            '|---|---|---|---|',
-        ]
-        for way, figures in found.items():
-            faster = figures['seconds'] / found[OURS]['seconds']
-            lines.append(f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {figures["peak_mb"]:.0f} |')
-        lines.append('')
-    return '\n'.join(lines)

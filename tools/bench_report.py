@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench_convert import OURS as CONVERT
 from bench_peers import FLOOR, XTUNER
 
 Runs = dict[str, list[dict[str, float]]]
@@ -17,7 +18,8 @@ def table(what: str, measured: dict[str, Any]) -> str:
     """Markdown."""
     if what == 'plan':
         return _plan_table(measured)
-    return '\n'.join({'save': _save_table, 'stall': _stall_table}[what](size) for size in measured['sizes'])
+    table_of = {'save': _save_table, 'stall': _stall_table, 'convert': _convert_table}[what]
+    return '\n'.join(table_of(size) for size in measured['sizes'])
 
 
 def medians(runs: Runs) -> dict[str, dict[str, float]]:
@@ -65,6 +67,21 @@ def _stall_table(size: dict[str, Any]) -> str:
     return '\n'.join([*lines, ''])
 
 
+def _convert_table(size: dict[str, Any]) -> str:
+    found = medians(size['runs'])
+    lines = [
+        f'{size["parameters"] / 1e9:.2f} B parameters, {size["checkpoint_nbytes"] / 1e9:.1f} GB of checkpoint, '
+        f'{size["read_nbytes"] / 1e9:.2f} GB to read and {size["written_nbytes"] / 1e9:.2f} GB to write:',
+        '',
+        '| way | seconds | xhf-convert is faster, times | peak anonymous memory, MB |',
+        '|---|---|---|---|',
+    ]
+    for way, figures in found.items():
+        faster = figures['seconds'] / found[CONVERT]['seconds']
+        lines.append(f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {figures["peak_mb"]:.0f} |')
+    return '\n'.join([*lines, ''])
+
+
 def _plan_table(measured: dict[str, Any]) -> str:
     lines = [
         f'{measured["ranks"]} ranks, positional:',
@@ -82,7 +99,8 @@ def _plan_table(measured: dict[str, Any]) -> str:
 
 
 def _size_words(size: dict[str, Any]) -> str:
-    return f'{size["parameters"] / 1e9:.2f} B parameters, {size["nbytes"] / 1e9:.2f} GB'
+    nbytes = size['nbytes'] if 'nbytes' in size else size['written_nbytes']
+    return f'{size["parameters"] / 1e9:.2f} B parameters, {nbytes / 1e9:.2f} GB'
 
 
 def draw(what: str, measured: dict[str, Any], path: Path) -> None:
@@ -96,6 +114,7 @@ def draw(what: str, measured: dict[str, Any], path: Path) -> None:
         'save': ('seconds', 'seconds per save'),
         'stall': ('stalled_secs', 'seconds for which a save stops training'),
         'plan': ('seconds', 'seconds of planning'),
+        'convert': ('seconds', 'seconds per conversion'),
     }[what]
     if what == 'plan':
         panels = {f'{measured["ranks"]} ranks': {plan['model']: plan for plan in measured['plans']}}

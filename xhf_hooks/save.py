@@ -207,6 +207,11 @@ class Saver:
         self._take_snapshot(MemoryMeter())
         return self._snapshot.nbytes
 
+    @property
+    def snapshot_is_pinned(self) -> bool:
+        """Whether snapshots are in memory into which a GPU copies by itself."""
+        return self._snapshot.is_pinned
+
     def close(self) -> None:
         """Give the process group of background saves back. None may be in flight."""
         if self._in_background is not None:

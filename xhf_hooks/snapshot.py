@@ -28,6 +28,11 @@ class SnapshotMemory:
         """What it takes."""
         return sum(block.numel() for block in self._blocks)
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU can copy into all of it by itself."""
+        return bool(self._blocks) and all(block.is_pinned() for block in self._blocks)
+
     def clear(self) -> None:
         """Start the next snapshot; nobody may read the one before any more."""
         self._index = self._used = 0

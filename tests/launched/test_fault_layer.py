@@ -24,6 +24,8 @@ from tests.helpers.fault_layer import SHORT, fault, no_exchange, shifted_clock
 from tests.helpers.scenarios import check
 from tests.helpers.whole import assert_whole, hidden
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 EIO, ENOSPC, EDQUOT, EROFS = errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS
 #: Name to (call, how it ends, on which paths, failing rank, writer).
 FAULTS = {

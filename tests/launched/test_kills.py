@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.lives import NAME, Kind, live_and_die, next_start
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 #: Each writer, both signals, all ranks and one, in the background and not, at ZeRO-3 and not.
 SAMPLE = [
     Kind('stream', False, False, signal.SIGKILL, 'all'),

@@ -7,8 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 GROUP_TIMEOUT_SECS = 6
 DISK_DELAY_SECS = 10

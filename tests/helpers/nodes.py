@@ -1,0 +1,100 @@
+"""Two machines on one: network namespaces joined by a cable, and a disk of its own for the second where wanted.
+
+Needs root, and iproute2 with veth for the network. Where that cannot be, the nodes share the machine's network, and are
+told apart by their ranks alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RANKS_PER_NODE = 2
+_ADDRESSES = ('10.77.0.1', '10.77.0.2')
+_CLONE_FS, _CLONE_NEWNS, _CLONE_NEWNET = 0x200, 0x20000, 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def network() -> Iterator[list[str] | None]:
+    """The names of two network namespaces that reach each other; None where the system has none to give."""
+    names = [f'xhf{os.getpid()}n{node}' for node in range(2)]
+    try:
+        try:
+            for name in names:
+                _ip('netns', 'add', name)
+            _ip('link', 'add', 'veth', 'netns', names[0], 'type', 'veth', 'peer', 'name', 'veth', 'netns', names[1])
+            for name, address in zip(names, _ADDRESSES, strict=True):
+                _ip('-n', name, 'addr', 'add', f'{address}/24', 'dev', 'veth')
+                _ip('-n', name, 'link', 'set', 'veth', 'up')
+                _ip('-n', name, 'link', 'set', 'lo', 'up')
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f'no network namespaces, so both nodes share one: {error}')
+            yield None
+        else:
+            yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                _ip('netns', 'del', name)
+
+
+def move_in(names: list[str] | None) -> int:
+    """Make this rank one of its node, before any process group. Runs on: all ranks.
+
+    Returns:
+        The number of the node.
+    """
+    rank = int(os.environ['RANK'])
+    node = rank // RANKS_PER_NODE
+    os.environ |= {'LOCAL_RANK': str(rank % RANKS_PER_NODE), 'LOCAL_WORLD_SIZE': str(RANKS_PER_NODE)}
+    os.environ |= {'GROUP_RANK': str(node), 'NODE_RANK': str(node)}
+    if names is not None:
+        os.environ |= {'MASTER_ADDR': _ADDRESSES[0], 'GLOO_SOCKET_IFNAME': 'veth'}
+        _setns(Path('/run/netns', names[node]), _CLONE_NEWNET)
+    return node
+
+
+def mount_own_disk(folder: Path, meeting: Path) -> None:
+    """Give the ranks of this node, and nobody else, an empty file system at ``folder``.
+
+    Args:
+        meeting: A file outside of it, by which the ranks find each other.
+    """
+    if os.environ['LOCAL_RANK'] == '0':
+        _check(_LIBC.unshare(_CLONE_NEWNS))
+        subprocess.run(['mount', '--make-rprivate', '/'], check=True)
+        subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', folder], check=True)
+        meeting.with_suffix('.tmp').write_text(str(os.getpid()))
+        meeting.with_suffix('.tmp').rename(meeting)
+        return
+    deadline = time.monotonic() + 60
+    while not meeting.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f'{meeting} did not appear')
+        time.sleep(0.02)
+    _check(_LIBC.unshare(_CLONE_FS))  # a thread that shares these cannot change its mounts
+    _setns(Path('/proc', meeting.read_text(), 'ns', 'mnt'), _CLONE_NEWNS)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(['ip', *arguments], check=True, capture_output=True, text=True)
+
+
+def _setns(path: Path, kind: int) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        _check(_LIBC.setns(fd, kind))
+    finally:
+        os.close(fd)
+
+
+def _check(status: int) -> None:
+    if status:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

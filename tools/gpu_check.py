@@ -1,0 +1,185 @@
+"""Save a model at ZeRO-3 on the GPUs that there are, in every way, and compare every byte.
+
+    torchrun --standalone --nproc_per_node GPUS tools/gpu_check.py [--layers 16] [--bucket-size 128MB] [--out DIR]
+
+On nccl: each writer, in the foreground and in the background while training goes on; against save_pretrained of the
+gathered model. Checked are the bytes, that no save takes more of the device's memory than a bucket, and that host
+copies are pinned. One line and one row in DIR/gpu_check.json for each way; exit status 1 where something is wrong, 2
+without a GPU. ``--cpu`` goes through the same steps on gloo, for a look at this script; it shows nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.plan import parse_size
+from xhf_hooks.records import CommittedCheckpoint, Step
+from xhf_hooks.save import SaveOptions, Saver
+
+WRITERS = ('positional', 'parallel', 'stream')
+STEPS_MEANWHILE = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One save. Memory is that of the rank that needs most, in MB."""
+
+    writer: str
+    in_background: bool
+    same_bytes: bool
+    seconds: float
+    stalled_secs: float
+    device_mb: float
+    host_mb: float
+    pinned: bool
+    problems: tuple[str, ...]
+
+
+class Training:
+    """A bf16 Llama at ZeRO-3 with AdamW. Runs on: all ranks."""
+
+    def __init__(self, n_layers: int, device: torch.device) -> None:
+        self.device = device
+        zero = {'stage': 3, 'stage3_param_persistence_threshold': 0}
+        config = {
+            'train_micro_batch_size_per_gpu': 1,
+            'bf16': {'enabled': True},
+            'zero_optimization': zero,
+            'zero_allow_untested_optimizer': True,
+        }
+        small = dict(vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_attention_heads=16)
+        self.architecture = LlamaConfig(num_hidden_layers=n_layers, num_key_value_heads=16, **small)
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            model = LlamaForCausalLM(self.architecture)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(self) -> None:
+        tokens = torch.randint(32000, (1, 128), device=self.device)
+        loss = self.engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The reference: gathered parameter by parameter, saved by transformers on rank 0."""
+        weights = {}
+        for name, parameter in self.engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if dist.get_rank() == 0:
+                    weights[name] = parameter.data.to('cpu', copy=True)
+        if dist.get_rank() == 0:
+            with torch.device('meta'):
+                whole = LlamaForCausalLM(self.architecture).to(torch.bfloat16)
+            whole.save_pretrained(folder, state_dict=weights)
+        dist.barrier()
+
+
+def save(training: Training, writer: str, in_background: bool, bucket_nbytes: int, out: Path) -> Row:
+    """One way to save. Runs on: all ranks."""
+    reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
+    training.save_pretrained(reference)
+    options = SaveOptions(writer=writer, in_background=in_background, bucket_nbytes=bucket_nbytes)
+    saver = Saver(training.engine.module, options, Collective())
+    saver.prepare()
+    pinned, meanwhile = True, STEPS_MEANWHILE if in_background else 0
+    if in_background:
+        saver.reserve_snapshot()
+        pinned = saver.snapshot_is_pinned
+    with_gpu = training.device.type == 'cuda'
+    if with_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    committed = _save(saver, folder)
+    device_nbytes = torch.cuda.max_memory_allocated() - before if with_gpu else 0
+    for _ in range(meanwhile):
+        training.step()
+    if in_background:
+        committed = saver.background.outcome()
+    saver.close()
+    all_nbytes = [0] * dist.get_world_size()
+    dist.all_gather_object(all_nbytes, device_nbytes)
+    largest = max(bucket_nbytes, saver.plan.largest_bucket_nbytes)
+    problems = []
+    same = _same_files(reference, folder.final)
+    if not same:
+        problems.append('other bytes than save_pretrained')
+    if max(all_nbytes) > largest:
+        problems.append(f'{max(all_nbytes) / 1e6:.0f} MB on the device, a bucket is {largest / 1e6:.0f} MB')
+    if with_gpu and not pinned:
+        problems.append('host copies are not pinned')
+    cost = committed.cost
+    figures = (cost.seconds, cost.stalled_secs, max(all_nbytes) / 1e6, cost.peak_extra_nbytes / 1e6)
+    return Row(writer, in_background, same, *figures, with_gpu and in_background and pinned, tuple(problems))
+
+
+def _save(saver: Saver, folder: CheckpointFolder) -> CommittedCheckpoint | None:
+    step = Step('iter', 1, 1)
+    return saver.start(folder, step) if saver.in_background else saver.save(folder, step)
+
+
+def _same_files(reference: Path, found: Path) -> bool:
+    files = sorted(path.name for path in reference.glob('*.safetensors'))
+    if files != sorted(path.name for path in found.glob('*.safetensors')):
+        return False
+    return all((reference / name).read_bytes() == (found / name).read_bytes() for name in files)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--layers', type=int, default=16, help='of a Llama of width 2048 (default: %(default)s)')
+    parser.add_argument('--bucket-size', type=parse_size, default='128MB')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'))
+    parser.add_argument('--cpu', action='store_true', help='go through the steps on gloo')
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    if not args.cpu and not torch.cuda.is_available():
+        print('gpu_check: no GPU found; expected at least one (torch.cuda.is_available())', file=sys.stderr)
+        return 2
+    deepspeed.init_distributed(dist_backend='gloo' if args.cpu else 'nccl')
+    device = torch.device('cpu' if args.cpu else f'cuda:{torch.cuda.current_device()}')
+    training = Training(args.layers, device)
+    training.step()
+    name = 'CPU, gloo' if args.cpu else f'{dist.get_world_size()} x {torch.cuda.get_device_name()}, nccl'
+    rows: list[Row] = []
+    for writer in WRITERS:
+        for in_background in (False, True):
+            rows.append(save(training, writer, in_background, args.bucket_size, args.out.absolute()))
+            if dist.get_rank() == 0:
+                print(_line(rows[-1]), flush=True)
+    if dist.get_rank() == 0:
+        result: dict[str, Any] = {'device': name, 'ranks': dist.get_world_size(), 'rows': [asdict(row) for row in rows]}
+        (args.out / 'gpu_check.json').write_text(json.dumps(result, indent=2) + '\n')
+    wrong = torch.tensor([sum(bool(row.problems) for row in rows)], device=device)
+    dist.all_reduce(wrong)  # the files are looked at on every rank
+    dist.destroy_process_group()
+    return int(wrong.item() > 0)
+
+
+def _line(row: Row) -> str:
+    how = f'{row.writer}{", in the background" if row.in_background else ""}'
+    verdict = '; '.join(row.problems) or 'the bytes of save_pretrained'
+    return (
+        f'{how}: {row.seconds:.2f} s, training stalled {row.stalled_secs:.2f} s, {row.device_mb:.0f} MB on the device, '
+        f'{row.host_mb:.0f} MB on the host: {verdict}'
+    )
+
+
+if __name__ == '__main__':
+    sys.exit(main())
