@@ -45,9 +45,10 @@ class Background(Generic[T]):
         if self.busy:
             raise RuntimeError(f'{self._name}: the outcome of earlier work was not asked for')
         self._value = self._error = None
-        self._busy, self._ended = True, False
+        self._ended = False
         # A daemon: what waits for it at exit is a bounded wait, not the interpreter
         threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True).start()
+        self._busy = True  # only now: a handler that interrupts this must not wait for what cannot start meanwhile
 
     def wait(self, timeout_secs: float = math.inf) -> bool:
         """Wait for the end; whether it has come. The outcome stays to be asked for."""
