@@ -23,6 +23,12 @@ def assert_same_files(folder: Path, expected: Path) -> None:
     assert not differing, differing
 
 
+def config_of(folder: Path) -> list[tuple[str, Any]]:
+    """config.json in its order, without where the model was loaded from, which transformers 4 writes."""
+    fields = json.loads((folder / 'config.json').read_text())
+    return [(name, value) for name, value in fields.items() if name != '_name_or_path']
+
+
 def _files(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for path in folder.rglob('*'):
@@ -31,6 +37,8 @@ def _files(folder: Path) -> dict[str, Any]:
             content[str(path.relative_to(folder))] = {
                 name: sorted(value) if isinstance(value, list) else value for name, value in fields.items()
             }
+        elif path.name == 'config.json':
+            content[str(path.relative_to(folder))] = config_of(path.parent)
         elif path.is_file() and path.name != 'xhf_manifest.json':
             content[str(path.relative_to(folder))] = path.read_bytes()
     return content

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.converted import assert_same_files, convert
+from tests.helpers.converted import assert_same_files, config_of, convert
 from tests.helpers.old_runs import MMENGINE_RUNS, accelerate_run, mmengine_run, plain_deepspeed, trainer_run
 from tests.helpers.scenarios import check, run_scenarios
 
@@ -128,7 +128,7 @@ def test_trainer(accelerated, stage, tmp_path):
         assert torch.equal(expected.pop('lm_head.weight'), expected['model.embed_tokens.weight'])
     assert found.keys() == expected.keys()
     assert all(t.dtype == torch.bfloat16 and torch.equal(t, expected[name]) for name, t in found.items())
-    assert json.loads((folder / 'config.json').read_text()) == json.loads((checkpoint / 'config.json').read_text())
+    assert config_of(folder) == config_of(checkpoint)
 
 
 def test_accelerate(accelerated, tmp_path):
