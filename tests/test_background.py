@@ -9,6 +9,8 @@ import pytest
 
 from xhf_hooks.background import Background
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 def test_outcome_and_error():
     background: Background[int] = Background('test')

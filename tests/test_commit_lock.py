@@ -14,6 +14,8 @@ from tests.helpers.tiny_checkpoint import put_partial, put_whole, start_process,
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 def hold(final: Path, connection: Connection) -> None:
     """Runs in a process of its own: claims the folder and keeps it until told to end."""

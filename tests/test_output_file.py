@@ -14,6 +14,8 @@ import pytest
 from xhf_hooks.writers import write_behind
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 MB = 2**20
 
 

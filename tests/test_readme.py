@@ -210,6 +210,7 @@ def test_the_tests_that_are_named_are_there():
     assert not set(re.findall(r'\[(test_\w+)\]', README)) - there
 
 
+@pytest.mark.modern_only
 def test_the_kill_command_runs():
     command = [sys.executable, *CHECKS[0].split()[1:-1], '4']
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

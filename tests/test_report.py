@@ -9,6 +9,8 @@ import pytest
 
 from xhf_hooks.report import RunLog, StallWatch
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.fixture()
 def log(caplog):

@@ -24,6 +24,8 @@ from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 MB = 2**20
 
 

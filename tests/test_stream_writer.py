@@ -22,6 +22,8 @@ from xhf_hooks.records import Chunk, ExportEntry, Placement, SavePlan, TensorSpe
 from xhf_hooks.safetensors_format import check_file
 from xhf_hooks.writers.stream import StreamWriter
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 TIMEOUT_SECS = 20
 
 

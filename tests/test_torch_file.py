@@ -16,6 +16,8 @@ from tests.helpers.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 FORMATS = {'zip': {}, 'old': {'_use_new_zipfile_serialization': False}}
 DTYPES = [
     'bool',

@@ -14,6 +14,8 @@ from tests.helpers.model_folder import edit_json, save_model
 from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
 from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 WEIGHTS = 'model.safetensors'
 NAME = 'model.layers.1.mlp.up_proj.weight'
 

@@ -15,6 +15,10 @@ if [[ ! -e /usr/include/libaio.h ]]; then
 fi
 
 make_env .venv requirements/modern.txt requirements/test.txt
+# What reads NVMe takes minutes to compile, so it is begun beside the first tests; those that need it wait for it
+rm -f .venv/torch_extensions/async_io/lock
+(use_env .venv && nice python -c 'import deepspeed
+deepspeed.ops.op_builder.AsyncIOBuilder().load()' >/dev/null 2>&1) &
 (
     use_env .venv
     echo '== lint'

@@ -15,6 +15,8 @@ from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 #: Stage to (what is made to fail, on which ranks it runs).
 STAGES = {
     'plan': ('xhf_hooks.save.make_plan', 'any'),
@@ -102,14 +104,7 @@ def failed(tmp_path_factory):
     return launch
 
 
-@pytest.mark.parametrize(
-    ('world_size', 'name'),
-    [
-        pytest.param(size, name, marks=[] if size == 2 else pytest.mark.modern_only)
-        for size in WORLD_SIZES
-        for name in cases(size)
-    ],
-)
+@pytest.mark.parametrize(('world_size', 'name'), [(size, name) for size in WORLD_SIZES for name in cases(size)])
 def test_every_rank_reports_the_same_and_nothing_is_lost(failed, world_size, name):
     from transformers import LlamaForCausalLM
 
