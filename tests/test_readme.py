@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
-MEASURED = ['save', 'stall', 'plan']
+MEASURED = ['save', 'stall', 'plan', 'convert']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
 CHECKS = ['python tools/kill_test.py --kills 240', 'python tools/verify.py DIR', 'python tools/verify.py A B']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
-BENCHMARKS += ['source tools/env.sh && use_env .venv-xtuner', 'python tools/bench.py convert']
+BENCHMARKS.insert(3, 'source tools/env.sh && use_env .venv-xtuner')
 COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', *CHECKS, *BENCHMARKS[:3], *CONVERSIONS, *BENCHMARKS[3:]]
 
 
