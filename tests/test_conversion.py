@@ -14,7 +14,7 @@ import torch
 from tests.helpers.zoo import build
 from xhf_hooks.dtypes import dtype_code, host_bytes
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.conversion import _connected, convert_specs
+from xhf_hooks.exporters.conversion import _connected, _first_of_run, _traced_meta, convert_specs
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import ExportEntry, TensorSpec
 
@@ -91,6 +91,10 @@ if HAS_CONVERSION:
             assert (entry.shape, entry.dtype) == (tuple(tensor.shape), dtype_code(tensor.dtype)), name
             assert found[name].shape == tensor.shape, name
             assert host_bytes(found[name]) == host_bytes(tensor), name
+            if entry.first is not None:  # nothing need be made: it is a run of what is read
+                read = tensors[entry.reads[0].removeprefix(PREFIX)].reshape(-1)
+                run = read[entry.first : entry.first + tensor.numel()]
+                assert host_bytes(run) == host_bytes(tensor), name
 
     @pytest.mark.parametrize('family', ['qwen3_moe', 'mixtral', 'deepseek_v3'])
     def test_experts_are_made_layer_by_layer(family):
@@ -100,6 +104,7 @@ if HAS_CONVERSION:
         experts = [entry for entry in entries if '.experts.' in entry.hf_name]
         assert experts and all(entry.combine is not None for entry in experts)
         assert {len(entry.reads) for entry in experts} == {1}
+        assert all(entry.first is not None for entry in experts), 'and can be written without gathering it'
         assert all(entry.combine is None for entry in entries if '.experts.' not in entry.hf_name)
 
     def test_groups_fit_a_plan():
@@ -111,6 +116,26 @@ if HAS_CONVERSION:
         assert len(plan.files) > 3
         read = [name for bucket in plan.buckets for name in bucket.read_names]
         assert sorted(read) == sorted(spec.name for spec in specs.values())
+
+    def test_fused_experts_are_read_in_slices():
+        model = build('mixtral')
+        specs = specs_of(model.state_dict())
+        entries = convert_specs(on_meta(model), specs)
+        names = {spec.name for spec in specs.values()}
+        plan = make_plan(entries, list(specs.values()), max_shard_nbytes=10**9, bucket_nbytes=1, sliced=names)
+        assert not plan.buckets
+        assert sum(len(group.placements) for group in plan.sliced) == len(entries) > len(plan.sliced)
+
+    def test_what_is_computed_is_no_run():
+        """Transposed, or with another element type: not the elements that are read, one after the other."""
+        spec = TensorSpec('fused', (2, 3, 4), 'F32')
+        fused = _traced_meta('fused', spec)
+        assert _first_of_run(fused[1], [fused]) == 12
+        assert _first_of_run(fused[:, 1:].contiguous()[1], [fused]) == 16
+        assert _first_of_run(fused[1].contiguous().unflatten(0, (3, 1))[2], [fused]) == 20
+        for other in (fused[:, 1:], fused[1].t(), fused[1].t().contiguous(), fused[1].bfloat16(), fused[1] * 2):
+            assert _first_of_run(other, [fused]) is None
+        assert _first_of_run(fused[1], [fused, _traced_meta('other', spec)]) is None
 
     def test_nothing_is_allocated():
         """Experts of a size that no machine has: only the plan is made."""

@@ -9,6 +9,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,8 @@ class Saved:
     """Random bytes for given tensors, written by simulated ranks and committed.
 
     Args:
-        sliced: Share of the tensors of which, with a writer that can, every rank writes its slice.
+        sliced: Share of what is read of which, with a writer that can, every rank writes its slice.
+        fused: Share of the tensors that are read together with the one before, if that is of their type.
     """
 
     def __init__(
@@ -51,14 +53,15 @@ class Saved:
         shard_nbytes: int = 2_000,
         bucket_nbytes: int = 1_000,
         sliced: float = 1.0,
+        fused: float = 0.3,
         seed: int = 0,
     ) -> None:
         dice = random.Random(seed)
         kind = WRITERS.get(writer)
-        specs = [TensorSpec(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
-        self.data = {spec.name: dice.randbytes(spec.nbytes) for spec in specs}
+        entries, specs = _entries_and_specs(tensors, fused, dice)
+        self.data = {entry.hf_name: dice.randbytes(entry.nbytes) for entry in entries}
         self.plan = make_plan(
-            [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs],
+            entries,
             specs,
             max_shard_nbytes=shard_nbytes,
             bucket_nbytes=bucket_nbytes,
@@ -84,14 +87,42 @@ class Saved:
 
     def _chunks(self, rank: int, world_size: int) -> Iterator[Chunk]:
         for group in self.plan.sliced:
-            place = group.placements[0]
-            width = DTYPE_NBYTES[place.dtype]
-            start, end = (at * width for at in share(math.prod(place.shape), rank, world_size))
-            if start < end:
-                yield Chunk(place, memoryview(self.data[place.hf_name])[start:end], start)
+            first, last = share(math.prod(group.reads[0].shape), rank, world_size)
+            for place in group.placements:
+                numel, width = math.prod(place.shape), DTYPE_NBYTES[place.dtype]
+                start, end = ((min(max(at - place.first, 0), numel)) * width for at in (first, last))
+                if start < end:
+                    yield Chunk(place, memoryview(self.data[place.hf_name])[start:end], start)
         for place in (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements):
             if place.owner == rank:
                 yield Chunk(place, memoryview(self.data[place.hf_name]))
+
+
+def _entries_and_specs(
+    tensors: dict[str, tuple[tuple[int, ...], str]], fused: float, dice: random.Random
+) -> tuple[list[ExportEntry], list[TensorSpec]]:
+    """What goes out, and what is read: each tensor as it is, or one of several that lie in one, end to end."""
+    together: list[list[tuple[str, tuple[int, ...], str]]] = []
+    for name, (shape, dtype) in tensors.items():
+        if together and together[-1][0][2] == dtype and dice.random() < fused:
+            together[-1].append((name, shape, dtype))
+        else:
+            together.append([(name, shape, dtype)])
+    entries, specs = [], []
+    for i, parts in enumerate(together):
+        read, dtype = f'read {i}', parts[0][2]
+        firsts = [0, *itertools.accumulate(math.prod(shape) for _, shape, _ in parts)]
+        specs.append(TensorSpec(read, parts[0][1] if len(parts) == 1 else (firsts[-1],), dtype))
+        combine = None if len(parts) == 1 else partial(_cut)  # one for each group
+        entries += [
+            ExportEntry(name, shape, dtype, (read,), combine, first=None if combine is None else first)
+            for first, (name, shape, _) in zip(firsts, parts, strict=False)
+        ]
+    return entries, specs
+
+
+def _cut(tensors: object) -> dict[str, bytes]:
+    raise NotImplementedError('nothing is gathered here')
 
 
 @pytest.fixture

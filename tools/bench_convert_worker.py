@@ -14,8 +14,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 #: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint, which no converter
-#: needs and some read; at the larger size SGD leaves the masters alone, and 24 GB are still too few to train it.
-SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.2: (22, 'sgd')}
+#: needs and some read; at the largest size SGD leaves the masters alone, because 24 GB are too few to train it.
+SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
+#: Elements that are changed at once: a temporary tensor as large as a rank's masters is one too many.
+CHUNK = 2**24
 TAG = 'iter_1.pth'
 
 
@@ -53,7 +55,7 @@ def main() -> None:
     config = {
         'train_micro_batch_size_per_gpu': 1,
         'bf16': {'enabled': True},
-        'zero_optimization': {'stage': 3},
+        'zero_optimization': {'stage': 3, 'sub_group_size': int(1e8)},
         'zero_allow_untested_optimizer': True,
         'zero_force_ds_cpu_optimizer': False,
     }
@@ -63,7 +65,8 @@ def main() -> None:
     kind = {'adamw': torch.optim.AdamW, 'sgd': torch.optim.SGD}[SIZES[args.billions][1]]
     engine, *_ = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=1e-5), config=config)
     for group in engine.optimizer.fp32_partitioned_groups_flat:
-        group.data += 1e-4 * torch.randn_like(group)  # masters that bf16 cannot hold
+        for chunk in group.data.split(CHUNK):
+            chunk += 1e-4 * torch.randn_like(chunk)  # masters that bf16 cannot hold
     if SIZES[args.billions][1] == 'adamw':  # one step makes its states
         ids = torch.arange(16).reshape(1, 16)
         engine.backward(engine(input_ids=ids, labels=ids).loss)

@@ -6,63 +6,68 @@ import math
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from xhf_hooks.plan import make_plan
-from xhf_hooks.records import ExportEntry, TensorSpec
+from xhf_hooks.records import ExportEntry, Group, TensorSpec
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 
 _PART_NBYTES = 8 * 2**20  # what xhf_hooks/slices.py writes at once, of 2-byte elements
 
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+Shape = tuple[int, ...]
+#: A tensor of the model, and what is cut out of it, one after the other; nothing for what goes out as it is.
+Shapes = Iterator[tuple[str, Shape, list[tuple[str, Shape]]]]
 
 
 def llama_405b() -> Shapes:
     """meta-llama/Llama-3.1-405B: 126 layers, hidden 16384, 128 heads, 8 key-value heads, FFN 53248."""
     hidden, ffn, kv, vocab = 16384, 53248, 1024, 128256
-    yield 'model.embed_tokens.weight', (vocab, hidden)
+    yield 'model.embed_tokens.weight', (vocab, hidden), []
     for i in range(126):
         layer = f'model.layers.{i}'
         for name, rows, columns in (('q', hidden, hidden), ('k', kv, hidden), ('v', kv, hidden), ('o', hidden, hidden)):
-            yield f'{layer}.self_attn.{name}_proj.weight', (rows, columns)
-        yield f'{layer}.mlp.gate_proj.weight', (ffn, hidden)
-        yield f'{layer}.mlp.up_proj.weight', (ffn, hidden)
-        yield f'{layer}.mlp.down_proj.weight', (hidden, ffn)
-        yield f'{layer}.input_layernorm.weight', (hidden,)
-        yield f'{layer}.post_attention_layernorm.weight', (hidden,)
-    yield 'model.norm.weight', (hidden,)
-    yield 'lm_head.weight', (vocab, hidden)
+            yield f'{layer}.self_attn.{name}_proj.weight', (rows, columns), []
+        yield f'{layer}.mlp.gate_proj.weight', (ffn, hidden), []
+        yield f'{layer}.mlp.up_proj.weight', (ffn, hidden), []
+        yield f'{layer}.mlp.down_proj.weight', (hidden, ffn), []
+        yield f'{layer}.input_layernorm.weight', (hidden,), []
+        yield f'{layer}.post_attention_layernorm.weight', (hidden,), []
+    yield 'model.norm.weight', (hidden,), []
+    yield 'lm_head.weight', (vocab, hidden), []
 
 
 def deepseek_v3() -> Shapes:
-    """deepseek-ai/DeepSeek-V3 in bf16: 61 layers, 58 of them with 256 routed experts and a shared one, MLA."""
+    """deepseek-ai/DeepSeek-V3 in bf16: 61 layers, 58 of them with 256 fused experts and a shared one; MLA."""
     hidden, ffn, expert, vocab, heads = 7168, 18432, 2048, 129280, 128
-    yield 'model.embed_tokens.weight', (vocab, hidden)
+    yield 'model.embed_tokens.weight', (vocab, hidden), []
     for i in range(61):
         layer = f'model.layers.{i}'
-        yield f'{layer}.self_attn.q_a_proj.weight', (1536, hidden)
-        yield f'{layer}.self_attn.q_a_layernorm.weight', (1536,)
-        yield f'{layer}.self_attn.q_b_proj.weight', (heads * 192, 1536)
-        yield f'{layer}.self_attn.kv_a_proj_with_mqa.weight', (576, hidden)
-        yield f'{layer}.self_attn.kv_a_layernorm.weight', (512,)
-        yield f'{layer}.self_attn.kv_b_proj.weight', (heads * 256, 512)
-        yield f'{layer}.self_attn.o_proj.weight', (hidden, heads * 128)
-        yield f'{layer}.input_layernorm.weight', (hidden,)
-        yield f'{layer}.post_attention_layernorm.weight', (hidden,)
-        if i < 3:
-            blocks = [(f'{layer}.mlp', ffn)]
-        else:
-            yield f'{layer}.mlp.gate.weight', (256, hidden)
-            yield f'{layer}.mlp.gate.e_score_correction_bias', (256,)
-            blocks = [(f'{layer}.mlp.experts.{j}', expert) for j in range(256)]
-            blocks.append((f'{layer}.mlp.shared_experts', expert))
-        for block, width in blocks:
-            yield f'{block}.gate_proj.weight', (width, hidden)
-            yield f'{block}.up_proj.weight', (width, hidden)
-            yield f'{block}.down_proj.weight', (hidden, width)
-    yield 'model.norm.weight', (hidden,)
-    yield 'lm_head.weight', (vocab, hidden)
+        yield f'{layer}.self_attn.q_a_proj.weight', (1536, hidden), []
+        yield f'{layer}.self_attn.q_a_layernorm.weight', (1536,), []
+        yield f'{layer}.self_attn.q_b_proj.weight', (heads * 192, 1536), []
+        yield f'{layer}.self_attn.kv_a_proj_with_mqa.weight', (576, hidden), []
+        yield f'{layer}.self_attn.kv_a_layernorm.weight', (512,), []
+        yield f'{layer}.self_attn.kv_b_proj.weight', (heads * 256, 512), []
+        yield f'{layer}.self_attn.o_proj.weight', (hidden, heads * 128), []
+        yield f'{layer}.input_layernorm.weight', (hidden,), []
+        yield f'{layer}.post_attention_layernorm.weight', (hidden,), []
+        block, width = f'{layer}.mlp', ffn
+        if i >= 3:
+            yield f'{layer}.mlp.gate.weight', (256, hidden), []
+            yield f'{layer}.mlp.gate.e_score_correction_bias', (256,), []
+            experts = [f'{layer}.mlp.experts.{j}' for j in range(256)]
+            parts = [(f'{one}.{part}_proj.weight', (expert, hidden)) for one in experts for part in ('gate', 'up')]
+            yield f'{layer}.mlp.experts.gate_up_proj', (256, 2 * expert, hidden), parts
+            parts = [(f'{one}.down_proj.weight', (hidden, expert)) for one in experts]
+            yield f'{layer}.mlp.experts.down_proj', (256, hidden, expert), parts
+            block, width = f'{layer}.mlp.shared_experts', expert
+        yield f'{block}.gate_proj.weight', (width, hidden), []
+        yield f'{block}.up_proj.weight', (width, hidden), []
+        yield f'{block}.down_proj.weight', (hidden, width), []
+    yield 'model.norm.weight', (hidden,), []
+    yield 'lm_head.weight', (vocab, hidden), []
 
 
 MODELS: dict[str, Callable[[], Shapes]] = {'Llama-3.1-405B': llama_405b, 'DeepSeek-V3': deepseek_v3}
@@ -74,8 +79,15 @@ def measure_plans(n_ranks: int) -> list[dict[str, Any]]:
 
 
 def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str, Any]:
-    specs = [TensorSpec(name, shape, 'BF16') for name, shape in shapes()]
-    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
+    specs, entries = [], []
+    for read, shape, parts in shapes():
+        specs.append(TensorSpec(read, shape, 'BF16'))
+        if not parts:
+            entries.append(ExportEntry(read, shape, 'BF16', (read,)))
+        unfuse, first = partial(_unfuse, read), 0
+        for part, part_shape in parts:
+            entries.append(ExportEntry(part, part_shape, 'BF16', (read,), unfuse, first=first))
+            first += math.prod(part_shape)
     how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, n_writers=n_ranks)
     sliced = {spec.name for spec in specs}
     seconds = []
@@ -87,12 +99,12 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
     plan = make_plan(entries, specs, sliced=sliced, **how)
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    writes = _writes_of_rank(1, plan.placements, n_ranks)
+    writes = _writes_of_rank(1, plan.sliced, n_ranks)
     return {
         'model': name,
         'parameters': sum(math.prod(spec.shape) for spec in specs),
         'nbytes': plan.nbytes,
-        'tensors': len(specs),
+        'tensors': len(entries),
         'files': len(plan.files),
         'seconds': statistics.median(seconds),
         'memory_mb': memory / 1e6,
@@ -103,13 +115,20 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
     }
 
 
-def _writes_of_rank(rank: int, placements: list[Any], n_ranks: int) -> list[tuple[str, int]]:
+def _unfuse(name: str, tensors: Any) -> Any:
+    raise NotImplementedError(f'{name}: nothing is gathered here')
+
+
+def _writes_of_rank(rank: int, groups: Sequence[Group], n_ranks: int) -> list[tuple[str, int]]:
     """File and bytes of each write, as ZeRO-3 splits a parameter: ceil(numel / ranks) elements each."""
     writes = []
-    for placement in placements:
-        width = DTYPE_NBYTES[placement.dtype]
-        numel = placement.nbytes // width
+    for group in groups:
+        numel = math.prod(group.reads[0].shape)
         each = -(-numel // n_ranks)
-        own = max(0, min(each, numel - rank * each)) * width
-        writes += [(placement.file, min(_PART_NBYTES, own - start)) for start in range(0, own, _PART_NBYTES)]
+        start, end = rank * each, min((rank + 1) * each, numel)
+        for placement in group.placements:
+            width = DTYPE_NBYTES[placement.dtype]
+            first = max(start, placement.first)
+            own = (min(end, placement.first + math.prod(placement.shape)) - first) * width
+            writes += [(placement.file, min(_PART_NBYTES, own - done)) for done in range(0, own, _PART_NBYTES)]
     return writes

@@ -86,14 +86,14 @@ def _plan_table(measured: dict[str, Any]) -> str:
     lines = [
         f'{measured["ranks"]} ranks, positional:',
         '',
-        '| model | tensors | files | planning, s | memory, MB | writes per rank | files opened | median write, KB |',
-        '|---|---|---|---|---|---|---|---|',
+        '| model | tensors | files | planning, s | memory, MB | writes per rank | median, KB | mean | files opened |',
+        '|---|---|---|---|---|---|---|---|---|',
     ]
     for plan in measured['plans']:
         lines.append(
             f'| {plan["model"]} | {plan["tensors"]} | {plan["files"]} | {plan["seconds"]:.2f} | '
-            f'{plan["memory_mb"]:.0f} | {plan["writes_per_rank"]} | {plan["opens_per_rank"]} | '
-            f'{plan["median_write_nbytes"] / 1e3:.0f} |'
+            f'{plan["memory_mb"]:.0f} | {plan["writes_per_rank"]} | {plan["median_write_nbytes"] / 1e3:.0f} | '
+            f'{plan["nbytes_per_rank"] / plan["writes_per_rank"] / 1e3:.0f} | {plan["opens_per_rank"]} |'
         )
     return '\n'.join([*lines, ''])
 

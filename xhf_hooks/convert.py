@@ -83,12 +83,12 @@ class Converter:
             max_shard_nbytes=options.max_shard_nbytes,
             bucket_nbytes=1,
             n_parameters=exporter.n_parameters,
+            sliced={spec.name for spec in specs},
         )
-        self._groups = [g for bucket in self.plan.buckets for g in bucket.groups if g.combine is not None]
-        for bucket in self.plan.buckets:
-            for group in bucket.groups:
-                if group.combine is None:
-                    _require_castable(group.reads[0], group.placements[0].dtype)
+        self._groups = [group for bucket in self.plan.buckets for group in bucket.groups]
+        for group in self.plan.sliced:
+            for placement in group.placements:
+                _require_castable(group.reads[0], placement.dtype)
 
     @property
     def source(self) -> SliceSource:
@@ -103,7 +103,7 @@ class Converter:
     @property
     def read_nbytes(self) -> int:
         """Bytes of the checkpoint that a conversion reads."""
-        names = {spec.name for bucket in self.plan.buckets for group in bucket.groups for spec in group.reads}
+        names = {spec.name for group in (*self.plan.sliced, *self._groups) for spec in group.reads}
         return self._source.stored_nbytes(names, masters=self._masters)
 
     def convert(
@@ -213,13 +213,12 @@ class _Work:
         overflows = 0
         for part in block.parts:
             out = buffer[part.start - block.start : part.end - block.start]
-            if part.group is None:
+            place = part.placement
+            if place is None:
                 out[:] = self._headers[block.file][part.start : part.end]
                 continue
-            (place,) = part.group.placements
-            first = (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
-            name = part.group.reads[0].name
-            overflows += self._source.read_into(name, first, out, place.dtype, masters=self._masters)
+            first = place.first + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
+            overflows += self._source.read_into(part.read, first, out, place.dtype, masters=self._masters)
             made.append(_receipt(place, part.start - place.offset, out))
         file = self._files[block.file]
         if self._verifying:

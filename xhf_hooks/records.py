@@ -63,6 +63,10 @@ class ExportEntry:
 
     Entries that come out of one ``combine`` share the object, and are made together. ``None`` means
     that the single read is the entry, apart from the element type.
+
+    Attributes:
+        first: Where ``combine`` only cuts a run of elements out of the single read, as an expert out of fused
+            ones: the element with which it begins. None: what ``combine`` makes must be made.
     """
 
     hf_name: str
@@ -71,6 +75,7 @@ class ExportEntry:
     reads: tuple[str, ...]
     combine: Combine | None = None
     file_set: FileSet = FileSet()
+    first: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +88,7 @@ class Placement:
 
     Attributes:
         owner: The rank that writes it, unless every rank writes its own slice.
+        first: The element of the group's only read with which it begins; None if it is no run of elements.
     """
 
     hf_name: str
@@ -92,6 +98,7 @@ class Placement:
     offset: int
     nbytes: int
     owner: int = 0
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,11 @@ class Group:
     reads: tuple[TensorSpec, ...]
     placements: tuple[Placement, ...]
     combine: Combine | None
+
+    @property
+    def is_in_runs(self) -> bool:
+        """Whether any slice of any output can be made of the same slice of the only read."""
+        return all(placement.first is not None for placement in self.placements)
 
     @property
     def read_nbytes(self) -> int:
@@ -136,7 +148,7 @@ class SavePlan:
     """Everything about a save that can be known before a tensor is touched.
 
     Attributes:
-        sliced: Groups of which every rank writes its own slice; they need no gathering.
+        sliced: Groups in runs of which every rank writes its own slice; they need no gathering.
         buckets: All other groups.
         indexes: Content of each index file (``model.safetensors.index.json``); a set of one file has none.
         digest: Hash of all the above; equal on all ranks, or the save does not start.

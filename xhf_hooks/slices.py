@@ -38,11 +38,13 @@ def own_slices(
     for group in plan.sliced:
         own = source.own_slice(group.reads[0].name, masters)
         _check(group, own)
-        placement = group.placements[0]
-        width = DTYPE_NBYTES[placement.dtype]
-        for first in range(0, own.elements.numel(), _PART_NUMEL):
-            part, overflows = cast(own.elements[first : first + _PART_NUMEL], placement.dtype)
-            yield Chunk(placement, to_host(part), (own.start + first) * width, overflows)
+        for placement in group.placements:
+            width, end = DTYPE_NBYTES[placement.dtype], placement.first + math.prod(placement.shape)
+            mine = range(max(own.start, placement.first), min(own.start + own.elements.numel(), end))
+            for start in mine[::_PART_NUMEL]:
+                stop = min(start + _PART_NUMEL, mine.stop)
+                part, overflows = cast(own.elements[start - own.start : stop - own.start], placement.dtype)
+                yield Chunk(placement, to_host(part), (start - placement.first) * width, overflows)
         meter.sample()
 
 

@@ -1,4 +1,4 @@
-"""Every model family: what is saved at ZeRO-3 is what ``save_pretrained`` writes of the whole model."""
+"""Every model family: what is saved at ZeRO-3, gathered or in slices, is what ``save_pretrained`` writes of it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def save_family(family: str, root: Path) -> None:
         model.save_pretrained(root / family / 'expected')
     engine = zero_engine(model, stage=3)
     save_folder(engine.module, root / family / 'hf_model')
+    plan, _ = save_folder(engine.module, root / family / 'positional', writer='positional')
+    assert not plan.buckets, 'every family goes out in slices, fused experts, too'
     engine.destroy()
 
 
@@ -46,6 +48,8 @@ def test_same_as_save_pretrained(saved, family):
     assert_same_folder_tensors(expected, found)
     assert (expected / 'model.safetensors').read_bytes() == (found / 'model.safetensors').read_bytes()
     assert_loads_clean(found, type(build(family)))
+    in_slices = root / family / 'positional'
+    assert (expected / 'model.safetensors').read_bytes() == (in_slices / 'model.safetensors').read_bytes()
 
 
 @pytest.mark.parametrize('family', AVAILABLE)

@@ -4,12 +4,13 @@ Since version 5 transformers keeps some weights in memory in another form than i
 experts, for example), and ``save_pretrained`` turns them back with
 ``transformers.core_model_loading.revert_weight_conversion``. That function is run here once over meta
 tensors that remember what they were made of. So every output's name, shape and sources are known before
-a tensor is gathered, and the outputs fall into groups that can be made one after the other.
+a tensor is gathered, and the outputs fall into groups that can be made one after the other. An output that
+is a view of consecutive elements of one input, as an expert is of fused ones, need not even be made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,8 +48,17 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
             entries.append(_unchanged(hf_name, specs[next(iter(tensor.sources))]))
         else:
             reads = tuple(spec.name for spec in group.inputs.values())
-            entries.append(ExportEntry(hf_name, tuple(tensor.shape), dtype_code(tensor.dtype), reads, group))
+            shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
+            first = _first_of_run(tensor, [inputs[name] for name in group.inputs])
+            entries.append(ExportEntry(hf_name, shape, dtype, reads, group, first=first))
     return entries
+
+
+def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) -> int | None:
+    """The element of the group's only input with which an output begins that is a run of its elements."""
+    own_storage = tensor.untyped_storage()._cdata
+    is_view = len(group_inputs) == 1 and own_storage == group_inputs[0].untyped_storage()._cdata
+    return tensor.storage_offset() if is_view and tensor.is_contiguous() else None
 
 
 class ConversionGroup:
@@ -130,12 +140,17 @@ def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], l
 
 
 class _TracedTensor(torch.Tensor):
-    """A tensor that carries the names of the tensors that it was computed from."""
+    """A tensor that carries the names of the tensors that it was computed from.
+
+    It stays the view that it is where :meth:`~torch.Tensor.contiguous` would copy: that changes no element.
+    """
 
     sources: frozenset[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
         result = super().__torch_function__(func, types, args, kwargs or {})
         operands = list(_tensors_in((args, kwargs)))
         for tensor in _tensors_in(result):

@@ -9,6 +9,7 @@ in ``xtuner/utils/handle_moe_load_and_save.py``.
 from __future__ import annotations
 
 import copy
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -122,10 +123,14 @@ class ShardedMoeExporter(HuggingFaceExporter):
         outputs_of: dict[str, list[str]] = {}
         for name, spec in own.items():
             outputs_of.setdefault(spec.name, []).append(name)
-        unfuse = {read: Unfuse(read, tuple(outputs)) for read, outputs in outputs_of.items() if _FUSED.match(read)}
-        return [
-            ExportEntry(name, spec.shape, spec.dtype, (spec.name,), unfuse.get(spec.name)) for name, spec in own.items()
-        ]
+        entries = []
+        for read, outputs in outputs_of.items():
+            unfuse = Unfuse(read, tuple(outputs)) if _FUSED.match(read) else None
+            for i, name in enumerate(outputs):
+                spec = own[name]
+                first = None if unfuse is None else i * math.prod(spec.shape)
+                entries.append(ExportEntry(name, spec.shape, spec.dtype, (read,), unfuse, first=first))
+        return entries
 
     def _unfused(self, name: str, spec: TensorSpec) -> list[tuple[str, tuple[int, ...]]]:
         """Official names and shapes of a tensor, in the order of its rows."""

@@ -1,20 +1,27 @@
-"""A model sharded by torch: FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``)."""
+"""A model sharded by torch: FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``).
+
+Importing torch's FSDP takes half a second, and only who has such a model needs it: it is imported where one is at hand.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
 
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
 from xhf_hooks.sources.module import ModuleSource, rank_and_world_size, share
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
 
 @SOURCES.register_module()
@@ -28,6 +35,8 @@ class Fsdp2Source(ModuleSource):
     memory_factor = 3
 
     def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -35,9 +44,10 @@ class Fsdp2Source(ModuleSource):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
-            isinstance(parameter, DTensor) for parameter in model.parameters()
-        )
+        fsdp, tensor = (sys.modules.get(f'torch.distributed.{name}') for name in ('fsdp', 'tensor'))
+        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+            return True
+        return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
 
     def sliceable(self, masters: bool) -> set[str]:
         """What is split into rows over all ranks, and what is not split at all."""
@@ -86,6 +96,8 @@ class Fsdp1Source(ModuleSource):
     memory_factor = 3
 
     def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
         self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._place: dict[int, tuple[FullyShardedDataParallel, int]] = {}
         for module in self._modules:
@@ -108,7 +120,8 @@ class Fsdp1Source(ModuleSource):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        fsdp = sys.modules.get('torch.distributed.fsdp')
+        return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
 
     def sliceable(self, masters: bool) -> set[str]:
         """What is spread over all ranks, and what is whole on all."""
@@ -139,7 +152,7 @@ class Fsdp1Source(ModuleSource):
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
         for module in self._modules:
             if module._is_root is None and id(module) not in inside:
-                with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+                with module.summon_full_params(module, recurse=False, writeback=False):
                     pass
         yield
 
@@ -155,7 +168,7 @@ class Fsdp1Source(ModuleSource):
             elif name in wanted:
                 read[name] = tensor.detach()
         for module, own in by_module.items():
-            with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
+            with module.summon_full_params(module, recurse=False, writeback=False):
                 read.update((name, self._tensors[name].detach().clone()) for name in own if name in wanted)
         yield read
 
@@ -170,10 +183,14 @@ class Fsdp1Source(ModuleSource):
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
     return not isinstance(tensor, DTensor)
 
 
 def _is_in_rows(tensor: DTensor) -> bool:
+    from torch.distributed.tensor import Shard
+
     mesh, placements = tensor.device_mesh, tensor.placements
     spread = mesh.ndim == 1 and mesh.size() == rank_and_world_size()[1]
     # Its exact class: one that derives from it deals rows out in another order

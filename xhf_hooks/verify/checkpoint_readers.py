@@ -27,28 +27,28 @@ class ConvertedReader(ModelReader):
         self._converter, self._meter = converter, MemoryMeter()
         self._places: dict[str, tuple[Group, Placement]] = {}
         self._made: dict[str, memoryview] = {}
-        for bucket in converter.plan.buckets:
-            for group in bucket.groups:
-                for placement in group.placements:
-                    self._places[_name(placement)] = (group, placement)
+        gathered = (group for bucket in converter.plan.buckets for group in bucket.groups)
+        for group in (*converter.plan.sliced, *gathered):
+            for placement in group.placements:
+                self._places[_name(placement)] = (group, placement)
         self.tensors = {name: TensorInfo(p.shape, p.dtype, p.nbytes) for name, (_, p) in self._places.items()}
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         group, placement = self._places[name]
-        if group.combine is not None:
+        if not group.is_in_runs:
             out[:] = self._made[name][start : start + len(out)]
             return
-        first = start // DTYPE_NBYTES[placement.dtype]
+        first = placement.first + start // DTYPE_NBYTES[placement.dtype]
         source, masters = self._converter.source, self._converter.masters
         source.read_into(group.reads[0].name, first, out, placement.dtype, masters=masters)
 
     def made_together(self, name: str) -> tuple[str, ...]:
         group, _ = self._places[name]
-        return () if group.combine is None else tuple(_name(placement) for placement in group.placements)
+        return () if group.is_in_runs else tuple(_name(placement) for placement in group.placements)
 
     @contextmanager
     def held(self, names: Sequence[str]) -> Iterator[None]:
-        groups = {id(group): group for group, _ in map(self._places.__getitem__, names) if group.combine is not None}
+        groups = {id(group): group for group, _ in map(self._places.__getitem__, names) if not group.is_in_runs}
         try:
             for group in groups.values():
                 self._make(group)

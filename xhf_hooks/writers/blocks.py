@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.records import Group, SavePlan
+from xhf_hooks.records import Placement, SavePlan
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 BLOCK_NBYTES = 4 * 2**20
@@ -20,11 +20,17 @@ BLOCK_NBYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive bytes of one file that come from one place: a tensor that is read as it is, or the header."""
+    """Consecutive bytes of one file that come from one place.
+
+    Attributes:
+        placement: Of the tensor that they are of; None for the header.
+        read: What that is a run of.
+    """
 
     start: int
     end: int
-    group: Group | None
+    placement: Placement | None = None
+    read: str = ''
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,11 @@ class Block:
 
 
 def cut_into_blocks(plan: SavePlan) -> Iterator[Block]:
-    """All that is read as it is, and the headers; not what groups with a ``combine`` make."""
-    plain: dict[str, list[Part]] = {file.name: [Part(0, len(file.header), None)] for file in plan.files}
-    for bucket in plan.buckets:
-        for group in bucket.groups:
-            if group.combine is None:
-                (place,) = group.placements
-                plain[place.file].append(Part(place.offset, place.offset + place.nbytes, group))
+    """The headers, and all that is in slices; not what is gathered."""
+    plain: dict[str, list[Part]] = {file.name: [Part(0, len(file.header))] for file in plan.files}
+    for group in plan.sliced:
+        for place in group.placements:
+            plain[place.file].append(Part(place.offset, place.offset + place.nbytes, place, group.reads[0].name))
     for file, parts in plain.items():
         filling: list[Part] = []
         for part in sorted(parts, key=lambda part: part.start):
@@ -53,7 +57,7 @@ def cut_into_blocks(plan: SavePlan) -> Iterator[Block]:
                     yield _block(file, filling)
                     filling = []
                 end = min(part.end, start - start % BLOCK_NBYTES + BLOCK_NBYTES)
-                filling.append(Part(start, end, part.group))
+                filling.append(replace(part, start=start, end=end))
                 start = end
         if filling:
             yield _block(file, filling)

@@ -8,7 +8,7 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='positional')
 class PositionalWriter(StreamWriter):
-    """What must be whole before it can be written (merged, fused or on NVMe) is gathered and shared out."""
+    """What must be whole before it can be written (merged, or on NVMe) is gathered and shared out."""
 
     all_ranks = True
     in_slices = True
