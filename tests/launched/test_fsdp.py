@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 
 MEMORY = [(kind, writer) for kind in ('fsdp1', 'fsdp2') for writer in ('stream', 'positional')]
 #: Those that differ in what a save changes for a moment.
 UNTOUCHED = ('fsdp2', 'fsdp1', 'fsdp1_grad_op')
+#: FSDP1 and FSDP2 in a Runner, and MMEngine's FSDPStrategy.
+HOOKED = ('fsdp1', 'fsdp2', 'strategy')
 MODELS = ('untied', 'tied', 'lora')
 CASES = [f'{model}-{kind}' for model in MODELS for kind in KINDS]
 
@@ -133,7 +136,7 @@ def flat_only(root: Path) -> str:
 
 
 def hook_run(kind: str, root: Path) -> None:
-    """MMEngine's Runner with a model that is sharded; its FSDPStrategy wraps it the same way, on an accelerator."""
+    """MMEngine's Runner with a model that is sharded, or its FlexibleRunner with the strategy that shards it."""
     import torch
     import torch.distributed as dist
     from mmengine.model.wrappers import MMFullyShardedDataParallel
@@ -158,7 +161,13 @@ def hook_run(kind: str, root: Path) -> None:
 
     hook = dict(interval=2, by_epoch=False, out_dir=str(root / 'hf_model'), on_error='raise')
     config = run_config(root, hook=hook, stage=None)
-    runner = train({**config, 'model': dict(type='sharded_toy')})
+    if kind == 'strategy':
+        os.environ['LOCAL_RANK'] = str(dist.get_rank())
+        wrapper = dict(type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=True)
+        config |= dict(runner_type='FlexibleRunner', strategy=dict(type='FSDPStrategy', model_wrapper=wrapper))
+    else:
+        config['model'] = dict(type='sharded_toy')
+    runner = train(config)
     state = {name.removeprefix('llm.'): tensor for name, tensor in whole_state(runner.model).items()}
     if dist.get_rank() == 0:
         ToyLM().llm.save_pretrained(root / 'theirs', state_dict=state)
@@ -172,7 +181,7 @@ def results(tmp_path_factory):
         scenarios |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
     scenarios |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
     scenarios['flat_only'] = partial(flat_only, root)
-    scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in ('fsdp1', 'fsdp2')}
+    scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in HOOKED}
     return root, run_scenarios(scenarios, 2, timeout_secs=600)
 
 
@@ -231,7 +240,7 @@ def test_flat_parameters_alone_are_refused(results):
     assert all('use_orig_params=True' in message for message in check(outcomes, 'flat_only'))
 
 
-@pytest.mark.parametrize('kind', ('fsdp1', 'fsdp2'))
+@pytest.mark.parametrize('kind', HOOKED)
 def test_hook(results, kind):
     root, outcomes = results
     check(outcomes, f'hook-{kind}')
