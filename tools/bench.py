@@ -3,7 +3,7 @@
     python tools/bench.py save  [--billions 0.8 1.6] [--repeats 5] [--ranks 2] [--bucket-size 128MB] [--out DIR]
     python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
-    python tools/bench.py convert [--billions 0.5] [--repeats 5] [--out DIR]
+    python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
 
 save: gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns.
 stall: the same, while they iterate: for how long a save stops them, and how fast they are beside one.
@@ -74,7 +74,7 @@ def parse_args() -> argparse.Namespace:
         command.add_argument('--bucket-size', default='128MB')
     commands.add_parser('plan').add_argument('--ranks', type=int, default=1024)
     convert = commands.add_parser('convert')
-    convert.add_argument('--billions', type=float, nargs='+', default=[0.5], choices=[0.01, 0.5, 1.2])
+    convert.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=list(bench_convert.SIZES))
     convert.add_argument('--repeats', type=int, default=5)
     for command in commands.choices.values():
         command.add_argument('--out', type=Path, default=Path('work_dirs/bench'))

@@ -28,6 +28,9 @@ OURS = 'xhf-convert'
 ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
 XTUNER = 'XTuner: convert pth_to_hf'
 _SAMPLE_SECS = 0.005
+#: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint, which no converter
+#: needs and some read; at the largest size SGD leaves the masters alone, because 24 GB are too few to train it.
+SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
 
 COPY = """
 import sys

@@ -10,12 +10,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from bench_convert import SIZES
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-#: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint, which no converter
-#: needs and some read; at the largest size SGD leaves the masters alone, because 24 GB are too few to train it.
-SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
 #: Elements that are changed at once: a temporary tensor as large as a rank's masters is one too many.
 CHUNK = 2**24
 TAG = 'iter_1.pth'
