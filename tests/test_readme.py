@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
-MEASURED = ['save', 'stall', 'plan', 'convert']
+MEASURED = ['verify', 'save', 'stall', 'plan', 'convert']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
 CHECKS = ['python tools/kill_test.py --kills 240', 'python tools/verify.py DIR', 'python tools/verify.py A B']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
-BENCHMARKS.insert(3, 'source tools/env.sh && use_env .venv-xtuner')
-COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', *CHECKS, *BENCHMARKS[:3], *CONVERSIONS, *BENCHMARKS[3:]]
+XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
+COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', *CHECKS, *BENCHMARKS[:4], *CONVERSIONS, XTUNERS, BENCHMARKS[4]]
 
 
 def blocks(language: str) -> list[str]:

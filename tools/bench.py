@@ -3,11 +3,13 @@
     python tools/bench.py save  [--billions 0.8 1.6] [--repeats 5] [--ranks 2] [--bucket-size 128MB] [--out DIR]
     python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
+    python tools/bench.py verify [--billions 0.5] [--repeats 5] [--out DIR]
     python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
 
 save: gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns.
 stall: the same, while they iterate: for how long a save stops them, and how fast they are beside one.
 plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
+verify: verifying folders, against reading them.
 convert: the conversion of a checkpoint, with xtuner's environment (bench_convert.py).
 
 Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memory is the extra anonymous memory
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_convert
+import bench_verify
 from bench_plan import measure_plans
 from bench_report import describe_machine, draw, table
 
@@ -73,6 +76,9 @@ def parse_args() -> argparse.Namespace:
         command.add_argument('--ranks', type=int, default=2)
         command.add_argument('--bucket-size', default='128MB')
     commands.add_parser('plan').add_argument('--ranks', type=int, default=1024)
+    verify = commands.add_parser('verify')
+    verify.add_argument('--billions', type=float, default=0.5, choices=list(bench_verify.LAYERS))
+    verify.add_argument('--repeats', type=int, default=5)
     convert = commands.add_parser('convert')
     convert.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=list(bench_convert.SIZES))
     convert.add_argument('--repeats', type=int, default=5)
@@ -87,6 +93,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.what == 'convert':
         measured = {'machine': describe_machine(), **bench_convert.measure_all(args.billions, args.repeats, args.out)}
+    elif args.what == 'verify':
+        measured = bench_verify.measure_verify(args.billions, args.repeats, args.out)
+        measured = {'machine': describe_machine(), **measured}
     elif args.what == 'plan':
         measured = {'machine': describe_machine(), 'ranks': args.ranks, 'plans': measure_plans(args.ranks)}
     else:

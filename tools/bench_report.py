@@ -16,8 +16,8 @@ Runs = dict[str, list[dict[str, float]]]
 
 def table(what: str, measured: dict[str, Any]) -> str:
     """Markdown."""
-    if what == 'plan':
-        return _plan_table(measured)
+    if what in ('plan', 'verify'):
+        return {'plan': _plan_table, 'verify': _verify_table}[what](measured)
     table_of = {'save': _save_table, 'stall': _stall_table, 'convert': _convert_table}[what]
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
@@ -82,6 +82,17 @@ def _convert_table(size: dict[str, Any]) -> str:
     return '\n'.join([*lines, ''])
 
 
+def _verify_table(measured: dict[str, Any]) -> str:
+    lines = ['| verify.py | GB | reading alone, s | verifying, s | of the speed of reading |', '|---|---|---|---|---|']
+    for where, runs in measured['runs'].items():
+        for way, figures in medians(runs).items():
+            lines.append(
+                f'| {way}, {where} | {measured["nbytes"][way] / 1e9:.2f} | {figures["reading"]:.2f} | '
+                f'{figures["verifying"]:.2f} | {figures["reading"] / figures["verifying"]:.0%} |'
+            )
+    return '\n'.join([*lines, ''])
+
+
 def _plan_table(measured: dict[str, Any]) -> str:
     lines = [
         f'{measured["ranks"]} ranks, positional:',
@@ -114,10 +125,13 @@ def draw(what: str, measured: dict[str, Any], path: Path) -> None:
         'save': ('seconds', 'seconds per save'),
         'stall': ('stalled_secs', 'seconds for which a save stops training'),
         'plan': ('seconds', 'seconds of planning'),
+        'verify': ('verifying', 'seconds of verifying'),
         'convert': ('seconds', 'seconds per conversion'),
     }[what]
     if what == 'plan':
         panels = {f'{measured["ranks"]} ranks': {plan['model']: plan for plan in measured['plans']}}
+    elif what == 'verify':
+        panels = {where: medians(runs) for where, runs in measured['runs'].items()}
     else:
         panels = {_size_words(size): medians(size['runs']) for size in measured['sizes']}
     n_bars = sum(len(found) for found in panels.values())

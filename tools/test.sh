@@ -19,6 +19,11 @@ make_env .venv requirements/modern.txt requirements/test.txt
 rm -f .venv/torch_extensions/async_io/lock
 (use_env .venv && nice python -c 'import deepspeed
 deepspeed.ops.op_builder.AsyncIOBuilder().load()' >/dev/null 2>&1) &
+# So is the other environment
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+[[ $# -gt 0 ]] || make_env .venv-xtuner requirements/xtuner.txt requirements/test.txt >"$log" 2>&1 &
+making=$!
 (
     use_env .venv
     echo '== lint'
@@ -29,7 +34,10 @@ deepspeed.ops.op_builder.AsyncIOBuilder().load()' >/dev/null 2>&1) &
 )
 [[ $# -eq 0 ]] || exit 0
 
-make_env .venv-xtuner requirements/xtuner.txt requirements/test.txt
+made=0
+wait $making || made=$?
+cat "$log"
+[[ $made -eq 0 ]] || exit $made
 (
     use_env .venv-xtuner
     export PYTHONPATH=$PWD/tests/xtuner_stack

@@ -32,7 +32,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--load', action='store_true', help='also load A with transformers, run it, and let it write')
     add('--no-read', action='store_true', help='one path: headers and sizes only, no checksums')
     add('--no-model', action='store_true', help='one path: do not compare with the model and tokenizer classes')
-    add('--workers', type=_count, metavar='N', help='threads; default: one for each core')
+    add('--workers', type=_count, metavar='N', help='threads; default: one more than there are cores')
     add('--trust-remote-code', action='store_true', help="run the model's own code, if it has some")
     rest = parser.add_argument_group('for checkpoints, as in xhf-convert')
     rest.add_argument('--config', type=Path, metavar='CFG')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -10,6 +11,10 @@ import os
 _POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, Linux 5.14 and newer; Python has no name for it
 _EHWPOISON = 133  # asm-generic/errno.h; Python has no name for it, either
 _NOT_THERE = {errno.EFAULT, _EHWPOISON}  # where touching the page would end the process
+_AHEAD_NBYTES = 32 << 20  # of each file, on their way from the disk
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own lets no other thread run while the disk works
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedFile:
@@ -28,12 +33,13 @@ class MappedFile:
             self._map = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
         except ValueError as error:  # empty, or shorter than it was
             raise OSError(errno.EINVAL, str(error)) from None
-        self._nbytes = nbytes
+        self._fd = fd
+        self._first = ctypes.c_char.from_buffer(self._map)
         try:
-            self._map.madvise(_POPULATE_READ, 0, min(nbytes, mmap.PAGESIZE))
+            self._populate(0, min(nbytes, mmap.PAGESIZE))
         except OSError as error:
             if error.errno not in _NOT_THERE:
-                self._map.close()
+                self.close()
                 raise
 
     def view(self, start: int, end: int) -> memoryview:
@@ -42,14 +48,14 @@ class MappedFile:
         Raises:
             OSError: They cannot be read.
         """
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            if end > start:
-                self._map.madvise(_POPULATE_READ, first, end - first)
-        except OSError as error:
-            if error.errno in _NOT_THERE:
-                raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
-            raise
+        if end > start:
+            os.posix_fadvise(self._fd, end + _AHEAD_NBYTES, end - start, os.POSIX_FADV_WILLNEED)
+            try:
+                self._populate(start, end)
+            except OSError as error:
+                if error.errno in _NOT_THERE:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
+                raise
         return memoryview(self._map)[start:end]
 
     def forget(self, start: int, end: int) -> None:
@@ -60,8 +66,15 @@ class MappedFile:
 
     def close(self) -> None:
         """Unmap it; if an error holds on to a view of it, when that is gone."""
+        self._first = None
         with contextlib.suppress(BufferError):
             self._map.close()
+
+    def _populate(self, start: int, end: int) -> None:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if _madvise(ctypes.addressof(self._first) + first, end - first, _POPULATE_READ):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
 
 def map_or_none(fd: int, nbytes: int) -> MappedFile | None:

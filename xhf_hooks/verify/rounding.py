@@ -38,7 +38,8 @@ class Difference:
         n_beyond: Of these, beyond what rounding between the two element types explains.
         same_bytes: Every byte is the same.
         max_abs, sum_abs: Over finite differences.
-        max_ulps: Largest difference in units in the last place of the narrower element type.
+        max_ulps: Largest difference in units in the last place of the narrower element type; 0.5, which it cannot
+            exceed, for what is rounded to the nearest throughout.
     """
 
     n_elements: int = 0
@@ -87,16 +88,39 @@ def compare(
         return Difference(n_elements=a.numel())
     if not (has_precision(a_dtype) and has_precision(b_dtype)):
         return _compare_exact(a, b)
-    quick = _compare_finite(a, b, a_dtype, b_dtype, workspace or Workspace(a.numel()))
-    return quick or _compare_any(a, b, a_dtype, b_dtype)
+    found = None
+    if {a_dtype, b_dtype} <= _USUAL and a.numel():
+        space = workspace or Workspace(a.numel())
+        found = _compare_rounded(a, b, a_dtype, b_dtype, space) or _compare_finite(a, b, a_dtype, b_dtype, space)
+    return found or _compare_any(a, b, a_dtype, b_dtype)
+
+
+def _compare_rounded(
+    a: torch.Tensor, b: torch.Tensor, a_dtype: str, b_dtype: str, space: Workspace
+) -> Difference | None:
+    """The usual case of two element types: the one is the other, rounded. None when it is not, or not finite."""
+    if a_dtype == b_dtype:
+        return None
+    n, code = a.numel(), narrower(a_dtype, b_dtype)
+    wide, narrow, wide_dtype = (b, a, b_dtype) if code == a_dtype else (a, b, a_dtype)
+    rounded = space.rounded[code][:n].copy_(wide)
+    if not torch.equal(rounded.view(torch.int16), narrow.view(torch.int16)):
+        return None
+    if wide_dtype != 'F32':
+        wide = space.floats[1][:n].copy_(wide)
+    distance = torch.sub(wide, space.floats[0][:n].copy_(narrow), out=space.floats[2][:n]).abs_()
+    largest = float(distance.numpy().max())  # NaN if there is one
+    if not math.isfinite(largest):
+        return None
+    n_differ = int(np.count_nonzero(distance.view(torch.int32).numpy()))  # faster than of floats
+    max_ulps = 0.5 if n_differ else 0.0
+    return Difference(n, n_differ, 0, False, largest, float(distance.sum()), max_ulps)
 
 
 def _compare_finite(
     a: torch.Tensor, b: torch.Tensor, a_dtype: str, b_dtype: str, space: Workspace
 ) -> Difference | None:
-    """The usual case, several times faster than :func:`_compare_any`; None when it is another one."""
-    if not {a_dtype, b_dtype} <= _USUAL or not a.numel():
-        return None
+    """Finite values, several times faster than :func:`_compare_any`; None when some are not."""
     n = a.numel()
     x, y = (
         tensor if code == 'F32' else space.floats[i][:n].copy_(tensor)

@@ -12,8 +12,8 @@ _MOST_WORKERS = 8  # by default: more than a disk can feed
 
 
 def default_workers() -> int:
-    """One thread for each core that this process may use, up to a limit."""
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    """One thread for each core that this process may use, and one that waits for the disk; up to a limit."""
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
 
 
 def run_jobs(jobs: Iterable[Callable[[], Result]], workers: int) -> Iterator[Result]:

@@ -12,8 +12,8 @@ from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.verify.model_reader import ModelReader
 from xhf_hooks.verify.rounding import Workspace
 
-#: Elements computed with at once: so few that what is made on the way stays in the processor's cache.
-PIECE_ELEMENTS = 1 << 16
+#: Elements computed with at once: so many that threads seldom wait for each other's hold on the interpreter.
+PIECE_ELEMENTS = 1 << 18
 _WINDOW_ELEMENTS = 1 << 19  # read at once
 _WIDEST = max(DTYPE_NBYTES.values())
 
