@@ -36,9 +36,9 @@ block_length = 128  # tokens in one training sample
 batch_size = 8  # samples per process and iteration
 
 # Schedule, in iterations
-max_iters = 400
-warmup_iters = 40
-save_interval = 150  # both kinds of checkpoint: at 150, 300 and, because it is the last, 400
+max_iters = 200
+warmup_iters = 20
+save_interval = 80  # both kinds of checkpoint: at 80, 160 and, because it is the last, 200
 log_interval = 10
 
 # Optimizer
