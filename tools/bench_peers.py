@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,28 +28,57 @@ DCP = 'PyTorch DCP: HuggingFaceStorageWriter, consolidated'
 _BLOCK_NBYTES = 16 * 2**20
 
 
-def floor(nbytes: int, folder: Path, *, fsync: bool = False) -> None:
-    """One process writes as many bytes, from memory that it already has."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-        _write_zeros(folder / 'bytes', nbytes, fsync)
-    dist.barrier()
+class Floor:
+    """Writes as many bytes as a save, and does nothing else. Runs on: all ranks, every method.
+
+    Out of memory as large as the model: a save does not find its bytes in the processor's cache, either.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._share = nbytes // dist.get_world_size()
+        self._data = memoryview(torch.ones(nbytes if dist.get_rank() == 0 else self._share, dtype=torch.uint8).numpy())
+
+    def on_one_rank(self, folder: Path, *, fsync: bool = False) -> None:
+        """One process writes all of them."""
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+            _write(folder / 'bytes', self._data, fsync)
+        dist.barrier()
+
+    def on_all_ranks(self, folder: Path) -> None:
+        """Each process writes its part into a file of its own."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / f'bytes{dist.get_rank()}', self._data[: self._share])
+        dist.barrier()
 
 
-def floor_on_all_ranks(nbytes: int, folder: Path) -> None:
-    """Each process writes its part into a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_zeros(folder / f'bytes{dist.get_rank()}', nbytes // dist.get_world_size())
-    dist.barrier()
-
-
-def _write_zeros(path: Path, nbytes: int, fsync: bool = False) -> None:
-    block = memoryview(bytes(_BLOCK_NBYTES))
+def _write(path: Path, data: memoryview, fsync: bool = False) -> None:
     with path.open('wb', buffering=0) as file:
-        for start in range(0, nbytes, len(block)):
-            file.write(block[: nbytes - start])
+        for start in range(0, len(data), _BLOCK_NBYTES):
+            file.write(data[start : start + _BLOCK_NBYTES])
         if fsync:
             os.fsync(file.fileno())
+
+
+@contextmanager
+def limited_writes(nbytes_per_sec: float) -> Iterator[None]:
+    """This process's writes of weights wait, as those of a client of a share that gives it no more."""
+    pwrite, lock, due = os.pwrite, threading.Lock(), 0.0
+
+    def wait_and_write(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal due
+        nbytes = pwrite(fd, data, offset)
+        with lock:
+            due = max(due, time.perf_counter()) + nbytes / nbytes_per_sec
+            wait = due - time.perf_counter()
+        time.sleep(max(0.0, wait))
+        return nbytes
+
+    os.pwrite = wait_and_write
+    try:
+        yield
+    finally:
+        os.pwrite = pwrite
 
 
 def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from bench_peers import (
     PEERS,
     XTUNER,
     DcpPeer,
-    floor,
-    floor_on_all_ranks,
+    Floor,
+    limited_writes,
     xtuner_way,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,6 +40,8 @@ from xhf_hooks.records import Step
 from xhf_hooks.save import SaveOptions, Saver
 
 WRITERS = ('stream', 'parallel', 'positional')
+#: Bytes per second that a rank may write where the network to a share is what limits it.
+LIMIT = 300 * 10**6
 #: A training iteration of ``stall``: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
 N_TOKENS = 64
 
@@ -120,10 +123,11 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
     savers = {writer: saver_of(engine, writer, args.bucket_size) for writer in WRITERS}
     nbytes = savers['stream'].plan.nbytes
     step = Step('iter', 1, 1)
+    floor = Floor(nbytes)
     ways: dict[str, Callable[[Path], None]] = {
-        FLOOR: lambda folder: floor(nbytes, folder),
-        FLOOR_FSYNC: lambda folder: floor(nbytes, folder, fsync=True),
-        FLOOR_ALL: lambda folder: floor_on_all_ranks(nbytes, folder),
+        FLOOR: floor.on_one_rank,
+        FLOOR_FSYNC: lambda folder: floor.on_one_rank(folder, fsync=True),
+        FLOOR_ALL: floor.on_all_ranks,
     }
     ways.update((name, lambda folder, way=way: way(engine, folder)) for name, way in PEERS.items())
     for fsync, words in ((False, 'without fsync'), (True, 'with fsync, as the hook')):
@@ -143,7 +147,14 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
                 del dcp
             else:
                 runs[name].append(measure(ways[name], folder, n_least))
-    return {'nbytes': nbytes, 'runs': runs}
+    limited: dict[str, list[dict[str, float]]] = {f'xhf_hooks {writer}': [] for writer in WRITERS}
+    for _ in range(args.repeats):
+        for writer in order.sample(WRITERS, len(WRITERS)):
+            with limited_writes(LIMIT):
+                save = partial(savers[writer].save, step=step)
+                found = measure(lambda folder, save=save: save(CheckpointFolder(folder, 1)), folder, n_least)
+            limited[f'xhf_hooks {writer}'].append(found)
+    return {'nbytes': nbytes, 'runs': runs, 'limit_nbytes_per_sec': LIMIT, 'limited_runs': limited}
 
 
 def iterate(engine: deepspeed.DeepSpeedEngine, until: Callable[[int], bool]) -> tuple[int, float]:

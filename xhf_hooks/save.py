@@ -230,7 +230,7 @@ class Saver:
         how = dict(masters=self._masters, meter=meter, to_host=to_host)
         # What every rank has at hand needs no gathering, and DeepSpeed no getting ready for it
         with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
-            slices = own_slices(self.plan, self._source, collective, **how)
+            slices = own_slices(self.plan, self._source, **how)
             gathered = gather(self.plan, self._source, collective, **how)
             with closing(slices), closing(gathered):
                 yield chain(slices, gathered)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.errors import TensorError
 from xhf_hooks.memory import MemoryMeter
@@ -26,7 +25,6 @@ _PART_NUMEL = 4 * 2**20
 def own_slices(
     plan: SavePlan,
     source: Source,
-    collective: Collective,
     *,
     masters: bool,
     meter: MemoryMeter,
@@ -34,13 +32,10 @@ def own_slices(
 ) -> Iterator[Chunk]:
     """Yield the bytes of this rank's slices. Runs on: all ranks, each at its own pace.
 
-    Each begins elsewhere in the plan: writers of one file wait for each other, on any file system.
-
     Raises:
         TensorError: A slice is not what the plan says.
     """
-    begin = len(plan.sliced) * collective.rank // collective.world_size
-    for group in (*plan.sliced[begin:], *plan.sliced[:begin]):
+    for group in plan.sliced:
         own = source.own_slice(group.reads[0].name, masters)
         _check(group, own)
         for placement in group.placements:
