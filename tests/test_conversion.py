@@ -136,6 +136,8 @@ if HAS_CONVERSION:
         for other in (fused[:, 1:], fused[1].t(), fused[1].t().contiguous(), fused[1].bfloat16(), fused[1] * 2):
             assert _first_of_run(other, [fused]) is None
         assert _first_of_run(fused[1], [fused, _traced_meta('other', spec)]) is None
+        assert _first_of_run(fused[1].view(torch.int32), [fused]) is None
+        assert _first_of_run(fused[1].mul_(2), [fused]) is None
 
     def test_nothing_is_allocated():
         """Experts of a size that no machine has: only the plan is made."""

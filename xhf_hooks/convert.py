@@ -85,7 +85,6 @@ class Converter:
             n_parameters=exporter.n_parameters,
             sliced={spec.name for spec in specs},
         )
-        self._groups = [group for bucket in self.plan.buckets for group in bucket.groups]
         for group in self.plan.sliced:
             for placement in group.placements:
                 _require_castable(group.reads[0], placement.dtype)
@@ -103,7 +102,7 @@ class Converter:
     @property
     def read_nbytes(self) -> int:
         """Bytes of the checkpoint that a conversion reads."""
-        names = {spec.name for group in (*self.plan.sliced, *self._groups) for spec in group.reads}
+        names = {spec.name for group in (*self.plan.sliced, *self.plan.gathered) for spec in group.reads}
         return self._source.stored_nbytes(names, masters=self._masters)
 
     def convert(
@@ -182,7 +181,7 @@ class Converter:
         return made, overflows
 
     def _jobs(self, work: _Work) -> Iterator[_Job]:
-        for group in self._groups:  # the longest first
+        for group in self.plan.gathered:  # the longest first
             yield lambda group=group: work.group(group)
         for block in cut_into_blocks(self.plan):
             yield lambda block=block: work.block(block)

@@ -161,9 +161,13 @@ class SavePlan:
     digest: str
 
     @property
+    def gathered(self) -> list[Group]:
+        """The groups of all buckets."""
+        return [group for bucket in self.buckets for group in bucket.groups]
+
+    @property
     def placements(self) -> list[Placement]:
-        gathered = [group for bucket in self.buckets for group in bucket.groups]
-        return [p for group in (*self.sliced, *gathered) for p in group.placements]
+        return [p for group in (*self.sliced, *self.gathered) for p in group.placements]
 
     @property
     def nbytes(self) -> int:

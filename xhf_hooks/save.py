@@ -335,7 +335,7 @@ class Saver:
 
     def _own_nbytes(self, collective: Collective) -> int:
         """About what this rank writes."""
-        gathered = (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements)
+        gathered = (p for group in self.plan.gathered for p in group.placements)
         in_slices = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
         return sum(p.nbytes for p in gathered if p.owner == collective.rank) + in_slices // collective.world_size
 

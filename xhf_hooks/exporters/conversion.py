@@ -56,9 +56,12 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
 
 def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) -> int | None:
     """The element of the group's only input with which an output begins that is a run of its elements."""
-    own_storage = tensor.untyped_storage()._cdata
-    is_view = len(group_inputs) == 1 and own_storage == group_inputs[0].untyped_storage()._cdata
-    return tensor.storage_offset() if is_view and tensor.is_contiguous() else None
+    if len(group_inputs) != 1:
+        return None
+    (read,) = group_inputs
+    is_view = tensor.untyped_storage()._cdata == read.untyped_storage()._cdata and tensor.dtype == read.dtype
+    as_it_was = read._version == 0  # no operation in place
+    return tensor.storage_offset() if is_view and as_it_was and tensor.is_contiguous() else None
 
 
 class ConversionGroup:

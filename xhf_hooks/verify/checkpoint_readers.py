@@ -27,8 +27,7 @@ class ConvertedReader(ModelReader):
         self._converter, self._meter = converter, MemoryMeter()
         self._places: dict[str, tuple[Group, Placement]] = {}
         self._made: dict[str, memoryview] = {}
-        gathered = (group for bucket in converter.plan.buckets for group in bucket.groups)
-        for group in (*converter.plan.sliced, *gathered):
+        for group in (*converter.plan.sliced, *converter.plan.gathered):
             for placement in group.placements:
                 self._places[_name(placement)] = (group, placement)
         self.tensors = {name: TensorInfo(p.shape, p.dtype, p.nbytes) for name, (_, p) in self._places.items()}
