@@ -3,11 +3,49 @@
 #
 #     bash tools/test.sh [PYTEST OPTIONS, for the modern stack alone]
 #
+# Both stacks are tested at the same time; what XTuner's has to say is shown when it has ended.
+#
 # Needs Python 3.11 or newer, a C++ compiler, and root (small file systems are mounted, and Debian's
 # libaio-dev is installed for the NVMe test when it is missing).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
+
+logs=$(mktemp -d)
+# Each job in the background has a process group of its own
+trap 'for job in $(jobs -p); do kill -- -"$job" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
+
+# What DeepSpeed reads NVMe with. It is compiled beside the first tests; those that need it wait for it.
+compile_async_io() {
+    use_env .venv
+    rm -f "$TORCH_EXTENSIONS_DIR/async_io/lock"
+    local CXX_ITSELF PRECOMPILED=$TORCH_EXTENSIONS_DIR/precompiled
+    CXX_ITSELF=$(command -v c++)
+    export CXX_ITSELF PRECOMPILED
+    mkdir -p "$PRECOMPILED"
+    ln -sf "$PWD/tools/cxx_async_io.sh" "$PRECOMPILED/c++"
+    PATH=$PRECOMPILED:$PATH nice python -c '
+from deepspeed.ops.op_builder import AsyncIOBuilder
+AsyncIOBuilder().load()'
+    rm -r "$PRECOMPILED"
+}
+
+test_modern() {
+    use_env .venv
+    echo '== lint'
+    ruff check .
+    ruff format --check .
+    echo '== tests, modern stack'
+    python -m pytest -q "$@"
+}
+
+test_xtuner() {
+    make_env .venv-xtuner requirements/xtuner.txt requirements/test.txt
+    use_env .venv-xtuner
+    export PYTHONPATH=$PWD/tests/xtuner_stack
+    echo "== tests, XTuner's stack"
+    python -m pytest -q -m 'not modern_only'
+}
 
 if [[ ! -e /usr/include/libaio.h ]]; then
     echo '== libaio-dev, for DeepSpeed on NVMe'
@@ -15,32 +53,27 @@ if [[ ! -e /usr/include/libaio.h ]]; then
 fi
 
 make_env .venv requirements/modern.txt requirements/test.txt
-# What reads NVMe takes minutes to compile, so it is begun beside the first tests; those that need it wait for it
-rm -f .venv/torch_extensions/async_io/lock
-(use_env .venv && nice python -c 'import deepspeed
-deepspeed.ops.op_builder.AsyncIOBuilder().load()' >/dev/null 2>&1) &
-# So is the other environment
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-[[ $# -gt 0 ]] || make_env .venv-xtuner requirements/xtuner.txt requirements/test.txt >"$log" 2>&1 &
-making=$!
-(
-    use_env .venv
-    echo '== lint'
-    ruff check .
-    ruff format --check .
-    echo '== tests, modern stack'
-    python -m pytest -q "$@"
-)
-[[ $# -eq 0 ]] || exit 0
+set -m
+(compile_async_io) >"$logs/async_io.log" 2>&1 &
+if [[ $# -gt 0 ]]; then
+    set +m
+    (test_modern "$@")
+    exit
+fi
 
-made=0
-wait $making || made=$?
-cat "$log"
-[[ $made -eq 0 ]] || exit $made
-(
-    use_env .venv-xtuner
-    export PYTHONPATH=$PWD/tests/xtuner_stack
-    echo "== tests, XTuner's stack"
-    python -m pytest -q -m 'not modern_only'
-)
+(test_xtuner) >"$logs/xtuner.log" 2>&1 &
+xtuner=$!
+set +m
+failed=()
+# Not in a condition, where bash would go on after a step that failed
+set +e
+(set -e; test_modern) 2>&1 | tee "$logs/modern.log"
+((PIPESTATUS[0] == 0)) || failed+=(modern)
+wait $xtuner || failed+=(xtuner)
+set -e
+cat "$logs/xtuner.log"
+for stack in "${failed[@]}"; do
+    echo "== failed: $stack"
+    grep -E '^(FAILED|ERROR) ' "$logs/$stack.log" || tail -n 50 "$logs/$stack.log"
+done
+exit ${#failed[@]}

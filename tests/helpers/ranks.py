@@ -18,6 +18,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -218,9 +219,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
+    """Outside of the range that the system gives to connections, of which another test run may make many meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(('127.0.0.1', port))
+            return port
 
 
 def _rank_environment(index: int, world_size: int, port: int) -> dict[str, str]:

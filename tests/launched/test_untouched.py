@@ -1,4 +1,8 @@
-"""A run with the hook trains to the same weights and optimizer state, bit for bit, as a run without it."""
+"""A run with the hook trains to the same weights and optimizer state, bit for bit, as a run without it.
+
+What there is to compare with is trained twice. A machine of the continuous integration once gave NaN in a run under
+ZeRO-3 there, which could not be made to happen again; a hook that touches training differs from both.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from tests.helpers.scenarios import check, run_scenarios
 
 ENGINES = {'zero1': 1, 'zero2': 2, 'zero3': 3, 'runner': None}
+WITHOUT = ('without', 'without, again')
+STRAIGHT = ('straight', 'straight, again')
 MAX_ITERS = 7  # with accumulation over 3, saves fall into the middle of an accumulation
 
 
@@ -19,17 +25,21 @@ def train_both(stage: int | None, root: Path) -> None:
     """Runs on: all ranks."""
     from tests.helpers.toy_run import run_config, train
 
-    for name, hook in (('with', {'interval': 2, 'by_epoch': False}), ('without', None)):
-        train(run_config(root / name, hook=hook, stage=stage, max_iters=MAX_ITERS, accumulate=3))
+    hook = {'interval': 2, 'by_epoch': False}
+    for name in ('with', *WITHOUT):
+        options = dict(hook=hook if name == 'with' else None, stage=stage, max_iters=MAX_ITERS, accumulate=3)
+        train(run_config(root / name, **options))
 
 
 def train_persistent(root: Path) -> None:
     """Small parameters stay whole on every rank between iterations. Runs on: all ranks."""
     from tests.helpers.toy_run import run_config, train
 
-    for name, hook in (('with', {'interval': 1, 'by_epoch': False}), ('without', None)):
-        zero = dict(stage3_param_persistence_threshold=100_000)
-        train(run_config(root / name, hook=hook, stage=3, max_iters=MAX_ITERS, accumulate=3, zero=zero))
+    hook = {'interval': 1, 'by_epoch': False}
+    zero = dict(stage3_param_persistence_threshold=100_000)
+    for name in ('with', *WITHOUT):
+        options = dict(hook=hook if name == 'with' else None, stage=3, max_iters=MAX_ITERS, accumulate=3, zero=zero)
+        train(run_config(root / name, **options))
 
 
 def resume(root: Path) -> None:
@@ -37,7 +47,8 @@ def resume(root: Path) -> None:
     from tests.helpers.toy_run import run_config, train
 
     hook = {'interval': 2, 'by_epoch': False}
-    train(run_config(root / 'straight', hook=hook, stage=3, max_iters=6))
+    for name in STRAIGHT:
+        train(run_config(root / name, hook=hook, stage=3, max_iters=6))
     train(run_config(root / 'resumed', hook=hook, stage=3, max_iters=4))
     train(run_config(root / 'resumed', hook=hook, stage=3, max_iters=6, resume=True))
 
@@ -56,16 +67,27 @@ def test_same_weights_and_optimizer_state(trained, name):
     root, results = trained
     check(results, name)
     assert list((root / name / 'with').glob('*/hf_model/model.safetensors'))
-    assert _final_state(root / name / 'with') == _final_state(root / name / 'without')
+    _assert_trained_alike(root / name, 'with', WITHOUT)
 
 
 def test_resume_gives_the_same_weights(trained):
     root, results = trained
     check(results, 'resume')
-    assert _final_state(root / 'resume' / 'straight') == _final_state(root / 'resume' / 'resumed')
-    newest = [max((root / 'resume' / name).glob('*/hf_model')) for name in ('straight', 'resumed')]
+    alike = _assert_trained_alike(root / 'resume', 'resumed', STRAIGHT)
+    newest = [max((root / 'resume' / name).glob('*/hf_model')) for name in (alike, 'resumed')]
     one, other = ((folder / 'model.safetensors').read_bytes() for folder in newest)
     assert one == other
+
+
+def _assert_trained_alike(root: Path, name: str, others: tuple[str, ...]) -> str:
+    """Which of ``others`` ended in the same state as ``name``."""
+    state, differing = _final_state(root / name), {}
+    for other in others:
+        found = _final_state(root / other)
+        differing[other] = [key for key in state.keys() | found.keys() if state.get(key) != found.get(key)]
+        if not differing[other]:
+            return other
+    raise AssertionError(f'{name} is like none of the others, which differ in {differing}')
 
 
 def _final_state(work_dir: Path) -> dict[str, bytes]:
