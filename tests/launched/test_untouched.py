@@ -1,13 +1,11 @@
-"""A run with the hook trains to the same weights and optimizer state, bit for bit, as a run without it.
-
-What there is to compare with is trained twice. A machine of the continuous integration once gave NaN in a run under
-ZeRO-3 there, which could not be made to happen again; a hook that touches training differs from both.
-"""
+"""A run with the hook trains to the same weights and optimizer state, bit for bit, as a run without it."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from tests.helpers.scenarios import check, run_scenarios
 
 ENGINES = {'zero1': 1, 'zero2': 2, 'zero3': 3, 'runner': None}
-WITHOUT = ('without', 'without, again')
-STRAIGHT = ('straight', 'straight, again')
 MAX_ITERS = 7  # with accumulation over 3, saves fall into the middle of an accumulation
 
 
@@ -25,21 +21,33 @@ def train_both(stage: int | None, root: Path) -> None:
     """Runs on: all ranks."""
     from tests.helpers.toy_run import run_config, train
 
-    hook = {'interval': 2, 'by_epoch': False}
-    for name in ('with', *WITHOUT):
-        options = dict(hook=hook if name == 'with' else None, stage=stage, max_iters=MAX_ITERS, accumulate=3)
-        train(run_config(root / name, **options))
+    for name, hook in (('with', {'interval': 2, 'by_epoch': False}), ('without', None)):
+        train(run_config(root / name, hook=hook, stage=stage, max_iters=MAX_ITERS, accumulate=3))
 
 
 def train_persistent(root: Path) -> None:
-    """Small parameters stay whole on every rank between iterations. Runs on: all ranks."""
+    """Small parameters stay whole on every rank between iterations. Runs on: all ranks.
+
+    After a step DeepSpeed gathers them and waits for the last of them only, which with gloo says nothing of the others
+    (see ``xhf_hooks/sources/zero3.py``): now and then it trains on memory that nothing initialised, and never the same
+    twice. So each is waited for here.
+    """
+    import deepspeed
+
     from tests.helpers.toy_run import run_config, train
 
-    hook = {'interval': 1, 'by_epoch': False}
-    zero = dict(stage3_param_persistence_threshold=100_000)
-    for name in ('with', *WITHOUT):
-        options = dict(hook=hook if name == 'with' else None, stage=3, max_iters=MAX_ITERS, accumulate=3, zero=zero)
-        train(run_config(root / name, **options))
+    start = deepspeed.comm.all_gather_into_tensor
+
+    def waited_for(*args: Any, **options: Any) -> Any:
+        handle = start(*args, **options)
+        if handle is not None:
+            handle.wait()
+        return handle
+
+    with mock.patch.object(deepspeed.comm, 'all_gather_into_tensor', waited_for):
+        for name, hook in (('with', {'interval': 1, 'by_epoch': False}), ('without', None)):
+            zero = dict(stage3_param_persistence_threshold=100_000)
+            train(run_config(root / name, hook=hook, stage=3, max_iters=MAX_ITERS, accumulate=3, zero=zero))
 
 
 def resume(root: Path) -> None:
@@ -47,8 +55,7 @@ def resume(root: Path) -> None:
     from tests.helpers.toy_run import run_config, train
 
     hook = {'interval': 2, 'by_epoch': False}
-    for name in STRAIGHT:
-        train(run_config(root / name, hook=hook, stage=3, max_iters=6))
+    train(run_config(root / 'straight', hook=hook, stage=3, max_iters=6))
     train(run_config(root / 'resumed', hook=hook, stage=3, max_iters=4))
     train(run_config(root / 'resumed', hook=hook, stage=3, max_iters=6, resume=True))
 
@@ -67,27 +74,22 @@ def test_same_weights_and_optimizer_state(trained, name):
     root, results = trained
     check(results, name)
     assert list((root / name / 'with').glob('*/hf_model/model.safetensors'))
-    _assert_trained_alike(root / name, 'with', WITHOUT)
+    assert _differing(root / name / 'with', root / name / 'without') == []
 
 
 def test_resume_gives_the_same_weights(trained):
     root, results = trained
     check(results, 'resume')
-    alike = _assert_trained_alike(root / 'resume', 'resumed', STRAIGHT)
-    newest = [max((root / 'resume' / name).glob('*/hf_model')) for name in (alike, 'resumed')]
+    assert _differing(root / 'resume' / 'straight', root / 'resume' / 'resumed') == []
+    newest = [max((root / 'resume' / name).glob('*/hf_model')) for name in ('straight', 'resumed')]
     one, other = ((folder / 'model.safetensors').read_bytes() for folder in newest)
     assert one == other
 
 
-def _assert_trained_alike(root: Path, name: str, others: tuple[str, ...]) -> str:
-    """Which of ``others`` ended in the same state as ``name``."""
-    state, differing = _final_state(root / name), {}
-    for other in others:
-        found = _final_state(root / other)
-        differing[other] = [key for key in state.keys() | found.keys() if state.get(key) != found.get(key)]
-        if not differing[other]:
-            return other
-    raise AssertionError(f'{name} is like none of the others, which differ in {differing}')
+def _differing(one: Path, other: Path) -> list[str]:
+    """Names of the tensors; pytest takes an hour for the difference of their bytes."""
+    states = [_final_state(work_dir) for work_dir in (one, other)]
+    return [name for name in states[0].keys() | states[1].keys() if states[0].get(name) != states[1].get(name)]
 
 
 def _final_state(work_dir: Path) -> dict[str, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,8 @@ class Zero3Source(ModuleSource):
             yield
         finally:
             optimizer.checkpoint_event_epilogue()
+            # It gathers the persistent parameters, with which training goes on
+            _wait_until_arrived(self._tensors.values())
 
     @contextmanager
     def gathered(
@@ -97,19 +99,10 @@ class Zero3Source(ModuleSource):
             n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
         }
         read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
-        if any(t.device.type != 'cpu' for t in partitioned.values()):
-            with deepspeed.zero.GatheredParameters(list(partitioned.values())):
-                read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
-                yield {**read, **self._masters(from_master, wanted)}
-            return
-        # One at a time: DeepSpeed starts an asynchronous all-gather per parameter and waits for the last of
-        # them only (_allgather_params_coalesced). An accelerator's stream keeps their order; gloo does not,
-        # and about one gather in a hundred then returns before an earlier parameter has arrived.
-        for name, tensor in partitioned.items():
-            with deepspeed.zero.GatheredParameters([tensor]):
-                if name in wanted:
-                    read[name] = tensor.data  # leaving gives the parameter other memory, this stays
-        yield {**read, **self._masters(from_master, wanted)}
+        with deepspeed.zero.GatheredParameters(list(partitioned.values())):
+            _wait_until_arrived(partitioned.values())
+            read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
+            yield {**read, **self._masters(from_master, wanted)}
 
     def _optimizer(self) -> Any | None:
         return next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
@@ -120,6 +113,21 @@ class Zero3Source(ModuleSource):
     def _has_master(self, tensor: torch.Tensor) -> bool:
         trained = hasattr(tensor, '_z3_optimizer') and tensor.requires_grad
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _wait_until_arrived(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for all that DeepSpeed gathers. Runs on: all ranks.
+
+    It starts an asynchronous all-gather for each parameter, and waits for the last of them only
+    (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream keeps their
+    order; gloo's threads do not, but its barrier waits for all that was begun before.
+    """
+    import torch.distributed as dist
+
+    groups = {id(t.ds_process_group): t.ds_process_group for t in tensors if _is_partitioned(t)}
+    for group in groups.values():
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            dist.barrier(group)
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:
