@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xhf_hooks.errors import TensorError
+from xhf_hooks.errors import RankLostError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
 from xhf_hooks.sources.module import ModuleSource, rank_and_world_size, share
@@ -76,12 +76,16 @@ class Zero3Source(ModuleSource):
             yield
             return
         optimizer.checkpoint_event_prologue()
+        is_complete = True
         try:
             yield
+        except RankLostError:
+            is_complete = False  # and what follows would wait for that rank
+            raise
         finally:
-            optimizer.checkpoint_event_epilogue()
-            # It gathers the persistent parameters, with which training goes on
-            _wait_until_arrived(self._tensors.values())
+            if is_complete:
+                optimizer.checkpoint_event_epilogue()
+                _wait_until_arrived(optimizer.persistent_parameters)  # training goes on with them
 
     @contextmanager
     def gathered(
