@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,8 @@ def _run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[s
             outcomes[name] = Outcome(value=scenario())
         except Exception:
             outcomes[name] = Outcome(error=traceback.format_exc())
+        gc.collect()
+        gc.freeze()  # as when the rank began: DeepSpeed collects garbage several times for each engine
         # All ranks start the next scenario together, and rank 0's output tells of every failure,
         # which matters when a later scenario hangs and no result comes back.
         errors: list[str | None] = [None] * dist.get_world_size()
