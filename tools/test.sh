@@ -22,6 +22,7 @@ compile_async_io() {
     local CXX_ITSELF PRECOMPILED=$TORCH_EXTENSIONS_DIR/precompiled
     CXX_ITSELF=$(command -v c++)
     export CXX_ITSELF PRECOMPILED
+    rm -rf "$PRECOMPILED" # of a run that was stopped
     mkdir -p "$PRECOMPILED"
     ln -sf "$PWD/tools/cxx_async_io.sh" "$PRECOMPILED/c++"
     PATH=$PRECOMPILED:$PATH nice python -c '

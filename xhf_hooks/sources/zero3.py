@@ -119,8 +119,8 @@ class Zero3Source(ModuleSource):
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _wait_until_arrived(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for all that DeepSpeed gathers. Runs on: all ranks.
+def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
+    """Wait for all that DeepSpeed gathers of these. Runs on: all ranks.
 
     It starts an asynchronous all-gather for each parameter, and waits for the last of them only
     (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream keeps their
@@ -128,8 +128,7 @@ def _wait_until_arrived(tensors: Iterable[torch.Tensor]) -> None:
     """
     import torch.distributed as dist
 
-    groups = {id(t.ds_process_group): t.ds_process_group for t in tensors if _is_partitioned(t)}
-    for group in groups.values():
+    for group in dict.fromkeys(tensor.ds_process_group for tensor in partitioned):
         if dist.get_backend(group) == dist.Backend.GLOO:
             dist.barrier(group)
 
