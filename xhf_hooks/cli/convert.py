@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.cli.progress import Progress
+from xhf_hooks.collector import without_collector
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.plan import parse_size
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     _require_new(args.out, args.overwrite)
-    with _without_collector():
+    with without_collector():
         from xhf_hooks.cli.conversion import Conversion  # torch and transformers: after what needs neither
 
         conversion = Conversion(
@@ -113,6 +114,7 @@ def _run(args: argparse.Namespace) -> int:
             verify=args.verify,
             trust_remote_code=args.trust_remote_code,
         )
+        gc.freeze()  # nor looks the collector at them at exit, which takes a second
     for line in conversion.description():
         print(line)
     _warn(conversion.warnings)
@@ -159,19 +161,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Imports make many objects and no garbage: looking for some takes a fifth of their time, and at exit a second."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _cores() -> int:

@@ -1,0 +1,22 @@
+"""Imports without the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Imports make many objects and no garbage: looking for some takes a fifth of their time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
