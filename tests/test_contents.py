@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from xhf_hooks.commit.contents import assemble
-from xhf_hooks.dtypes import TORCH_DTYPES, host_bytes, non_finite_count
+from xhf_hooks.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.nonfinite import count_non_finite
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, TensorSpec, WriteReceipt
 from xhf_hooks.safetensors_format import FLOAT_DTYPES
@@ -65,14 +66,33 @@ def test_non_finite_values_are_counted(code):
     dtype = TORCH_DTYPES[code]
     largest = torch.finfo(dtype).max
     values = torch.tensor([0.0, -0.0, 1.0, largest, -largest, torch.finfo(dtype).tiny], dtype=dtype)
-    assert non_finite_count(host_bytes(values), code) == 0
+    assert count_non_finite(host_bytes(values), code) == 0
     for bad in ('nan', '-nan', 'inf', '-inf'):
         found = torch.cat([values, torch.tensor([float(bad)], dtype=dtype)])
-        assert non_finite_count(host_bytes(found), code) == 1, bad
+        assert count_non_finite(host_bytes(found), code) == 1, bad
     everything = torch.tensor([float('nan'), float('inf'), float('-inf')], dtype=dtype)
-    assert non_finite_count(host_bytes(everything), code) == 3
-    assert non_finite_count(host_bytes(values[:0]), code) == 0
+    assert count_non_finite(host_bytes(everything), code) == 3
+    assert count_non_finite(host_bytes(values[:0]), code) == 0
+
+
+@pytest.mark.parametrize('code', ['F8_E4M3', 'F8_E5M2', 'F16', 'BF16'])
+def test_every_number_of_a_format_is_counted_as_torch_sees_it(code):
+    dtype = TORCH_DTYPES[code]
+    words = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int64).to(
+        {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
+    )
+    numbers = words.view(dtype)
+    expected = int((~numbers.float().isfinite()).sum())
+    assert count_non_finite(host_bytes(numbers), code) == expected > 0
+    for number in numbers[~numbers.float().isfinite()][:8]:  # one alone, too
+        assert count_non_finite(host_bytes(number.reshape(1)), code) == 1
+
+
+def test_non_finite_values_far_apart_are_counted():
+    numbers = torch.ones(3 * 2**20 + 1, dtype=torch.bfloat16)
+    numbers[[0, 2**19, -1]] = torch.tensor([float('nan'), float('-inf'), float('inf')], dtype=torch.bfloat16)
+    assert count_non_finite(host_bytes(numbers), 'BF16') == 3
 
 
 def test_integers_are_all_finite():
-    assert non_finite_count(host_bytes(torch.tensor([-1, 2**31 - 1], dtype=torch.int32)), 'I32') == 0
+    assert count_non_finite(host_bytes(torch.tensor([-1, 2**31 - 1], dtype=torch.int32)), 'I32') == 0

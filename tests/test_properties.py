@@ -33,7 +33,16 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
 TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=30)
 #: Largest exponent field of the float types, all bits of which are set in NaN and infinity: (integer type, mask).
-EXPONENTS = {'F16': ('<u2', 0x7C00), 'BF16': ('<u2', 0x7F80), 'F32': ('<u4', 0x7F800000), 'F64': ('<u8', 0x7FF << 52)}
+EXPONENTS = {
+    'F8_E4M3': ('u1', 0x7F),  # has no infinity and one NaN
+    'F8_E5M2': ('u1', 0x7C),
+    'F8_E8M0': ('u1', 0xFF),
+    'F16': ('<u2', 0x7C00),
+    'BF16': ('<u2', 0x7F80),
+    'F32': ('<u4', 0x7F800000),
+    'C64': ('<u4', 0x7F800000),
+    'F64': ('<u8', 0x7FF << 52),
+}
 
 
 class Saved:

@@ -23,11 +23,12 @@ import torch
 from xhf_hooks.checksum import crc32
 from xhf_hooks.commit.contents import warn_of_non_finite
 from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.dtypes import host_bytes, is_float, non_finite_count
+from xhf_hooks.dtypes import host_bytes, is_float
 from xhf_hooks.errors import TensorError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.gather import group_chunks
 from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.nonfinite import count_non_finite
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import CommittedCheckpoint, Group, Placement, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
@@ -253,7 +254,7 @@ class _Work:
 
 
 def _receipt(place: Placement, start: int, data: memoryview) -> WriteReceipt:
-    bad = non_finite_count(data, place.dtype)
+    bad = count_non_finite(data, place.dtype)
     return WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from xhf_hooks.errors import TensorError
@@ -28,7 +27,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 if hasattr(torch, 'float8_e8m0fnu'):  # torch 2.7
     TORCH_DTYPES['F8_E8M0'] = torch.float8_e8m0fnu
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
@@ -61,23 +59,6 @@ def cast(tensor: torch.Tensor, code: str) -> tuple[torch.Tensor, int]:
     if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
         return converted, 0
     return converted, int(converted.isinf().sum()) - int(tensor.isinf().sum())
-
-
-def non_finite_count(data: memoryview, code: str) -> int:
-    """How many NaN and infinite values there are among the bytes of a float tensor; 0 for other types.
-
-    In the IEEE formats those are the numbers whose bits, sign aside, are at least those of infinity, so two
-    passes of integer maxima, at memory speed, tell that there are none.
-    """
-    if code not in FLOAT_DTYPES or not data.nbytes:
-        return 0
-    dtype = TORCH_DTYPES[code]
-    infinity = int(torch.tensor(float('inf'), dtype=dtype).view(_INTEGERS[dtype.itemsize]))
-    bits = np.frombuffer(data, dtype=f'i{dtype.itemsize}')
-    sign = 1 << (8 * dtype.itemsize - 1)
-    if bits.max() < infinity and bits.view(f'u{dtype.itemsize}').max() < sign + infinity:
-        return 0
-    return int(np.count_nonzero((bits & (sign - 1)) >= infinity))
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -21,7 +21,7 @@ _FORMATS = {
     'F8_E4M3': (np.uint8, 0x7F, 0x7F),
     'F8_E8M0': (np.uint8, 0xFF, 0xFF),
 }
-_WORDS = 1 << 16  # at once: they stay in the processor's cache
+_WORDS = 1 << 19  # at once: the passes after the first find them in the processor's cache
 
 
 def count_non_finite(data: Buffer, dtype: str) -> int:
@@ -35,10 +35,13 @@ def count_non_finite(data: Buffer, dtype: str) -> int:
         return 0
     kind, mask, least = _FORMATS[dtype]
     words = np.frombuffer(data, kind)
-    found, masked = 0, np.empty(min(_WORDS, len(words)), kind)
-    for start in range(0, len(words), _WORDS):
-        block = words[start : start + _WORDS]
-        part = np.bitwise_and(block, kind(mask), out=masked[: len(block)])
-        if part.max() >= least:
-            found += int(np.count_nonzero(part >= least))
-    return found
+    return sum(_count(words[start : start + _WORDS], mask, least) for start in range(0, len(words), _WORDS))
+
+
+def _count(words: np.ndarray, mask: int, least: int) -> int:
+    """Two maxima, at the speed of memory, tell that there are none: of the positive numbers, and of the negative."""
+    every_bit = np.iinfo(words.dtype).max
+    sign = every_bit - mask
+    if words.max() < sign + least and (not sign or words.view(f'i{words.itemsize}').max() < least):
+        return 0
+    return int(np.count_nonzero((words & words.dtype.type(mask)) >= least))

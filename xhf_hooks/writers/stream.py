@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from xhf_hooks.checksum import crc32
-from xhf_hooks.dtypes import non_finite_count
-from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
+from xhf_hooks.nonfinite import count_non_finite
+from xhf_hooks.records import Chunk, Placement, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
 from xhf_hooks.writers.output_file import OutputFile, create_file
+
+#: Counted, summed and written before the next: the processor's cache still holds it.
+_PIECE_NBYTES = 2 * 2**20
 
 
 @WRITERS.register_module(name='stream')
@@ -104,20 +107,21 @@ class StreamWriter(Writer):
                 self._room.notify()
 
     def _write(self, chunk: Chunk) -> None:
-        name = chunk.placement.file
-        if name not in self._files:
-            self._files[name] = OutputFile(self._folder / name, write_behind=self._fsync)
-        self._note(chunk)  # before it is written: the checksum is of what was in memory
-        self._files[name].write(chunk.data, chunk.placement.offset + chunk.start)
+        place = chunk.placement
+        if place.file not in self._files:
+            self._files[place.file] = OutputFile(self._folder / place.file, write_behind=self._fsync)
+        file = self._files[place.file]
+        for start in range(0, chunk.data.nbytes, _PIECE_NBYTES):
+            piece = chunk.data[start : start + _PIECE_NBYTES]
+            self._note(place, chunk.start + start, piece)  # first: the checksum is of what was in memory
+            file.write(piece, place.offset + chunk.start + start)
 
-    def _note(self, chunk: Chunk) -> None:
-        """Add a chunk to the receipts; one that goes on where the last of its tensor ended prolongs it."""
-        place, nbytes = chunk.placement, chunk.data.nbytes
-        bad = non_finite_count(chunk.data, place.dtype)
+    def _note(self, place: Placement, start: int, data: memoryview) -> None:
+        """Add bytes to the receipts; what goes on where the last of its tensor ended prolongs it."""
+        bad = count_non_finite(data, place.dtype)
         last = self._receipts[-1] if self._receipts else None
-        if last and (last.file, last.hf_name, last.start + last.nbytes) == (place.file, place.hf_name, chunk.start):
-            crc = crc32(chunk.data, last.crc32)
-            self._receipts[-1] = replace(last, nbytes=last.nbytes + nbytes, crc32=crc, non_finite=last.non_finite + bad)
+        if last and (last.file, last.hf_name, last.start + last.nbytes) == (place.file, place.hf_name, start):
+            crc, nbytes = crc32(data, last.crc32), last.nbytes + data.nbytes
+            self._receipts[-1] = replace(last, nbytes=nbytes, crc32=crc, non_finite=last.non_finite + bad)
         else:
-            crc = crc32(chunk.data)
-            self._receipts.append(WriteReceipt(place.file, place.hf_name, chunk.start, nbytes, crc, bad))
+            self._receipts.append(WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad))
