@@ -14,7 +14,7 @@ convert: the conversion of a checkpoint, with xtuner's environment (bench_conver
 
 Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memory is the extra anonymous memory
 of the busiest rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from
-the same state. Each way is run twice, one after the other, and the second counts: a virtual machine gives free
+the same state. save runs each way twice, one after the other, and the second counts: a virtual machine gives free
 memory back to its host within a second, and new pages from there cost up to 3 us each, so that the same save takes 0.5
 to 5 s by what ran before it. The second run of a way finds the memory that it needs.
 """

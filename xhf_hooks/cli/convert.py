@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import signal
 import sys
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     _require_new(args.out, args.overwrite)
-    with without_collector():
+    with without_collector(freeze=True):
         from xhf_hooks.cli.conversion import Conversion  # torch and transformers: after what needs neither
 
         conversion = Conversion(
@@ -114,7 +113,6 @@ def _run(args: argparse.Namespace) -> int:
             verify=args.verify,
             trust_remote_code=args.trust_remote_code,
         )
-        gc.freeze()  # nor looks the collector at them at exit, which takes a second
     for line in conversion.description():
         print(line)
     _warn(conversion.warnings)
