@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.writers import write_behind
+from xhf_hooks.writers import output_file, write_behind
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -106,3 +106,38 @@ def test_failure_to_open_leaves_no_descriptor(tmp_path):
     with mock.patch('os.ftruncate', side_effect=OSError(errno.ENOSPC, 'full')), pytest.raises(OSError, match='full'):
         create_file(tmp_path / 'file', b'', 1)
     assert len(os.listdir('/proc/self/fd')) == before
+
+
+def test_a_new_file_has_all_of_its_room(tmp_path):
+    create_file(tmp_path / 'file', b'head', 16 * MB)
+    found = (tmp_path / 'file').stat()
+    assert (found.st_size, found.st_blocks * 512 >= 16 * MB) == (16 * MB, True)
+    assert (tmp_path / 'file').read_bytes() == b'head' + bytes(16 * MB - 4)
+
+
+@pytest.mark.parametrize('number', [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_file_system_that_cannot_reserve_is_written_all_the_same(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(output_file, '_fallocate', answer(number))
+    create_file(tmp_path / 'file', b'head', 16 * MB)
+    found = (tmp_path / 'file').stat()
+    assert (found.st_size, found.st_blocks * 512 < MB) == (16 * MB, True)
+
+
+def test_a_signal_while_reserving_changes_nothing(tmp_path, monkeypatch):
+    calls = []
+
+    def interrupted_once(*args):
+        calls.append(args)
+        return answer(errno.EINTR)() if len(calls) == 1 else fallocate(*args)
+
+    fallocate = output_file._fallocate
+    monkeypatch.setattr(output_file, '_fallocate', interrupted_once)
+    create_file(tmp_path / 'file', b'', MB)
+    assert (len(calls), (tmp_path / 'file').stat().st_blocks * 512 >= MB) == (2, True)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_file, '_fallocate', answer(errno.ENOSPC))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
+        create_file(tmp_path / 'file', b'head', 16 * MB)
+    assert caught.value.filename == str(tmp_path / 'file')

@@ -20,6 +20,7 @@ from xhf_hooks.commit.contents import assemble
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
 from xhf_hooks.safetensors_format import check_file
+from xhf_hooks.writers import output_file
 from xhf_hooks.writers.stream import StreamWriter
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -98,6 +99,12 @@ def small_disk(tmp_path):
     assert path.is_mount()
     yield path
     subprocess.run(['umount', path], check=True)
+
+
+@pytest.fixture
+def no_reserving(monkeypatch):
+    """A file system that cannot give a file its room before it is written."""
+    monkeypatch.setattr(output_file, '_fallocate', None)
 
 
 def open_files(folder: Path) -> list[str]:
@@ -198,7 +205,13 @@ def test_memory_of_a_written_chunk_is_free_while_the_writer_is_open(tmp_path, me
 # Errors
 
 
-def test_full_disk_surfaces_while_writing(small_disk, memory):
+def test_full_disk_is_found_before_the_first_byte(small_disk):
+    with pytest.raises(OSError, match='No space left') as caught:
+        StreamWriter(10**6).create(plan_of(200_000), small_disk)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / 'model.safetensors'))
+
+
+def test_full_disk_surfaces_while_writing(small_disk, memory, no_reserving):
     plan = plan_of(*[16_384] * 32)
     writer = opened_writer(plan, small_disk, pending_nbytes=20_000)
     with pytest.raises(OSError, match='No space left') as caught:
@@ -209,7 +222,7 @@ def test_full_disk_surfaces_while_writing(small_disk, memory):
     assert_at_rest(small_disk)
 
 
-def test_full_disk_surfaces_at_the_end(small_disk, memory):
+def test_full_disk_surfaces_at_the_end(small_disk, memory, no_reserving):
     plan = plan_of(200_000)
     writer = opened_writer(plan, small_disk)
     writer.write(memory.chunk(plan.placements[0]))
@@ -219,7 +232,7 @@ def test_full_disk_surfaces_at_the_end(small_disk, memory):
     assert_at_rest(small_disk)
 
 
-def test_nothing_waits_for_ever_behind_an_error(small_disk, memory, gate):
+def test_nothing_waits_for_ever_behind_an_error(small_disk, memory, gate, no_reserving):
     plan = plan_of(200_000, 60_000)
     writer = opened_writer(plan, small_disk, pending_nbytes=1)
     gate.clear()

@@ -16,7 +16,8 @@ Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memor
 of the busiest rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from
 the same state. save runs each way twice, one after the other, and the second counts: a virtual machine gives free
 memory back to its host within a second, and new pages from there cost up to 3 us each, so that the same save takes 0.5
-to 5 s by what ran before it. The second run of a way finds the memory that it needs.
+to 5 s by what ran before it. The second run of a way, right after what the first wrote was removed, finds the memory
+that it needs.
 """
 
 from __future__ import annotations

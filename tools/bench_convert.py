@@ -1,8 +1,8 @@
 """A conversion side by side with its peers, each a process of its own, start-up included.
 
 Needs the environment that has xtuner (``source tools/env.sh; use_env .venv-xtuner``). DeepSpeed saves a checkpoint with
-two ranks; then each way converts it in turns, in random order. Memory is the peak of a process's anonymous
-memory (RssAnon), sampled every 5 ms; the dry run shows what imports and planning alone take.
+two ranks; then each way converts it in turns, in random order, and finds it in the page cache. Memory is the peak of a
+process's anonymous memory (RssAnon), sampled every 5 ms; the dry run shows what imports and planning alone take.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from bench_verify import read
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name('bench_convert_worker.py')
@@ -188,5 +190,6 @@ def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
     order = random.Random(0)
     for _ in range(repeats):
         for name in order.sample(list(commands), len(commands)):  # no way always follows the same other one
+            read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the one before has driven out of memory
             results[name].append(measure(commands[name], folder / 'out'))
     return {**size, 'runs': results}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # its import prints a warning to standard output, and that is
 FLOOR = 'floor: one process writes as many bytes'
 FLOOR_FSYNC = 'floor: the same, with fsync'
 FLOOR_ALL = 'floor: all processes write as many bytes together'
+FLOOR_GATHER = 'floor: all_gather of as many bytes, nothing written'
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
 DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
@@ -50,6 +51,14 @@ class Floor:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / f'bytes{dist.get_rank()}', self._data[: self._share])
         dist.barrier()
+
+    def all_gathered(self, bucket_nbytes: int) -> None:
+        """What 'stream', 'parallel' and the peers wait for: every process gets all, a bucket at a time."""
+        world_size = dist.get_world_size()
+        bucket = torch.empty(bucket_nbytes // world_size * world_size, dtype=torch.uint8)
+        share = torch.frombuffer(self._data, dtype=torch.uint8)[: self._share]
+        for part in share.split(len(bucket) // world_size):
+            dist.all_gather_into_tensor(bucket[: len(part) * world_size], part)
 
 
 def _write(path: Path, data: memoryview, fsync: bool = False) -> None:

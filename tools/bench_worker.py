@@ -24,6 +24,7 @@ from bench_peers import (
     FLOOR,
     FLOOR_ALL,
     FLOOR_FSYNC,
+    FLOOR_GATHER,
     PEERS,
     XTUNER,
     DcpPeer,
@@ -93,11 +94,10 @@ def measure(way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str,
     Raises:
         RuntimeError: The way has not written so many bytes.
     """
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.sync()
     gc.collect()
     return_freed_memory()  # or this run would use, unseen, what the one before has freed
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     with PeakSampler() as sampler:
         started = time.perf_counter()
@@ -114,6 +114,9 @@ def measure(way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str,
 
 def measure_second(way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str, float]:
     """:func:`measure`, of the second of two runs (bench.py says why)."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
     measure(way, folder, nbytes)
     return measure(way, folder, nbytes)
 
@@ -134,6 +137,7 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
         FLOOR: floor.on_one_rank,
         FLOOR_FSYNC: lambda folder: floor.on_one_rank(folder, fsync=True),
         FLOOR_ALL: floor.on_all_ranks,
+        FLOOR_GATHER: lambda _: floor.all_gathered(args.bucket_size),
     }
     ways.update((name, lambda folder, way=way: way(engine, folder)) for name, way in PEERS.items())
     for fsync, words in ((False, 'without fsync'), (True, 'with fsync, as the hook')):
@@ -152,7 +156,7 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
                 runs[name].append(measure_second(dcp.save, folder, n_least))
                 del dcp
             else:
-                runs[name].append(measure_second(ways[name], folder, n_least))
+                runs[name].append(measure_second(ways[name], folder, 0 if name == FLOOR_GATHER else n_least))
     limited: dict[str, list[dict[str, float]]] = {f'xhf_hooks {writer}': [] for writer in WRITERS}
     for _ in range(args.repeats):
         for writer in order.sample(WRITERS, len(WRITERS)):

@@ -160,6 +160,14 @@ ON_DESCRIPTOR(fdatasync)
 FTRUNCATE(ftruncate, off_t)
 FTRUNCATE(ftruncate64, off64_t)
 
+int fallocate(int fd, int mode, off_t offset, off_t length) {
+    REAL(fallocate);
+    char buffer[PATH_MAX];
+    int what = fires("fallocate", path_of(fd, buffer), NULL);
+    FAIL(what);
+    return real(fd, mode, offset, length);
+}
+
 int rename(const char *from, const char *to) {
     REAL(rename);
     int what = fires("rename", from, to);

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name('fault_layer.c')
 #: Every call that changes something on disk, and what opens files for it.
-CHANGES = 'open pwrite write fsync fdatasync ftruncate rename renameat2 unlink rmdir mkdir'
+CHANGES = 'open pwrite write fsync fdatasync ftruncate fallocate rename renameat2 unlink rmdir mkdir'
 KILL, SHORT = -1, -2  # beside these, an errno
 EVERY = 10**9
 

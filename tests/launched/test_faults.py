@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.whole import assert_whole
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -30,6 +32,7 @@ STAGES = {
     'rename': ('xhf_hooks.commit.staging.exchange', 'rank 0'),
 }
 WORLD_SIZES = (2, 3)
+ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
 
 
 def cases(world_size: int) -> dict[str, tuple[str, int]]:
@@ -137,8 +140,12 @@ def other_model_on_one_rank(root: Path) -> str:
     return str(caught.value)
 
 
-def full_disk_in_the_middle(disk: Path) -> dict[str, Any]:
-    """The disk fills up while a save is written. Runs on: all ranks."""
+def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
+    """The disk fills up while a save is written. Runs on: all ranks.
+
+    Args:
+        can_reserve: The file system can give a file its room before it is written; else fallocate says that it cannot.
+    """
     import torch
     import torch.distributed as dist
 
@@ -154,11 +161,12 @@ def full_disk_in_the_middle(disk: Path) -> dict[str, Any]:
     def gather_on_a_filling_disk(*args: Any, **kwargs: Any) -> Any:
         for number, chunk in enumerate(gather(*args, **kwargs)):
             if number == 1:
-                _fill(disk)
+                _fill(disk, leave_nbytes=ROOM_FOR_MANIFEST)
             yield chunk
 
     gather = save.gather
-    with mock.patch('xhf_hooks.save.gather', gather_on_a_filling_disk):
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.writers.output_file._fallocate', None)
+    with mock.patch('xhf_hooks.save.gather', gather_on_a_filling_disk), reserving:
         try:
             save_folder(engine.module, disk / 'hf_model')
             message = 'no error'
@@ -167,17 +175,18 @@ def full_disk_in_the_middle(disk: Path) -> dict[str, Any]:
     dist.barrier()
     if dist.get_rank() == 0:
         (disk / 'filler').unlink()
+        assert_whole(disk / 'hf_model')
     engine.destroy()
     return {'message': message, 'kept': read_step(disk / 'hf_model'), 'free': os.statvfs(disk).f_bavail}
 
 
-def _fill(disk: Path) -> None:
+def _fill(disk: Path, leave_nbytes: int) -> None:
     with (disk / 'filler').open('wb', buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
         except OSError:
-            return
+            file.truncate(file.tell() - leave_nbytes)
 
 
 @pytest.fixture(scope='module')
@@ -196,7 +205,8 @@ def others(tmp_path_factory, small_disk):
     root = tmp_path_factory.mktemp('other_faults')
     scenarios = {
         'other_model': partial(other_model_on_one_rank, root),
-        'full_disk': partial(full_disk_in_the_middle, small_disk),
+        'full_disk': partial(full_disk_in_the_middle, small_disk, can_reserve=False),
+        'full_disk_but_reserved': partial(full_disk_in_the_middle, small_disk, can_reserve=True),
     }
     return run_scenarios(scenarios, 2)
 
@@ -212,3 +222,8 @@ def test_full_disk_keeps_the_previous_save(others):
     assert len({report['message'] for report in reports}) == 1
     assert "stage 'write'" in reports[0]['message'] and 'No space left on device' in reports[0]['message']
     assert all(report['kept'] is not None for report in reports)
+
+
+def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(others):
+    """The room of the weights was reserved before the first byte."""
+    assert {report['message'] for report in check(others, 'full_disk_but_reserved')} == {'no error'}

