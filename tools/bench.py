@@ -14,9 +14,9 @@ convert: the conversion of a checkpoint, with xtuner's environment (bench_conver
 
 Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memory is the extra anonymous memory
 of the busiest rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from
-the same state. save runs each way twice, one after the other, and the second counts: a virtual machine gives free
-memory back to its host within a second, and new pages from there cost up to 3 us each, so that the same save takes 0.5
-to 5 s by what ran before it. The second run of a way, right after what the first wrote was removed, finds the memory
+the same state. save runs each way three times in a row, and the third counts: a virtual machine gives free memory back
+to its host within a second, and new pages from there cost up to 3 us each, so that the same save takes 0.3 to 5 s by
+what ran before it. The third run of a way, right after what the second wrote was removed, as a rule finds the memory
 that it needs.
 """
 
