@@ -1,6 +1,7 @@
 """Measure xhf_hooks side by side with its peers, in one run, interleaved.
 
-    python tools/bench.py save  [--billions 0.8 1.6] [--repeats 5] [--ranks 2] [--bucket-size 128MB] [--out DIR]
+    python tools/bench.py save  [--billions 0.8 1.6] [--repeats 5] [--ranks 2] [--bucket-size 128MB]
+                                [--in-a-row 3] [--out DIR]
     python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
     python tools/bench.py verify [--billions 0.5] [--repeats 5] [--out DIR]
@@ -50,6 +51,8 @@ def run_worker(what: str, billions: float, args: argparse.Namespace, folder: Pat
     command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', str(args.ranks)]
     command += [str(WORKER), what, '--billions', str(billions), '--repeats', str(args.repeats)]
     command += ['--bucket-size', str(parse_size(args.bucket_size))]
+    if what == 'save':
+        command += ['--in-a-row', str(args.in_a_row)]
     command += ['--folder', str(folder / 'saves'), '--result', str(result)]
     environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -78,6 +81,8 @@ def parse_args() -> argparse.Namespace:
         command.add_argument('--repeats', type=int, default=5)
         command.add_argument('--ranks', type=int, default=2)
         command.add_argument('--bucket-size', default='128MB')
+        if what == 'save':
+            command.add_argument('--in-a-row', type=int, default=3, help='runs of a way, of which the last counts')
     commands.add_parser('plan').add_argument('--ranks', type=int, default=1024)
     verify = commands.add_parser('verify')
     verify.add_argument('--billions', type=float, default=0.5, choices=list(bench_verify.LAYERS))

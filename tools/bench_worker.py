@@ -41,7 +41,6 @@ from xhf_hooks.records import Step
 from xhf_hooks.save import SaveOptions, Saver
 
 WRITERS = ('stream', 'parallel', 'positional')
-RUNS_IN_A_ROW = 3
 #: Bytes per second that a rank may write where the network to a share is what limits it.
 LIMIT = 300 * 10**6
 #: A training iteration of ``stall``: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
@@ -113,12 +112,12 @@ def measure(way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str,
     return {'seconds': seconds, 'peak_extra_mb': max(peaks) / 1e6}
 
 
-def measure_last(way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str, float]:
-    """:func:`measure`, of the last of some runs in a row (bench.py says why)."""
+def measure_last(n_runs: int, way: Callable[[Path], None], folder: Path, nbytes: int) -> dict[str, float]:
+    """:func:`measure`, of the last of ``n_runs`` in a row (bench.py says why)."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-    return [measure(way, folder, nbytes) for _ in range(RUNS_IN_A_ROW)][-1]
+    return [measure(way, folder, nbytes) for _ in range(n_runs)][-1]
 
 
 def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
@@ -148,15 +147,16 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in [*ways, DCP]}
     order = random.Random(0)
     folder = args.folder / 'hf_model'
+    measured = partial(measure_last, args.in_a_row)
     n_least = sum(p.nbytes for p in savers['stream'].plan.placements)
     for _ in range(args.repeats):
         for name in order.sample(list(runs), len(runs)):
             if name == DCP:  # its tensors are made, and let go, around it: they would count as others' memory
                 dcp = DcpPeer(engine.module)
-                runs[name].append(measure_last(dcp.save, folder, n_least))
+                runs[name].append(measured(dcp.save, folder, n_least))
                 del dcp
             else:
-                runs[name].append(measure_last(ways[name], folder, 0 if name == FLOOR_GATHER else n_least))
+                runs[name].append(measured(ways[name], folder, 0 if name == FLOOR_GATHER else n_least))
     limited: dict[str, list[dict[str, float]]] = {f'xhf_hooks {writer}': [] for writer in WRITERS}
     for _ in range(args.repeats):
         for writer in order.sample(WRITERS, len(WRITERS)):
@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument('--folder', type=Path, required=True)
     parser.add_argument('--result', type=Path, required=True)
     parser.add_argument('--iterations', type=int, default=4)
+    parser.add_argument('--in-a-row', type=int)
     args = parser.parse_args()
 
     deepspeed.init_distributed(dist_backend='gloo')
