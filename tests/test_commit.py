@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.commit import retention, staging
-from xhf_hooks.commit.manifest import MANIFEST_NAME, read_step
+from xhf_hooks.commit.manifest import MANIFEST_NAME, read_commit
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.records import Step
@@ -52,7 +52,7 @@ def test_first_commit(folder, tmp_path):
         check_file(folder.final / file.name, file.header, file.nbytes)
     ((name, index),) = plan.indexes.items()
     assert json.loads((folder.final / name).read_text()) == index
-    assert read_step(folder.final) == iteration(7)
+    assert read_commit(folder.final).step == iteration(7)
     manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
     assert (manifest['zero_stage'], manifest['iteration'], manifest['format_version']) == (3, 7, 2)
     described = {path.name: path.read_bytes() for path in folder.final.iterdir() if path.name != MANIFEST_NAME}
@@ -184,7 +184,7 @@ def test_incomplete_staging_is_refused(folder, tmp_path, damage):
     with pytest.raises(IncompleteError, match=name):
         folder.commit(plan, receipts, iteration(2), {})
     assert visible(tmp_path) == {'hf_model': 1}
-    assert read_step(folder.final) == iteration(1)
+    assert read_commit(folder.final).step == iteration(1)
     folder.abandon()
     assert hidden(tmp_path) == {'.hf_model.lock'}
 
@@ -220,7 +220,7 @@ def test_full_verification_finds_a_flipped_bit(folder, verify, found):
         return
     with pytest.raises(IncompleteError, match=plan.files[1].name):
         folder.commit(plan, receipts, iteration(2), {}, verify)
-    assert read_step(folder.final) == iteration(1)
+    assert read_commit(folder.final).step == iteration(1)
     folder.abandon()
 
 
@@ -282,11 +282,12 @@ def test_archives_of_a_name_with_special_characters():
     ('max_keep', 'expected'),
     [
         (-1, []),
-        (1, ['hf_model_iter_9', 'hf_model_iter_10', 'hf_model_iter_100']),
-        (2, ['hf_model_iter_9', 'hf_model_iter_10']),
+        (1, ['hf_model_iter_100', 'hf_model_iter_9', 'hf_model_iter_10']),
+        (2, ['hf_model_iter_100', 'hf_model_iter_9']),
         (4, []),
         (9, []),
     ],
 )
-def test_outdated(max_keep, expected):
-    assert retention.outdated('hf_model', NAMES, max_keep) == expected
+def test_outdated_goes_by_commit_not_by_iteration(max_keep, expected):
+    order = {'hf_model_iter_10': 3, 'hf_model_iter_100': 1, 'hf_model_iter_9': 2}
+    assert retention.outdated(order, max_keep) == expected

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, start_process, visible
-from xhf_hooks.commit.manifest import read_step
+from xhf_hooks.commit.manifest import read_commit
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
 
@@ -160,7 +160,7 @@ def test_a_broken_manifest_makes_no_folder_of_ours(tmp_path, text):
     final = tmp_path / 'hf_model'
     final.mkdir()
     (final / 'xhf_manifest.json').write_text(text)
-    assert read_step(final) is None
+    assert read_commit(final) is None
     with pytest.raises(TargetError):
         CheckpointFolder(final, 1).claim()
 

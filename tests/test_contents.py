@@ -39,9 +39,9 @@ def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
     content = host_bytes(values)
     cuts = [0, *sorted(4 * order.randrange(NBYTES // 4) for _ in range(7)), NBYTES]
     writers = [PositionalWriter(pending_nbytes=100, fsync=False) for _ in range(n_ranks)]
-    writers[0].create(plan, tmp_path)
+    made = writers[0].create(plan, tmp_path)
     for writer in writers:
-        writer.open(tmp_path)
+        writer.open(tmp_path, made)
     for start, end in itertools.pairwise(cuts):
         order.choice(writers).write(Chunk(place, content[start:end], start))
     receipts = [receipt for writer in writers for receipt in writer.finish()]

@@ -6,6 +6,7 @@ on this group, with this group's time-out, so no NCCL collective ever spans a di
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -84,6 +85,36 @@ class Collective:
         with self._in_touch('exchange'):
             dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value. Runs on: all ranks."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        with self._in_touch('exchange'):
+            dist.broadcast_object_list(values, group_src=0, group=self._group)
+        return values[0]
+
+    def exchange(self, value: T, distance: int) -> T:
+        """Send a value to the rank that is ``distance`` further on, and get that of the one as far back.
+
+        Runs on: all ranks. What a rank sends and gets does not grow with the number of ranks.
+        """
+        if self.world_size == 1:
+            return value
+        to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        nbytes = torch.zeros(1, dtype=torch.int64)
+        with self._in_touch('exchange'):
+            self._send_receive(torch.tensor([mine.numel()]), to, nbytes, source)
+            theirs = torch.empty(int(nbytes), dtype=torch.uint8)
+            self._send_receive(mine, to, theirs, source)
+        return pickle.loads(theirs.numpy().tobytes())
+
+    def _send_receive(self, mine: torch.Tensor, to: int, theirs: torch.Tensor, source: int) -> None:
+        sending = dist.isend(mine, group_dst=to, group=self._group)
+        dist.recv(theirs, group_src=source, group=self._group)
+        sending.wait()
 
     def require_same(self, what: str, digest: str, describe: Callable[[], list[str]]) -> None:
         """Check that all ranks hold the same thing. Runs on: all ranks.

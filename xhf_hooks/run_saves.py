@@ -53,7 +53,7 @@ class RunSaves:
         if options.save.dtype == 'F32':
             preflight.refuse_unreadable_masters(unwrapped.engine)
         self.collective = Collective()
-        self._writer = preflight.choose_writer(log, options.save.writer, final.parent, self.collective)
+        self._writer = preflight.choose_writer(log, options.save.writer, final, self.collective)
         save = replace(options.save, writer=self._writer, facts=unwrapped.facts, reward_token_id=reward_token_id)
         self._saver = Saver(unwrapped.model, save, self.collective, unwrapped.root)
         self.newest = CheckpointFolder(final, options.max_keep)

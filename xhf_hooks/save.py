@@ -11,7 +11,7 @@ commit()            staging gets the final name       then, and only then, older
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -47,6 +47,8 @@ from xhf_hooks.snapshot import SnapshotMemory
 from xhf_hooks.sources import source_for
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
+from xhf_hooks.writers.evidence import require_samples
+from xhf_hooks.writers.output_file import FileIdentity
 
 #: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (slices.py, writers/).
 _SLICES_NBYTES = 32 * 10**6
@@ -272,23 +274,29 @@ class Saver:
         plan, is_rank0 = self.plan, collective.rank == 0
         writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
         warnings: list[str] = []
-        free_before = free_after = None
+        free_before = free_after = made = None
         try:
-            with clock.stage('staging'), collective.stage('staging'):
-                if is_rank0:
-                    staging = folder.open_staging()
-                    free_before = folder.require_room(plan.nbytes)
-                    warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
-                    writer.create(plan, staging)
+            with clock.stage('staging'):
+                with collective.stage('staging'):
+                    if is_rank0:
+                        staging = folder.open_staging()
+                        free_before = folder.require_room(plan.nbytes)
+                        warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
+                        made = staging.name, writer.create(plan, staging)
+                name, files = collective.broadcast(made)
+                staging = folder.final.with_name(name)
             with clock.stage('write'):
-                receipts, overflows = self._write(writer, folder.staging, chunks, collective, on_progress)
+                receipts, overflows = self._write(writer, staging, files, chunks, collective, on_progress)
+            if self._options.verify != 'off':
+                with clock.stage('look'):
+                    self._look(writer, staging, files, collective)
             reports = collective.all_gather((receipts, overflows, clock.meter.peak_extra_nbytes))
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
                     facts = {'packages': package_versions(), **self._facts()}
                     tensors = folder.commit(plan, everyones, step, facts, self._options.verify)
-                    warnings += warn_of_non_finite(tensors)
+                    warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
             if is_rank0:
@@ -316,6 +324,7 @@ class Saver:
         self,
         writer: Writer,
         staging: Path,
+        files: Mapping[str, FileIdentity],
         chunks: AbstractContextManager[Iterable[Chunk]],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
@@ -323,7 +332,7 @@ class Saver:
         overflows = done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
-            writer.open(staging)
+            writer.open(staging, files)
             for chunk in some:
                 overflows += chunk.overflows
                 done_nbytes += chunk.data.nbytes
@@ -332,6 +341,16 @@ class Saver:
                 if on_progress is not None:
                     on_progress(done_nbytes, total_nbytes)
             return writer.finish(), overflows
+
+    def _look(self, writer: Writer, staging: Path, files: Mapping[str, FileIdentity], collective: Collective) -> None:
+        """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
+        samples = writer.samples
+        if writer.all_ranks:
+            # The next rank, or the one half way round: one of them is on another host, if there is another
+            distances = sorted({1, max(1, collective.world_size // 2)})
+            samples = [sample for distance in distances for sample in collective.exchange(writer.samples, distance)]
+        with collective.stage('look'):
+            require_samples(staging, files, samples)
 
     def _own_nbytes(self, collective: Collective) -> int:
         """About what this rank writes."""

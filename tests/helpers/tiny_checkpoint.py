@@ -28,8 +28,8 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
 def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WriteReceipt]:
     """Fill the staging folder: every byte of every tensor is ``number``."""
     writer = StreamWriter(pending_nbytes=1)
-    writer.create(plan, folder.open_staging())
-    writer.open(folder.staging)
+    made = writer.create(plan, folder.open_staging())
+    writer.open(folder.staging, made)
     for placement in plan.placements:
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
     return writer.finish()

@@ -134,7 +134,8 @@ def removed(parent: Path) -> dict[str, Any]:
     def write_and_remove(self: OutputFile, *args: Any) -> None:
         write(self, *args)
         if run.collective.rank == 1:
-            shutil.rmtree(run.folder.staging, ignore_errors=True)
+            for staging in parent.glob('.hf_model.staging-*'):
+                shutil.rmtree(staging, ignore_errors=True)
 
     report['staging'] = run.save(2, mock.patch.object(OutputFile, 'write', write_and_remove))
     report['kept'] = run.found()
@@ -229,7 +230,7 @@ def other_user(parent: Path) -> str:
             messages.append(f'{type(error).__name__}: {error}')
         collective = Collective(timeout_secs=60)
         try:
-            is_shared(parent, collective)
+            is_shared(parent / 'hf_model', collective)
         except XhfError as error:
             messages.append(f'{type(error).__name__}: {error}')
         collective.close()

@@ -51,7 +51,7 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
 
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks.collective import Collective
-    from xhf_hooks.commit.manifest import read_step
+    from xhf_hooks.commit.manifest import read_commit
     from xhf_hooks.commit.staging import CheckpointFolder
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.records import Step
@@ -82,14 +82,15 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     if dist.get_rank() == failing_rank:
         failing.stop()
     dist.barrier()  # rank 0 has cleared what it staged
-    kept = read_step(folder.final)
+    kept = read_commit(folder.final).step
     leftovers = sorted(path.name for path in root.iterdir())
     dist.barrier()
     saver.save(folder, Step('iter', 3, 3))
     folder.release()
     collective.close()
     engine.destroy()
-    return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': read_step(folder.final).number}
+    then = read_commit(folder.final).step.number
+    return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': then}
 
 
 @pytest.fixture(scope='module')
@@ -152,7 +153,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
     from tests.helpers.engines import save_folder
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks import save
-    from xhf_hooks.commit.manifest import read_step
+    from xhf_hooks.commit.manifest import read_commit
     from xhf_hooks.errors import AgreedError
 
     engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
@@ -177,7 +178,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
         (disk / 'filler').unlink()
         assert_whole(disk / 'hf_model')
     engine.destroy()
-    return {'message': message, 'kept': read_step(disk / 'hf_model'), 'free': os.statvfs(disk).f_bavail}
+    return {'message': message, 'kept': read_commit(disk / 'hf_model').step, 'free': os.statvfs(disk).f_bavail}
 
 
 def _fill(disk: Path, leave_nbytes: int) -> None:
