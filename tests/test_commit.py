@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import threading
 import zlib
@@ -149,6 +150,73 @@ def test_an_archived_step_that_is_saved_again(tmp_path):
     for number in (1, 2, 3, 2, 3):
         commit_one(folder, number)
     assert visible(tmp_path) == {'hf_model': 3, 'hf_model_iter_1': 1, 'hf_model_iter_2': 2, 'hf_model_iter_3': 3}
+
+
+def test_going_back_keeps_what_was_committed_last(tmp_path, both_ways):
+    """A run goes back from 5000 to 3000 in a fixed out_dir: its saves are the newer ones."""
+    folder = claimed(tmp_path / 'hf_model', max_keep=3)
+    for number in (47, 48, 49, 50):
+        commit_one(folder, number)
+    folder.release()
+    folder = claimed(tmp_path / 'hf_model', max_keep=3)
+    for number in (31, 32, 33):
+        commit_one(folder, number)
+    assert visible(tmp_path) == {'hf_model': 33, 'hf_model_iter_31': 31, 'hf_model_iter_32': 32}
+
+
+def test_commits_are_counted_over_runs(tmp_path):
+    found = []
+    for max_keep in (1, 2):
+        folder = claimed(tmp_path / 'hf_model', max_keep)
+        for number in (5, 3):
+            commit_one(folder, number)
+            found.append(json.loads((folder.final / MANIFEST_NAME).read_text())['commit'])
+        folder.release()
+    assert [commit['number'] for commit in found] == [1, 2, 3, 4]
+    runs = [commit['run'] for commit in found]
+    assert runs[0] == runs[1] != runs[2] == runs[3]
+
+
+@pytest.mark.parametrize('max_keep', [1, 2])
+def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, max_keep):
+    """An evaluation's result, a converted model, a link, a folder: when their save goes, they stay."""
+    folder = claimed(tmp_path / 'hf_model', max_keep)
+    commit_one(folder, 1)
+    (folder.final / 'eval').mkdir()
+    (folder.final / 'eval' / 'result.json').write_text('{"score": 1}')
+    (folder.final / 'model.gguf').write_bytes(b'gguf')
+    (folder.final / 'data').symlink_to(tmp_path)
+    for number in range(2, max_keep + 2):
+        commit_one(folder, number)
+    kept = tmp_path / 'hf_model_others_iter_1'
+    assert (kept / 'eval' / 'result.json').read_text() == '{"score": 1}'
+    assert (kept / 'model.gguf').read_bytes() == b'gguf'
+    assert (kept / 'data').is_symlink() and tmp_path.is_dir()
+    (warning,) = folder.warnings
+    assert 'data, eval/result.json, model.gguf in the save of iter_1' in warning and str(kept) in warning
+    shutil.rmtree(kept)
+    assert visible(tmp_path)['hf_model'] == max_keep + 1
+    assert hidden(tmp_path) == {'.hf_model.lock'}
+    commit_one(folder, max_keep + 2)
+    assert folder.warnings == []
+
+
+def test_what_was_set_apart_is_not_overwritten(tmp_path):
+    folder = claimed(tmp_path / 'hf_model')
+    for text in ('first', 'second'):
+        commit_one(folder, 1)
+        (folder.final / 'notes.txt').write_text(text)
+    commit_one(folder, 2)
+    found = {path.parent.name: path.read_text() for path in tmp_path.glob('*/notes.txt')}
+    assert found == {'hf_model_others_iter_1': 'first', 'hf_model_others_iter_1_2': 'second'}
+
+
+def test_staging_has_a_name_of_its_own_each_time(folder):
+    names = set()
+    for number in range(5):
+        commit_one(folder, number)
+        names.add(folder.staging.name)
+    assert len(names) == 5 and all(name.startswith('.hf_model.staging-') for name in names)
 
 
 def test_what_looks_like_an_archive_but_is_not_ours_stays(tmp_path):

@@ -153,11 +153,12 @@ class CheckpointFolder:
 
     def open_staging(self) -> Path:
         """An empty staging folder."""
+        self.final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self._leftovers():  # of a save that failed after its commit
             self._recover(leftover)
         self.warnings = []
         self.staging = self._new_name('staging')
-        self.staging.mkdir(parents=True)
+        self.staging.mkdir()
         return self.staging
 
     def free_nbytes(self) -> int:
