@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from tests.helpers.whole import assert_whole
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, Step, TensorSpec
@@ -82,7 +83,7 @@ class Saved:
         ranks[0].create(self.plan, folder.open_staging())
         self._write(ranks, folder.staging, dice)
         receipts = [receipt for rank in ranks for receipt in rank.finish()]
-        self.written = folder.commit(self.plan, receipts, Step('iter', 1, 1), {})
+        self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})
         self.path = folder.final
 
     def _write(self, ranks: list[Writer], staging: Path, dice: random.Random) -> None:
