@@ -118,6 +118,19 @@ def _plan_table(measured: dict[str, Any]) -> str:
             f'{plan["memory_mb"]:.0f} | {plan["writes_per_rank"]} | {plan["median_write_nbytes"] / 1e3:.0f} | '
             f'{plan["nbytes_per_rank"] / plan["writes_per_rank"] / 1e3:.0f} | {plan["opens_per_rank"]} |'
         )
+    lines += [
+        '',
+        'What ranks tell each other, receipts with positional, agreement where all is gathered:',
+        '',
+        '| model | receipts sent by a rank, MB | put together on rank 0, s | memory, MB | buckets | agreements '
+        '| steps of all waits and agreements, one after the other |',
+        '|---|---|---|---|---|---|---|',
+    ]
+    for plan in measured['plans']:
+        lines.append(
+            f'| {plan["model"]} | {plan["receipts_sent_nbytes"] / 1e6:.2f} | {plan["receipts_secs"]:.2f} | '
+            f'{plan["receipts_memory_mb"]:.0f} | {plan["buckets"]} | {plan["agreements"]} | {plan["steps"]} |'
+        )
     return '\n'.join([*lines, ''])
 
 

@@ -14,7 +14,7 @@ from xhf_hooks.records import Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
 
 #: Ranks agree once in so many buckets; a rank that has failed gathers on, for the others, until then.
-_BUCKETS_PER_AGREEMENT = 64
+BUCKETS_PER_AGREEMENT = 64
 #: Freed memory is kept for the next bucket up to so many buckets, which is faster, then handed back.
 _SPARE_BUCKETS = 3
 
@@ -42,7 +42,7 @@ def gather(
     """
     rank = collective.rank
     for number, bucket in enumerate(plan.buckets):
-        if number % _BUCKETS_PER_AGREEMENT == 0:
+        if number % BUCKETS_PER_AGREEMENT == 0:
             collective.agree('gather')
         else:
             collective.wait('gather')

@@ -33,6 +33,7 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.open_files import allow_open_files
 from xhf_hooks.plan import describe_plan, make_plan
 from xhf_hooks.records import (
     Chunk,
@@ -138,6 +139,7 @@ class Saver:
                 reward_token_id=self._options.reward_token_id,
             )
             self._make_plan(self._source.specs())
+            allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
 
