@@ -20,6 +20,7 @@ from safetensors import deserialize
 
 from tests.helpers.whole import assert_whole
 from xhf_hooks.commit.manifest import MANIFEST_NAME
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, Step, TensorSpec
@@ -85,7 +86,7 @@ class Saved:
             rank.open(folder.staging, made)
         self._write(ranks, dice)
         receipts = [receipt for rank in ranks for receipt in rank.finish()]
-        self.written = folder.commit(self.plan, receipts, Step('iter', 1, 1), {})
+        self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})
         self.path = folder.final
 
     def _write(self, ranks: list[Writer], dice: random.Random) -> None:

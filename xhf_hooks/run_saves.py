@@ -27,6 +27,7 @@ class RunSaves:
     Args:
         unwrapped: The trained model.
         on_committed: Told of each save that is under its final name.
+        collective: That outlives these saves; None makes one for them.
 
     Attributes:
         newest: The folder of the newest save.
@@ -45,6 +46,7 @@ class RunSaves:
         suffixes: Sequence[str] = (),
         reward_token_id: int | None = None,
         on_committed: Callable[[CommittedCheckpoint], None] | None = None,
+        collective: Collective | None = None,
     ) -> None:
         self._options, self._log = options, log
         self._on_committed = on_committed
@@ -52,7 +54,7 @@ class RunSaves:
         self.saved_at: int | None = None
         if options.save.dtype == 'F32':
             preflight.refuse_unreadable_masters(unwrapped.engine)
-        self.collective = Collective()
+        self.collective = Collective() if collective is None else collective
         self._writer = preflight.choose_writer(log, options.save.writer, final, self.collective)
         save = replace(options.save, writer=self._writer, facts=unwrapped.facts, reward_token_id=reward_token_id)
         self._saver = Saver(unwrapped.model, save, self.collective, unwrapped.root)
@@ -106,12 +108,14 @@ class RunSaves:
         *,
         may_skip: bool = False,
         after: Callable[[], None] | None = None,
+        prepare_secs: float = 0.0,
     ) -> None:
         """One save; into ``newest`` unless another folder is given.
 
         Args:
             may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
             after: Called when it is committed.
+            prepare_secs: What counts as part of it and has passed before, if it is not in the background.
 
         Raises:
             XhfError: It failed, and ``on_error`` is 'raise'.
@@ -124,7 +128,7 @@ class RunSaves:
             if self._saver.in_background:
                 self._saver.start(folder, step, progress)
             else:
-                committed = self._saver.save(folder, step, progress)
+                committed = self._saver.save(folder, step, progress, prepare_secs=prepare_secs)
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return
@@ -182,7 +186,7 @@ class RunSaves:
         """End the save that is in flight; False when this one is to be skipped instead."""
         background = self._saver.background
         ranks_agree_on_it = self._options.async_busy == 'skip' and may_skip
-        if ranks_agree_on_it and any(self.collective.all_gather(background.busy and not background.done)):
+        if ranks_agree_on_it and self.collective.any(background.busy and not background.done):
             self._log.warning(f'skipped the save of {step.label}: the one before is still being written')
             return False
         self.collect()

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,12 +26,14 @@ from xhf_hooks.background import Background
 from xhf_hooks.clock import SaveClock
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.contents import warn_of_non_finite
+from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.dtypes import host_bytes
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.open_files import allow_open_files
 from xhf_hooks.plan import describe_plan, make_plan
 from xhf_hooks.records import (
     Chunk,
@@ -39,7 +42,6 @@ from xhf_hooks.records import (
     SavePlan,
     Step,
     TensorSpec,
-    WriteReceipt,
 )
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.slices import own_slices
@@ -139,6 +141,7 @@ class Saver:
                 reward_token_id=self._options.reward_token_id,
             )
             self._make_plan(self._source.specs())
+            allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
 
@@ -160,19 +163,24 @@ class Saver:
             folder.abandon()
 
     def save(
-        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        on_progress: Callable[[int, int], None] | None = None,
+        prepare_secs: float = 0.0,
     ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 
         Args:
             on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
                 rank has handed to the writer, and about how many it will.
+            prepare_secs: What the caller has needed before this, and counts as part of the save.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
             PlanError: Ranks hold different models.
         """
-        clock = SaveClock()
+        clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
         chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
@@ -221,7 +229,7 @@ class Saver:
 
     def _renew_plan(self) -> None:
         self._source = source_for(self._root)
-        if any(self._collective.all_gather(self._source.specs() != self._specs)):
+        if self._collective.any(self._source.specs() != self._specs):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     @contextmanager
@@ -235,7 +243,7 @@ class Saver:
             slices = own_slices(self.plan, self._source, **how)
             gathered = gather(self.plan, self._source, collective, **how)
             with closing(slices), closing(gathered):
-                yield chain(slices, gathered)
+                yield chain(takewhile(lambda _: not collective.is_failing, slices), gathered)
 
     def _take_snapshot(self, meter: MemoryMeter) -> list[Chunk]:
         self._snapshot.clear()
@@ -286,16 +294,17 @@ class Saver:
                 name, files = collective.broadcast(made)
                 staging = folder.final.with_name(name)
             with clock.stage('write'):
-                receipts, overflows = self._write(writer, staging, files, chunks, collective, on_progress)
+                records, overflows = self._write(writer, staging, files, chunks, collective, on_progress)
             if self._options.verify != 'off':
                 with clock.stage('look'):
                     self._look(writer, staging, files, collective)
-            reports = collective.all_gather((receipts, overflows, clock.meter.peak_extra_nbytes))
+            with clock.stage('receipts'):
+                records = collective.reduce(records, merge)
+                overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
-                    everyones = [receipt for report in reports for receipt in report[0]]
                     facts = {'packages': package_versions(), **self._facts()}
-                    tensors = folder.commit(plan, everyones, step, facts, self._options.verify)
+                    tensors = folder.commit(plan, records, step, facts, self._options.verify)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
@@ -304,10 +313,8 @@ class Saver:
             raise
         finally:
             writer.abort()
-        overflows = sum(report[1] for report in reports)
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
-        peak = max(report[2] for report in reports)
         cost = SaveCost(
             plan.nbytes,
             clock.seconds,
@@ -328,19 +335,25 @@ class Saver:
         chunks: AbstractContextManager[Iterable[Chunk]],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
-    ) -> tuple[list[WriteReceipt], int]:
+    ) -> tuple[np.ndarray, int]:
+        """Returns this rank's records, and elements that overflowed."""
         overflows = done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
             writer.open(staging, files)
             for chunk in some:
-                overflows += chunk.overflows
-                done_nbytes += chunk.data.nbytes
-                writer.write(chunk)
-                del chunk  # the next is made while this one waits for the disk
-                if on_progress is not None:
-                    on_progress(done_nbytes, total_nbytes)
-            return writer.finish(), overflows
+                if collective.is_failing:
+                    continue  # the others gather on until the next agreement, and need this rank for it
+                try:
+                    overflows += chunk.overflows
+                    done_nbytes += chunk.data.nbytes
+                    writer.write(chunk)
+                    del chunk  # the next is made while this one waits for the disk
+                    if on_progress is not None:
+                        on_progress(done_nbytes, total_nbytes)
+                except Exception as error:
+                    collective.remember('write', error)
+            return pack(self.plan, [] if collective.is_failing else writer.finish()), overflows
 
     def _look(self, writer: Writer, staging: Path, files: Mapping[str, FileIdentity], collective: Collective) -> None:
         """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
@@ -374,3 +387,11 @@ class Saver:
             'dtype': self._options.dtype or 'as trained',
             **self._options.facts,
         }
+
+
+def _sum_and_peak(collective: Collective, count: int, nbytes: int) -> tuple[int, int]:
+    """All ranks' counts together, and the largest of their bytes. Runs on: all ranks."""
+    found = collective.all_reduce(
+        np.array([count, nbytes]), lambda one, other: np.array([one[0] + other[0], max(one[1], other[1])])
+    )
+    return int(found[0]), int(found[1])

@@ -26,11 +26,11 @@ def is_shared(final: Path, collective: Collective) -> bool:
         if collective.rank == 0:
             number = _write_probe(probe)
     number = collective.broadcast(number)
-    seen = collective.all_gather(_sees(probe, number))
+    is_missed = collective.any(not _sees(probe, number))
     with collective.stage('preflight'):
         if collective.rank == 0:
             probe.unlink(missing_ok=True)
-    return all(seen)
+    return not is_missed
 
 
 def _sees(probe: Path, number: int) -> bool:

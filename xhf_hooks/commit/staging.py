@@ -18,6 +18,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xhf_hooks.commit import retention
 from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.exchange import exchange
@@ -26,7 +28,7 @@ from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.commit.manifest import Commit, describe_folder, read_commit, write_manifest
 from xhf_hooks.commit.others import others_in, set_apart
 from xhf_hooks.errors import TargetError
-from xhf_hooks.records import SavePlan, Step, WriteReceipt, WrittenTensor
+from xhf_hooks.records import SavePlan, Step, WrittenTensor
 from xhf_hooks.safetensors_format import check_file
 from xhf_hooks.verify.against_manifest import check_folder
 
@@ -182,7 +184,7 @@ class CheckpointFolder:
     def commit(
         self,
         plan: SavePlan,
-        receipts: list[WriteReceipt],
+        records: np.ndarray,
         step: Step,
         facts: dict[str, Any],
         verify: str = 'sizes',
@@ -190,6 +192,7 @@ class CheckpointFolder:
         """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
 
         Args:
+            records: What all ranks have written (receipts.py).
             verify: One of :data:`VERIFY_LEVELS`: 'sizes' looks at sizes and headers, 'full' also reads all bytes
                 back, from the disk, and compares them with the checksums taken from memory.
 
@@ -203,7 +206,7 @@ class CheckpointFolder:
         for name, index in plan.indexes.items():
             with (self.staging / name).open('w', encoding='utf-8') as file:
                 file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
-        tensors = assemble(plan, receipts)
+        tensors = assemble(plan, records)
         if verify != 'off':
             for file in plan.files:
                 check_file(self.staging / file.name, file.header, file.nbytes)
