@@ -138,6 +138,7 @@ class HFCheckpointHook(Hook):
         Raises:
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
+        self.close()
         unwrapped = unwrap(runner.model, _wrappers())
         self._schedule = self._resolve_schedule(runner)
         log = RunLog(runner.logger, 'HFCheckpointHook')
@@ -146,6 +147,7 @@ class HFCheckpointHook(Hook):
             Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
             self._options,
             log,
+            run=runner,
             suffixes=[] if self._best is None else self._best.folder_suffixes(),
             reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
             on_committed=partial(self._visualize, runner),
@@ -189,13 +191,21 @@ class HFCheckpointHook(Hook):
             self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember)
 
     def after_train(self, runner: Any) -> None:
-        self._saves.collect()
-        if self.save_last and self._saves.saved_at != runner.iter:
-            unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
-            self._saves.save(Step(unit, number, runner.iter))
+        try:
             self._saves.collect()
-        self._saves.close()
-        self._saves = None
+            if self.save_last and self._saves.saved_at != runner.iter:
+                unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
+                self._saves.save(Step(unit, number, runner.iter))
+                self._saves.collect()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
+        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """A save of the best score is committed."""
