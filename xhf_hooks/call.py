@@ -48,7 +48,8 @@ def save_hf(
 
     Returns:
         What was committed: its ``path``, its ``step``, its ``cost`` (``nbytes``, ``seconds``, memory), and
-        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space is rank 0's to tell.
+        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space, and what there is to
+        warn of in the files around the weights, is rank 0's to tell.
 
     Raises:
         OptionError: An option has a bad value, or is not for this model.

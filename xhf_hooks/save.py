@@ -12,7 +12,7 @@ commit()            staging gets the final name       then, and only then, older
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from pathlib import Path
@@ -47,6 +47,7 @@ from xhf_hooks.registry import WRITERS
 from xhf_hooks.slices import own_slices
 from xhf_hooks.snapshot import SnapshotMemory
 from xhf_hooks.sources import source_for
+from xhf_hooks.verify.threads import WorkerThreads, default_workers
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
 from xhf_hooks.writers.evidence import require_samples
@@ -84,6 +85,15 @@ class SaveOptions:
     in_background: bool = False
     verify: str = 'sizes'
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What of a save has threads of its own: the writer, and on rank 0 those that read back what was written."""
+
+    writer: Writer
+    readers: WorkerThreads | None
+    to_close: ExitStack
 
 
 class Saver:
@@ -183,8 +193,9 @@ class Saver:
         clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
+        started = self._start_threads(folder)
         chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
-        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress)
+        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress, started)
 
     def start(
         self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
@@ -203,9 +214,12 @@ class Saver:
             self._renew_plan()
         with clock.stage('snapshot'):
             held = self._take_snapshot(clock.meter)
+        started = self._start_threads(folder)
         clock.training_goes_on()
         self.background.start(
-            lambda: self._write_and_commit(folder, step, nullcontext(held), self._in_background, clock, on_progress)
+            lambda: self._write_and_commit(
+                folder, step, nullcontext(held), self._in_background, clock, on_progress, started
+            )
         )
 
     def reserve_snapshot(self) -> int:
@@ -269,6 +283,17 @@ class Saver:
             sliced=self._source.sliceable(self._masters) if writer.in_slices else (),
         )
 
+    def _start_threads(self, folder: CheckpointFolder) -> _Started:
+        """All that a save will need, before training goes on. Whoever gets them closes them."""
+        with ExitStack() as to_close:
+            with self._collective.stage('threads'):
+                writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
+                to_close.callback(writer.abort)
+                readers = None
+                if self._options.verify == 'full' and self._collective.rank == 0:
+                    readers = to_close.enter_context(WorkerThreads(default_workers()))
+            return _Started(writer, readers, to_close.pop_all())
+
     def _write_and_commit(
         self,
         folder: CheckpointFolder,
@@ -277,10 +302,10 @@ class Saver:
         collective: Collective,
         clock: SaveClock,
         on_progress: Callable[[int, int], None] | None,
+        started: _Started,
     ) -> CommittedCheckpoint:
         """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
-        plan, is_rank0 = self.plan, collective.rank == 0
-        writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
+        plan, is_rank0, writer = self.plan, collective.rank == 0, started.writer
         warnings: list[str] = []
         free_before = free_after = made = None
         try:
@@ -304,7 +329,7 @@ class Saver:
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     facts = {'packages': package_versions(), **self._facts()}
-                    tensors = folder.commit(plan, records, step, facts, self._options.verify)
+                    tensors = folder.commit(plan, records, step, facts, self._options.verify, started.readers)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
@@ -312,7 +337,7 @@ class Saver:
                 folder.abandon()
             raise
         finally:
-            writer.abort()
+            started.to_close.close()
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         cost = SaveCost(

@@ -31,6 +31,7 @@ from xhf_hooks.errors import TargetError
 from xhf_hooks.records import SavePlan, Step, WrittenTensor
 from xhf_hooks.safetensors_format import check_file
 from xhf_hooks.verify.against_manifest import check_folder
+from xhf_hooks.verify.threads import WorkerThreads
 
 VERIFY_LEVELS = ('off', 'sizes', 'full')
 
@@ -188,6 +189,7 @@ class CheckpointFolder:
         step: Step,
         facts: dict[str, Any],
         verify: str = 'sizes',
+        threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
         """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
 
@@ -195,6 +197,7 @@ class CheckpointFolder:
             records: What all ranks have written (receipts.py).
             verify: One of :data:`VERIFY_LEVELS`: 'sizes' looks at sizes and headers, 'full' also reads all bytes
                 back, from the disk, and compares them with the checksums taken from memory.
+            threads: They read; None starts some.
 
         Returns:
             What was written.
@@ -218,7 +221,7 @@ class CheckpointFolder:
         facts = {**facts, 'commit': {'number': number, 'run': self._run_id}}
         manifest = describe_folder(self.staging, plan, tensors, step, facts)
         if verify == 'full':
-            check_folder(self.staging, manifest, 'full')
+            check_folder(self.staging, manifest, 'full', threads=threads)
         write_manifest(self.staging, manifest)
         _fsync_folder(self.staging)
         self._publish(read_commit(self.staging))

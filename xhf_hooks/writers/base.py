@@ -15,7 +15,8 @@ class Writer(ABC):
     """Puts chunks at their places in the planned files.
 
     A save calls :meth:`create` on rank 0; when all ranks know that it is done, on each rank :meth:`open`,
-    :meth:`write` any number of times, then :meth:`finish`; or :meth:`abort` at any point.
+    :meth:`write` any number of times, then :meth:`finish`; and :meth:`abort` at the end, or at any point before. A
+    thread that it needs it starts when it is made: later the interpreter may be shutting down, and starts none.
 
     Attributes:
         all_ranks: Every rank writes, so the folder must be on a file system that all of them see.
@@ -58,4 +59,4 @@ class Writer(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what is pending and close the files. Never raises."""
+        """Drop what is pending, close the files and end the threads. Never raises."""

@@ -42,7 +42,9 @@ class StreamWriter(Writer):
         self._taker = SampleTaker()
         self._files: dict[str, OutputFile] = {}  # opened when the first chunk for it comes
         self._receipts: list[WriteReceipt] = []
-        self._thread: threading.Thread | None = None
+        # At once: this is made before training goes on, and a process that ends can start no thread
+        self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
+        self._thread.start()
 
     def create(self, plan: SavePlan, folder: Path) -> dict[str, FileIdentity]:
         return {file.name: create_file(folder / file.name, file.header, file.nbytes) for file in plan.files}
@@ -57,9 +59,6 @@ class StreamWriter(Writer):
             if self._error:
                 raise self._error
             self._pending += nbytes
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
-            self._thread.start()
         self._queue.put(chunk)
 
     def finish(self) -> list[WriteReceipt]:
