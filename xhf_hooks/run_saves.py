@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,12 @@ class RunSaves:
         *,
         may_skip: bool = False,
         after: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """One save; into ``newest`` unless another folder is given.
 
         Args:
+            facts: What the manifest says of this save alone.
             may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
             after: Called when it is committed.
 
@@ -122,9 +124,9 @@ class RunSaves:
         committed, progress = None, ProgressLog(self._log, step.label)
         try:
             if self._saver.in_background:
-                self._saver.start(folder, step, progress)
+                self._saver.start(folder, step, progress, facts)
             else:
-                committed = self._saver.save(folder, step, progress)
+                committed = self._saver.save(folder, step, progress, facts)
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return

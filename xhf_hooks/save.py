@@ -11,7 +11,7 @@ commit()            staging gets the final name       then, and only then, older
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -158,13 +158,18 @@ class Saver:
             folder.abandon()
 
     def save(
-        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        on_progress: Callable[[int, int], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 
         Args:
             on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
                 rank has handed to the writer, and about how many it will.
+            facts: What the manifest says of this save alone.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
@@ -174,10 +179,14 @@ class Saver:
         with clock.stage('plan'):
             self._renew_plan()
         chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
-        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress)
+        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress, facts)
 
     def start(
-        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        on_progress: Callable[[int, int], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Copy what is to be saved, and write and commit it in the background.
 
@@ -195,7 +204,9 @@ class Saver:
             held = self._take_snapshot(clock.meter)
         clock.training_goes_on()
         self.background.start(
-            lambda: self._write_and_commit(folder, step, nullcontext(held), self._in_background, clock, on_progress)
+            lambda: self._write_and_commit(
+                folder, step, nullcontext(held), self._in_background, clock, on_progress, facts
+            )
         )
 
     def reserve_snapshot(self) -> int:
@@ -267,6 +278,7 @@ class Saver:
         collective: Collective,
         clock: SaveClock,
         on_progress: Callable[[int, int], None] | None,
+        save_facts: Mapping[str, Any] | None,
     ) -> CommittedCheckpoint:
         """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
         plan, is_rank0 = self.plan, collective.rank == 0
@@ -286,7 +298,7 @@ class Saver:
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     everyones = [receipt for report in reports for receipt in report[0]]
-                    facts = {'packages': package_versions(), **self._facts()}
+                    facts = {'packages': package_versions(), **self._facts(), **(save_facts or {})}
                     tensors = folder.commit(plan, everyones, step, facts, self._options.verify)
                     warnings += warn_of_non_finite(tensors)
                     free_after = folder.free_nbytes()
