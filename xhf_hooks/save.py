@@ -365,5 +365,6 @@ class Saver:
             'world_size': self._collective.world_size,
             'writer': self._options.writer,
             'dtype': self._options.dtype or 'as trained',
+            'weights': 'live',
             **self._options.facts,
         }

@@ -12,6 +12,7 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from xhf_hooks import options
 from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.exporters.reward import has_head
+from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best_metric import BestMetric
 from xhf_hooks.hooks.schedule import Schedule
 from xhf_hooks.hooks.tokenizer import with_chat_template
@@ -56,6 +57,8 @@ class HFCheckpointHook(Hook):
         chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
             the chat template that writes dialogues as training had them, and generation_config its stop words.
             Defaults to True.
+        ema (bool): Where the run has an EMAHook, save the weights that it averages, as CheckpointHook does and
+            validation scores. False saves the live ones. Defaults to True.
         dtype (str, optional): 'float32' (the fp32 master weights where there are any), 'bfloat16' or
             'float16'. Defaults to None: as trained.
         max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
@@ -96,6 +99,7 @@ class HFCheckpointHook(Hook):
         llava_format: str | None = None,
         tokenizer: Any | None = None,
         chat_template: bool = True,
+        ema: bool = True,
         dtype: str | None = None,
         max_shard_size: int | str = '5GB',
         bucket_size: int | str = '128MB',
@@ -113,6 +117,7 @@ class HFCheckpointHook(Hook):
         self.save_last = save_last
         self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
         self._best = None if save_best is None else BestMetric(save_best, rule)
+        self._ema = options.check_switch('ema', ema)
         self._chat_template = options.check_switch('chat_template', chat_template)
         self._options = options.parse_run(
             max_keep_ckpts=max_keep_ckpts,
@@ -141,6 +146,7 @@ class HFCheckpointHook(Hook):
         unwrapped = unwrap(runner.model, _wrappers())
         self._schedule = self._resolve_schedule(runner)
         log = RunLog(runner.logger, 'HFCheckpointHook')
+        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self._ema, log=log)
         self._saves = RunSaves(
             unwrapped,
             Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
