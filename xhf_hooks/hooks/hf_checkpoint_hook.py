@@ -13,7 +13,8 @@ from xhf_hooks import options
 from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.exporters.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best_metric import BestMetric
+from xhf_hooks.hooks.best_folders import find_best_folders
+from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.schedule import Schedule
 from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.preflight import unwrap
@@ -165,6 +166,8 @@ class HFCheckpointHook(Hook):
             else None,
         )
         self._log = log
+        if self._best is not None:
+            self._learn_of_best(runner)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
@@ -192,7 +195,8 @@ class HFCheckpointHook(Hook):
         for metric, score in improved.items():
             folder = self._saves.others[self._best.folder_suffix(metric)]
             remember = partial(self._remember, runner, metric, score)
-            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember)
+            facts = self._best.facts(metric, score)
+            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember, facts=facts)
 
     def after_train(self, runner: Any) -> None:
         self._saves.collect()
@@ -202,6 +206,20 @@ class HFCheckpointHook(Hook):
             self._saves.collect()
         self._saves.close()
         self._saves = None
+
+    def _learn_of_best(self, runner: Any) -> None:
+        """What is in the best folders counts, also where the resumed checkpoint is older. Runs on: all ranks."""
+        collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
+        try:
+            with collective.stage('preflight'):
+                finals = dict.fromkeys([*earlier_folders(hub), newest])
+                found = find_best_folders(finals) if collective.rank == 0 else []
+            for line in self._best.begin(newest, collective.all_gather(found)[0], hub):
+                self._log.info(line)
+        except XhfError:
+            self._saves.close()
+            self._saves = None
+            raise
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """A save of the best score is committed."""
