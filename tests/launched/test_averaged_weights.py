@@ -273,3 +273,68 @@ def test_training_is_untouched(finished):
 def test_refused_before_training(finished, name):
     messages = check(finished[1], name)
     assert messages[0] == messages[1] and REFUSED[name][1] in messages[0]
+
+
+#: Runs whose checkpoints hold both: name to pairs of a checkpoint and what the hook saved then.
+CONVERTED = {
+    'exponential': [('iter_4.pth', 'hf_model'), ('iter_2.pth', 'hf_model_iter_2')],
+    'stochastic': [('iter_4.pth', 'hf_model')],
+    'tied': [('iter_4.pth', 'hf_model')],
+    'begins_later': [('iter_2.pth', 'hf_model_iter_2')],
+}
+
+
+@pytest.mark.parametrize('name', CONVERTED)
+def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
+    from xhf_hooks.cli.verify import main as verify
+
+    log_dir = Path(check(finished[1], name)[0])
+    for checkpoint, folder in CONVERTED[name]:
+        out = convert(log_dir.parent / checkpoint, tmp_path / checkpoint, '--base', log_dir / folder, '--verify')
+        assert '(the averaged weights)' in capsys.readouterr().out
+        assert_same_files(out, log_dir / folder)
+        manifest = json.loads((out / 'xhf_manifest.json').read_text())
+        assert manifest['weights'] == 'averaged'
+        assert verify([str(log_dir / folder), str(log_dir.parent / checkpoint)]) == 0
+        capsys.readouterr()
+
+
+def test_conversion_gives_the_live_ones_on_request(finished, tmp_path, capsys):
+    from xhf_hooks.cli.verify import main as verify
+
+    log_dir = Path(check(finished[1], 'live_ddp')[0][0])
+    checkpoint, expected = log_dir.parent / 'iter_4.pth', log_dir / 'hf_model'
+    live = convert(checkpoint, tmp_path / 'live', '--base', expected, '--no-ema')
+    assert '(the live weights)' in capsys.readouterr().out
+    assert_same_files(live, expected)
+    assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
+    averaged = convert(checkpoint, tmp_path / 'averaged', '--base', expected)
+    assert differing(folder_tensors(averaged), folder_tensors(live))
+    assert verify([str(expected), str(checkpoint)]) == 0, 'the live ones of the checkpoint'
+    assert 'the live ones are compared' in capsys.readouterr().out
+    assert verify([str(averaged), str(checkpoint)]) == 0
+
+
+def test_conversion_of_a_deepspeed_run_tells_that_the_average_is_not_there(finished, tmp_path, capsys):
+    log_dir = Path(check(finished[1], 'zero2')[0])
+    live = convert(log_dir.parent / 'iter_4.pth', tmp_path / 'live', '--base', log_dir / 'hf_model')
+    assert 'the run averages its weights (EMAHook), but its checkpoints are of DeepSpeed' in capsys.readouterr().err
+    assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
+    convert(log_dir.parent / 'iter_4.pth', tmp_path / 'asked', '--base', log_dir / 'hf_model', '--no-ema')
+    assert 'averages' not in capsys.readouterr().err
+
+
+def test_conversion_of_a_published_checkpoint(finished, tmp_path, capsys):
+    """CheckpointHook's ``published_keys`` leave out ``ema_state_dict``: only the averaged weights are left."""
+    from xhf_hooks.cli.convert import BAD_INPUT, main
+
+    log_dir = Path(check(finished[1], 'exponential')[0])
+    content = torch.load(log_dir.parent / 'iter_4.pth', weights_only=False)
+    torch.save({key: content[key] for key in ('meta', 'state_dict')}, tmp_path / 'published.pth')
+    out = convert(tmp_path / 'published.pth', tmp_path / 'out', '--base', log_dir / 'hf_model')
+    assert_same_files(out, log_dir / 'hf_model')
+    assert json.loads((out / 'xhf_manifest.json').read_text())['weights'] == 'averaged'
+    capsys.readouterr()
+    live = [str(tmp_path / 'published.pth'), str(tmp_path / 'live'), '--base', str(out), '--no-ema']
+    assert main(live) == BAD_INPUT
+    assert 'option --no-ema: expected a checkpoint with the ema_state_dict of its run' in capsys.readouterr().err
