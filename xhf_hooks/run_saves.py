@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -150,11 +150,13 @@ class RunSaves:
         *,
         may_skip: bool = False,
         after: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
         prepare_secs: float = 0.0,
     ) -> None:
         """One save; into ``newest`` unless another folder is given.
 
         Args:
+            facts: What the manifest says of this save alone.
             may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
             after: Called when it is committed.
             prepare_secs: What counts as part of it and has passed before, if it is not in the background.
@@ -168,9 +170,9 @@ class RunSaves:
         committed, progress = None, ProgressLog(self._log, step.label)
         try:
             if self._saver.in_background:
-                self._saver.start(folder, step, progress)
+                self._saver.start(folder, step, progress, facts)
             else:
-                committed = self._saver.save(folder, step, progress, prepare_secs=prepare_secs)
+                committed = self._saver.save(folder, step, progress, facts, prepare_secs=prepare_secs)
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return

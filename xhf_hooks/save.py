@@ -88,9 +88,19 @@ class SaveOptions:
 
 
 @dataclass(frozen=True)
-class _Started:
-    """What of a save has threads of its own: the writer, and on rank 0 those that read back what was written."""
+class _Job:
+    """One save: where it goes, what is said of it, and what of it has threads of its own.
 
+    Attributes:
+        facts: What the manifest says of this save alone.
+        readers: Read back what was written; on rank 0, with ``verify='full'``.
+        to_close: Ends the threads.
+    """
+
+    folder: CheckpointFolder
+    step: Step
+    facts: Mapping[str, Any]
+    on_progress: Callable[[int, int], None] | None
     writer: Writer
     readers: WorkerThreads | None
     to_close: ExitStack
@@ -177,6 +187,7 @@ class Saver:
         folder: CheckpointFolder,
         step: Step,
         on_progress: Callable[[int, int], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
         prepare_secs: float = 0.0,
     ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
@@ -184,6 +195,7 @@ class Saver:
         Args:
             on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
                 rank has handed to the writer, and about how many it will.
+            facts: What the manifest says of this save alone.
             prepare_secs: What the caller has needed before this, and counts as part of the save.
 
         Raises:
@@ -193,12 +205,16 @@ class Saver:
         clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
-        started = self._start_threads(folder)
+        job = self._begin(folder, step, facts, on_progress)
         chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
-        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress, started)
+        return self._write_and_commit(job, chunks, self._collective, clock)
 
     def start(
-        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        on_progress: Callable[[int, int], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Copy what is to be saved, and write and commit it in the background.
 
@@ -214,13 +230,9 @@ class Saver:
             self._renew_plan()
         with clock.stage('snapshot'):
             held = self._take_snapshot(clock.meter)
-        started = self._start_threads(folder)
+        job = self._begin(folder, step, facts, on_progress)
         clock.training_goes_on()
-        self.background.start(
-            lambda: self._write_and_commit(
-                folder, step, nullcontext(held), self._in_background, clock, on_progress, started
-            )
-        )
+        self.background.start(lambda: self._write_and_commit(job, nullcontext(held), self._in_background, clock))
 
     def reserve_snapshot(self) -> int:
         """Take a snapshot for nothing, so that its memory is there, and known to suffice, before training.
@@ -283,8 +295,14 @@ class Saver:
             sliced=self._source.sliceable(self._masters) if writer.in_slices else (),
         )
 
-    def _start_threads(self, folder: CheckpointFolder) -> _Started:
-        """All that a save will need, before training goes on. Whoever gets them closes them."""
+    def _begin(
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        facts: Mapping[str, Any] | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> _Job:
+        """Start all threads that the save will need, before training goes on. Whoever gets them closes them."""
         with ExitStack() as to_close:
             with self._collective.stage('threads'):
                 writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
@@ -292,20 +310,17 @@ class Saver:
                 readers = None
                 if self._options.verify == 'full' and self._collective.rank == 0:
                     readers = to_close.enter_context(WorkerThreads(default_workers()))
-            return _Started(writer, readers, to_close.pop_all())
+            return _Job(folder, step, facts or {}, on_progress, writer, readers, to_close.pop_all())
 
     def _write_and_commit(
         self,
-        folder: CheckpointFolder,
-        step: Step,
+        job: _Job,
         chunks: AbstractContextManager[Iterable[Chunk]],
         collective: Collective,
         clock: SaveClock,
-        on_progress: Callable[[int, int], None] | None,
-        started: _Started,
     ) -> CommittedCheckpoint:
         """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
-        plan, is_rank0, writer = self.plan, collective.rank == 0, started.writer
+        plan, is_rank0, folder, writer = self.plan, collective.rank == 0, job.folder, job.writer
         warnings: list[str] = []
         free_before = free_after = made = None
         try:
@@ -319,7 +334,7 @@ class Saver:
                 name, files = collective.broadcast(made)
                 staging = folder.final.with_name(name)
             with clock.stage('write'):
-                records, overflows = self._write(writer, staging, files, chunks, collective, on_progress)
+                records, overflows = self._write(writer, staging, files, chunks, collective, job.on_progress)
             if self._options.verify != 'off':
                 with clock.stage('look'):
                     self._look(writer, staging, files, collective)
@@ -328,8 +343,8 @@ class Saver:
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
-                    facts = {'packages': package_versions(), **self._facts()}
-                    tensors = folder.commit(plan, records, step, facts, self._options.verify, started.readers)
+                    facts = {'packages': package_versions(), **self._facts(), **job.facts}
+                    tensors = folder.commit(plan, records, job.step, facts, self._options.verify, job.readers)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
@@ -337,7 +352,7 @@ class Saver:
                 folder.abandon()
             raise
         finally:
-            started.to_close.close()
+            job.to_close.close()
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         cost = SaveCost(
@@ -350,7 +365,7 @@ class Saver:
             free_before_nbytes=free_before,
             free_after_nbytes=free_after,
         )
-        return CommittedCheckpoint(folder.final, step, cost, tuple(warnings))
+        return CommittedCheckpoint(folder.final, job.step, cost, tuple(warnings))
 
     def _write(
         self,
@@ -410,6 +425,7 @@ class Saver:
             'world_size': self._collective.world_size,
             'writer': self._options.writer,
             'dtype': self._options.dtype or 'as trained',
+            'weights': 'live',
             **self._options.facts,
         }
 

@@ -12,7 +12,9 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from xhf_hooks import options
 from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.exporters.reward import has_head
-from xhf_hooks.hooks.best_metric import BestMetric
+from xhf_hooks.hooks.averaged_weights import choose_weights
+from xhf_hooks.hooks.best_folders import find_best_folders
+from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.preflight import unwrap
@@ -56,6 +58,8 @@ class HFCheckpointHook(Hook):
         chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
             the chat template that writes dialogues as training had them, and generation_config its stop words.
             Defaults to True.
+        ema (bool): Where the run has an EMAHook, save the weights that it averages, as CheckpointHook does and
+            validation scores. False saves the live ones. Defaults to True.
         dtype (str, optional): 'float32' (the fp32 master weights where there are any), 'bfloat16' or
             'float16'. Defaults to None: as trained.
         max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
@@ -96,6 +100,7 @@ class HFCheckpointHook(Hook):
         llava_format: str | None = None,
         tokenizer: Any | None = None,
         chat_template: bool = True,
+        ema: bool = True,
         dtype: str | None = None,
         max_shard_size: int | str = '5GB',
         bucket_size: int | str = '128MB',
@@ -113,6 +118,7 @@ class HFCheckpointHook(Hook):
         self.save_last = save_last
         self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
         self._best = None if save_best is None else BestMetric(save_best, rule)
+        self._ema = options.check_switch('ema', ema)
         self._chat_template = options.check_switch('chat_template', chat_template)
         self._options = options.parse_run(
             max_keep_ckpts=max_keep_ckpts,
@@ -144,6 +150,7 @@ class HFCheckpointHook(Hook):
         self._schedule = resolve_schedule(runner, self._interval, self._by_epoch, self._save_begin)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
         check_schedule(runner, self._schedule, log, saves_anyway=self.save_last or self._best is not None)
+        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self._ema, log=log)
         self._saves = RunSaves(
             unwrapped,
             Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
@@ -163,6 +170,8 @@ class HFCheckpointHook(Hook):
             else None,
         )
         self._log = log
+        if self._best is not None:
+            self._learn_of_best(runner)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
@@ -190,7 +199,8 @@ class HFCheckpointHook(Hook):
         for metric, score in improved.items():
             folder = self._saves.others[self._best.folder_suffix(metric)]
             remember = partial(self._remember, runner, metric, score)
-            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember)
+            facts = self._best.facts(metric, score)
+            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember, facts=facts)
 
     def after_train(self, runner: Any) -> None:
         try:
@@ -207,6 +217,19 @@ class HFCheckpointHook(Hook):
         if self._saves is not None:
             self._saves.close()
             self._saves = None
+
+    def _learn_of_best(self, runner: Any) -> None:
+        """What is in the best folders counts, also where the resumed checkpoint is older. Runs on: all ranks."""
+        collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
+        try:
+            with collective.stage('preflight'):
+                finals = dict.fromkeys([*earlier_folders(hub), newest])
+                found = find_best_folders(finals) if collective.rank == 0 else []
+            for line in self._best.begin(newest, collective.broadcast(found), hub):
+                self._log.info(line)
+        except XhfError:
+            self.close()
+            raise
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """A save of the best score is committed."""
