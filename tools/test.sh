@@ -15,6 +15,19 @@ logs=$(mktemp -d)
 # Each job in the background has a process group of its own
 trap 'for job in $(jobs -p); do kill -- -"$job" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
 
+# Install those of the Debian PACKAGES that are missing.
+need_debian_packages() {
+    local missing
+    missing=$(for package in "$@"; do dpkg -s "$package" &>/dev/null || echo "$package"; done)
+    [[ $missing ]] || return 0
+    echo "== Debian packages:" $missing
+    if ! command -v apt-get >/dev/null; then
+        echo 'There is no apt-get here: install what they hold in your own way, or the tests that need it fail.'
+        return
+    fi
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
+}
+
 # What DeepSpeed reads NVMe with. It is compiled beside the first tests; those that need it wait for it.
 compile_async_io() {
     use_env .venv
@@ -48,11 +61,7 @@ test_xtuner() {
     python -m pytest -q -m 'not modern_only'
 }
 
-if [[ ! -e /usr/include/libaio.h ]]; then
-    echo '== libaio-dev, for DeepSpeed on NVMe'
-    apt-get update -qq && apt-get install -y -qq libaio-dev >/dev/null
-fi
-
+need_debian_packages libaio-dev # what DeepSpeed reads NVMe with
 make_env .venv requirements/modern.txt requirements/test.txt
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
