@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
-make_env .venv requirements/modern.txt
+make_env .venv modern
 use_env .venv
 
 # One process for each GPU that torch can use, or two on the CPU

@@ -54,7 +54,7 @@ test_modern() {
 }
 
 test_xtuner() {
-    make_env .venv-xtuner requirements/xtuner.txt requirements/test.txt
+    make_env .venv-xtuner xtuner test
     use_env .venv-xtuner
     export PYTHONPATH=$PWD/tests/xtuner_stack
     echo "== tests, XTuner's stack"
@@ -62,7 +62,7 @@ test_xtuner() {
 }
 
 need_debian_packages libaio-dev # what DeepSpeed reads NVMe with
-make_env .venv requirements/modern.txt requirements/test.txt
+make_env .venv modern test
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
 if [[ $# -gt 0 ]]; then
