@@ -99,17 +99,17 @@ raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h")
         _fail "Python's C headers not found. On Debian: apt-get install $python-dev"
 }
 
-# Say how much STACK is, before it is downloaded into DIR.
+# Say how much STACK is, before it is downloaded into DIR. Measured by `pip download` of the lock files and `du`.
 _tell_size() {
-    local sizes
+    local cuda cpu
     case $2 in
-        xtuner) sizes='X GB (with the CPU build Y GB), on the disk Z GB (W GB)' ;;
-        *) sizes='X GB (with the CPU build Y GB), on the disk Z GB (W GB)' ;;
+        xtuner) cuda='3.1 GB to download, 6.3 GB' cpu='0.6 GB, 2.3 GB' ;;
+        *) cuda='3.0 GB to download, 5.8 GB' cpu='0.4 GB, 1.8 GB' ;;
     esac
-    echo "== $1: with torch's CUDA build about $sizes to download"
+    echo "== $1: about $cuda on the disk; with the CPU build of torch $cpu"
     if ! _has_gpu; then
-        echo '   There is no GPU here, so the CPU build is enough. Where pip is not set up for it, begin the command with'
-        echo '   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu'
+        echo '   This machine has no GPU, so the CPU build will do. Where pip is not set up for it, start again with'
+        echo "   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"
     fi
 }
 

@@ -5,8 +5,8 @@
 #
 # Both stacks are tested at the same time; what XTuner's has to say is shown when it has ended.
 #
-# Needs Python 3.11 or newer, a C++ compiler, and root (small file systems are mounted, and Debian's
-# libaio-dev is installed for the NVMe test when it is missing).
+# Needs Python 3.11 or 3.12, a C++ compiler, and root (small file systems are mounted, and Debian's packages that tests
+# need are installed). Says how much it will download; a machine without a GPU needs a sixth of that: docs/versions.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
