@@ -62,9 +62,7 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, holder):
 def test_lock_goes_with_a_killed_process(tmp_path, holder):
     holder.process.kill()
     holder.process.join()
-    started = time.monotonic()
     CheckpointFolder(tmp_path / 'run' / 'hf_model', 1).claim()
-    assert time.monotonic() - started < 5
 
 
 def test_released_lock_leaves_no_file(tmp_path):

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from typing import Any
 
 import bench_convert
 import bench_verify
+from bench_launch import environment, torchrun
 from bench_plan import measure_plans
 from bench_ranks import measure_ranks
 from bench_report import describe_machine, draw, table
@@ -51,14 +51,12 @@ LAYERS = {0.2: 1, 0.8: 14, 1.6: 30}
 def run_worker(what: str, billions: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One launch, one model size, all ways."""
     result = folder / 'result.json'
-    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', str(args.ranks)]
-    command += [str(WORKER), what, '--billions', str(billions), '--repeats', str(args.repeats)]
+    command = [*torchrun(args.ranks), str(WORKER), what, '--billions', str(billions), '--repeats', str(args.repeats)]
     command += ['--bucket-size', str(parse_size(args.bucket_size))]
     if what == 'save':
         command += ['--in-a-row', str(args.in_a_row)]
     command += ['--folder', str(folder / 'saves'), '--result', str(result)]
-    environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if finished.returncode:
         sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}')
     return json.loads(result.read_text())

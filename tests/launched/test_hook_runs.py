@@ -234,7 +234,7 @@ def finished(tmp_path_factory):
     for name, (options, _) in REFUSED_INPUT.items():
         options = _filled_in({'hook': {}, **options}, str(root))
         scenarios[name] = partial(refused, options, 'nothing', root / name)
-    yield root, run_scenarios(scenarios, 2, timeout_secs=900)
+    yield root, run_scenarios(scenarios, 2)
     _unmount(root)
 
 
