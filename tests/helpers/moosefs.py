@@ -25,7 +25,8 @@ from tests.helpers.namespaces import enter
 #: What a busy machine may take to start a server.
 START_SECS = 120.0
 _ADDRESS = '10.77.0.1'
-_PROGRAMS = ('mfsmaster', 'mfschunkserver', 'mfsmount', 'nsenter', 'unshare', 'setpriv', 'ip')
+PACKAGES = ('moosefs-master', 'moosefs-chunkserver', 'moosefs-client')
+_PROGRAMS = ('mfsmaster', 'mfschunkserver', 'mfsmount', 'mfssetgoal', 'nsenter', 'unshare', 'setpriv', 'ip')
 _SERVER = 'WORKING_USER = root\nWORKING_GROUP = root\nDISABLE_OOM_KILLER = 0\nDATA_PATH = {folder}\n'
 _MASTER = (
     _SERVER
@@ -110,21 +111,24 @@ class MooseFS:
         script = 'hostname "$1" && shift && exec "$@"'
         mount = ['mfsmount', self.mounted, '-f', '-H', _ADDRESS, '-o', ','.join(options)]
         log = self._folder / f'{name}.log'
-        process = self._running.enter_context(
-            _started(
-                ['nsenter', f'--net=/proc/{self._network}/ns/net', 'unshare', '--mount', '--uts']
-                + ['--propagation', 'private', 'sh', '-c', script, 'sh', name, *mount],
-                log,
-            )
-        )
+        own = ['nsenter', f'--net=/proc/{self._network}/ns/net']
+        own += ['unshare', '--mount', '--uts', '--propagation', 'private', 'sh', '-c', script, 'sh', name]
+        process = self._running.enter_context(_started([*own, *mount], log))
         mounts = Path(f'/proc/{process.pid}/mountinfo')
         _wait_until(lambda: f' {self.mounted} ' in mounts.read_text(), process, log, f'{name} mounted')
         host = Host(name, process.pid, self.mounted, cache_secs)
         # The server takes nothing before it knows of a disk
         seen = host.sees(self.mounted)
         _wait_until(lambda: os.statvfs(seen).f_bavail > 0, process, log, f'{name} had room to write')
+        if not self.hosts:
+            self._keep_one_copy(host)
         self.hosts[name] = host
         return host
+
+    def _keep_one_copy(self, host: Host) -> None:
+        """There is one disk: a file that is to have two copies lets its second writer wait for 30 s at each turn."""
+        inside = ['nsenter', f'--net=/proc/{host.pid}/ns/net', f'--mount=/proc/{host.pid}/ns/mnt']
+        subprocess.run([*inside, 'mfssetgoal', '1', self.mounted], check=True, capture_output=True)
 
 
 def missing() -> str | None:
@@ -135,7 +139,7 @@ def missing() -> str | None:
         return 'there is no /dev/fuse'
     absent = [program for program in _PROGRAMS if not shutil.which(program)]
     if absent:
-        return f'{", ".join(absent)} not found (on Debian: apt-get install moosefs-master moosefs-chunkserver moosefs-client)'
+        return f'{", ".join(absent)} not found (on Debian: apt-get install {" ".join(PACKAGES)})'
     tried = subprocess.run(['unshare', '--net', '--mount', '--uts', 'true'], capture_output=True, text=True)
     return f'no namespaces here: {tried.stderr.strip()}' if tried.returncode else None
 
