@@ -14,16 +14,14 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.helpers.namespaces import enter
+from tests.helpers.processes import started, wait_until
 
-#: What a busy machine may take to start a server.
-START_SECS = 120.0
 _ADDRESS = '10.77.0.1'
 PACKAGES = ('moosefs-master', 'moosefs-chunkserver', 'moosefs-client')
 _PROGRAMS = ('mfsmaster', 'mfschunkserver', 'mfsmount', 'mfssetgoal', 'nsenter', 'unshare', 'setpriv', 'ip')
@@ -50,10 +48,6 @@ MASTER_HOST = {_ADDRESS}
 MASTER_RECONNECTION_DELAY = 1
 """
 )
-
-
-class ServerError(AssertionError):
-    """A server or a mount did not come up; the message holds its log."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class MooseFS:
             options: Further ones of `mfsmount`.
 
         Raises:
-            ServerError: It does not mount.
+            StartError: It does not mount.
         """
         caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsattr')]
         options = (*caches, 'mfsnegentrycacheto=0', *options)
@@ -113,13 +107,13 @@ class MooseFS:
         log = self._folder / f'{name}.log'
         own = ['nsenter', f'--net=/proc/{self._network}/ns/net']
         own += ['unshare', '--mount', '--uts', '--propagation', 'private', 'sh', '-c', script, 'sh', name]
-        process = self._running.enter_context(_started([*own, *mount], log))
+        process = self._running.enter_context(started([*own, *mount], log))
         mounts = Path(f'/proc/{process.pid}/mountinfo')
-        _wait_until(lambda: f' {self.mounted} ' in mounts.read_text(), process, log, f'{name} mounted')
+        wait_until(lambda: f' {self.mounted} ' in mounts.read_text(), process, log, f'{name} mounted')
         host = Host(name, process.pid, self.mounted, cache_secs)
         # The server takes nothing before it knows of a disk
         seen = host.sees(self.mounted)
-        _wait_until(lambda: os.statvfs(seen).f_bavail > 0, process, log, f'{name} had room to write')
+        wait_until(lambda: os.statvfs(seen).f_bavail > 0, process, log, f'{name} had room to write')
         if not self.hosts:
             self._keep_one_copy(host)
         self.hosts[name] = host
@@ -153,14 +147,14 @@ def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
         sustain_secs: So long the server keeps what belongs to a client that it no longer hears from, such as locks.
 
     Raises:
-        ServerError: One does not come up.
+        StartError: One does not come up.
     """
     (folder / 'mnt').mkdir(parents=True)
     with contextlib.ExitStack() as running:
-        namespace = running.enter_context(_started(['unshare', '--net', 'sleep', 'infinity'], folder / 'net.log'))
+        namespace = running.enter_context(started(['unshare', '--net', 'sleep', 'infinity'], folder / 'net.log'))
         own = os.readlink('/proc/self/ns/net')
         of_namespace = Path(f'/proc/{namespace.pid}/ns/net')
-        _wait_until(lambda: os.readlink(of_namespace) != own, namespace, folder / 'net.log', 'there was a network')
+        wait_until(lambda: os.readlink(of_namespace) != own, namespace, folder / 'net.log', 'there was a network')
         inside = ['nsenter', f'--net={of_namespace}']
         for command in (['link', 'set', 'lo', 'up'], ['addr', 'add', f'{_ADDRESS}/24', 'dev', 'lo']):
             subprocess.run([*inside, 'ip', *command], check=True, capture_output=True)
@@ -174,38 +168,11 @@ def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
         for program, where, text in (('mfsmaster', master, _MASTER), ('mfschunkserver', chunks, _CHUNKS)):
             config = where / f'{program}.cfg'
             config.write_text(text.format(folder=where, sustain_secs=sustain_secs))
-            server = running.enter_context(_started([*inside, program, '-f', '-c', config, 'start'], where / 'log'))
+            server = running.enter_context(started([*inside, program, '-f', '-c', config, 'start'], where / 'log'))
             ready = f'{program} daemon initialized properly'
-            _wait_until(partial(_says, where / 'log', ready), server, where / 'log', f'{program} was ready')
+            wait_until(partial(_says, where / 'log', ready), server, where / 'log', f'{program} was ready')
         yield MooseFS(folder, running, namespace.pid)
-
-
-@contextlib.contextmanager
-def _started(command: Sequence[str | Path], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block, and with this process, however that ends."""
-    with log.open('wb') as output:
-        process = subprocess.Popen(
-            ['setpriv', '--pdeathsig', 'KILL', *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _says(log: Path, text: str) -> bool:
     return text in log.read_text(errors='replace')
-
-
-def _wait_until(done: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str) -> None:
-    deadline = time.monotonic() + START_SECS
-    while True:
-        with contextlib.suppress(OSError):
-            if done():
-                return
-        ended = process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            why = f'ended with {process.returncode}' if ended else f'{START_SECS:.0f} s went by'
-            raise ServerError(f'{why} before {what}; its log:\n{log.read_text(errors="replace")[-4000:]}')
-        time.sleep(0.05)

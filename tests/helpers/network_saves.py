@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.helpers.compare import folder_tensors
 from tests.helpers.lives import tiny_model
@@ -30,6 +30,13 @@ NAME = 'hf_model'
 WRITERS = ('positional', 'parallel', 'stream')
 #: By how it is asked for: `save_hf` each time; one run's many saves; the same in the background.
 DOORS = ('call', 'run', 'async')
+
+
+class Eyes(Protocol):
+    """A host, or whatever else looks at files in a way of its own."""
+
+    def sees(self, path: Path) -> Path:
+        """The path by which any process looks at ``path`` through these."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def set_weights(model: nn.Module, number: int) -> None:
             part[: own.numel()].copy_(own)
 
 
-def save_in_a_row(way: Way, parent: Path, judge: Host, numbers: Sequence[int]) -> list[Seen]:
+def save_in_a_row(way: Way, parent: Path, judge: Eyes, numbers: Sequence[int]) -> list[Seen]:
     """Save once for each of ``numbers``, with the judge's look after each. Runs on: all ranks.
 
     Returns:
