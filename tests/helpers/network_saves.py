@@ -5,11 +5,12 @@ Every weight follows from its name and the number of the save, so the judge know
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,7 @@ from tests.helpers.compare import folder_tensors
 from tests.helpers.lives import tiny_model
 from tests.helpers.moosefs import Host
 from tests.helpers.scenarios import Outcome, run_scenarios_on_rank
-from tests.helpers.whole import assert_whole, hidden
+from tests.helpers.whole import MANIFEST, assert_whole, hidden
 
 if TYPE_CHECKING:
     import torch
@@ -196,41 +197,34 @@ def judged(parent: Path, number: int) -> Seen:
             continue
         try:
             folders[path.name] = assert_whole(path)
-        except (AssertionError, OSError, ValueError, KeyError) as error:
-            damage.append(f'{path.name}: {str(error)[:300]}')
-        damage += [f'{path.name}: {problem}' for problem in _other_bytes(path, number)]
+            damage += [f'{path.name}: {problem}' for problem in _other_bytes(path, number)]
+        except Exception as error:  # whatever damage brings about is a finding; other ranks wait for this one
+            damage.append(f'{path.name}: {type(error).__name__}: {str(error)[:300]}')
     if folders.get(NAME) != number:
         damage.append(f'{NAME} is of save {folders.get(NAME)}, not {number}')
     return Seen(number, folders, damage, hidden(parent))
 
 
-def _other_bytes(folder: Path, number: int) -> list[str]:
+def _other_bytes(folder: Path, number: int) -> Iterator[str]:
     """What is not the weights of the save that the name says, in the words of xhf-verify and by the bytes."""
-    from xhf_hooks.commit.manifest import read_step
     from xhf_hooks.verify.folder import verify_folder
     from xhf_hooks.verify.report import PROBLEM
 
-    problems = []
-    step = read_step(folder)
     wanted = number if folder.name == NAME else int(folder.name.rpartition('_')[2])
-    if step is None or step.number != wanted:
-        problems.append(f'the manifest is of {step}, not of save {wanted}')
-    try:
-        report = verify_folder(folder, model=False, workers=1)
-        problems += [finding.text for finding in report.findings if finding.kind == PROBLEM]
-        tensors = folder_tensors(folder)
-    except Exception as error:  # whatever damage brings about is a finding
-        return [*problems, f'{type(error).__name__}: {error}']
+    step = json.loads((folder / MANIFEST).read_text())['step']['number']
+    if step != wanted:
+        yield f'the manifest is of save {step}, not {wanted}'
+    yield from (found.text for found in verify_folder(folder, model=False, workers=1).findings if found.kind == PROBLEM)
+    tensors = folder_tensors(folder)
     expected = {name: parameter.shape for name, parameter in tiny_model(zero3=False).named_parameters()}
     if set(tensors) != set(expected):
-        problems.append(f'tensors {sorted(set(tensors) ^ set(expected))} are missing or too many')
-    for name in set(tensors) & set(expected):
+        yield f'tensors {sorted(set(tensors) ^ set(expected))} are missing or too many'
+    for name in sorted(set(tensors) & set(expected)):
         found, meant = tensors[name], weights_of(name, expected[name], wanted)
         if found.shape != meant.shape or found.dtype != meant.dtype:
-            problems.append(f'{name}: {found.dtype}{list(found.shape)}')
+            yield f'{name}: {found.dtype}{list(found.shape)}'
         elif bad := int((found != meant).sum()):
-            problems.append(f'{name}: {bad} of {found.numel()} elements are others, {int((found == 0).sum())} are 0')
-    return problems
+            yield f'{name}: {bad} of {found.numel()} elements are others, {int((found == 0).sum())} are 0'
 
 
 def wait_for(path: Path, secs: float = 120.0) -> str:
