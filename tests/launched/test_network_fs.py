@@ -108,12 +108,17 @@ def test_a_host_believes_an_old_name(fs):
 @pytest.fixture(scope='module')
 def without_host_of_rank_0(fs):
     parent = new_folder(fs, 'rank_0_died')
-    said = launch(fs, ('doomed0', 'host1'), save_until_death, fs.hosts['doomed0'], 0, parent, expected_deaths={0})
+    said = launch(fs, ('doomed0', 'host1'), save_until_death, fs.hosts['doomed0'], 0, 5, parent, expected_deaths={0})
     return parent, said
 
 
-def save_until_death(host: Host, victim: int, parent: Path) -> str:
-    """Two saves, and a third in which the host of a rank goes. Runs on: all ranks; returns what a survivor got."""
+def save_until_death(host: Host, victim: int, before: int, parent: Path) -> str:
+    """Two saves, and a third in which the host of a rank goes. Runs on: all ranks; returns what a survivor got.
+
+    Args:
+        before: It goes before the write of this number. When it has written, the server lets no other host write into
+            the same part of the file for two minutes.
+    """
     import torch.distributed as dist
 
     from tests.helpers.lives import tiny_model
@@ -128,7 +133,7 @@ def save_until_death(host: Host, victim: int, parent: Path) -> str:
 
     def write_or_die(self: OutputFile, *args: Any) -> None:
         calls.append(args)
-        if dist.get_rank() == victim and len(calls) == 5:
+        if dist.get_rank() == victim and len(calls) == before:
             host.die()
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, *args)
@@ -150,7 +155,7 @@ def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs, without_host_of
 
 def test_when_another_host_dies_the_next_run_goes_on(fs):
     parent = new_folder(fs, 'rank_1_died')
-    said = launch(fs, ('host0', 'doomed1'), save_until_death, fs.hosts['doomed1'], 1, parent, expected_deaths={1})
+    said = launch(fs, ('host0', 'doomed1'), save_until_death, fs.hosts['doomed1'], 1, 1, parent, expected_deaths={1})
     assert said[1] is None and said[0].startswith(('RankLostError', 'AgreedError')), said
     assert look(fs, parent, 2).damage == []
     (seen, last), _ = launch(
@@ -272,6 +277,7 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> A
         error = str(refused)
     tell(signs / 'refused')
     wait_for(signs / 'ended')
+    saves.set_weights(model, 11)
     saves.call_save(model, way, parent, 11)
     return error, judged(judge.sees(parent), 11)
 
