@@ -53,7 +53,7 @@ def run_scenarios(
     """
     if options.get('init', 'deepspeed') is None:
         raise ValueError("init: scenarios agree through a process group, so it can't be None")
-    per_rank = run_ranks(_run_scenarios_on_rank, world_size, dict(scenarios), **options)
+    per_rank = run_ranks(run_scenarios_on_rank, world_size, dict(scenarios), **options)
     return {name: [outcomes[name] for outcomes in per_rank] for name in scenarios}
 
 
@@ -71,7 +71,8 @@ def check(results: Mapping[str, Sequence[Outcome]], name: str) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[str, Outcome]:
+def run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[str, Outcome]:
+    """One rank's part of :func:`run_scenarios`. Runs on: all ranks, in a process group."""
     import torch.distributed as dist
 
     # Its own group: what a rank that failed early sends here must not be taken for its part in

@@ -1,0 +1,178 @@
+"""A network file system with clients that cache names: MooseFS's servers and hosts, on this machine.
+
+The servers and all hosts share one network namespace of their own, so ports never clash with another test run's. A
+host is a mount namespace, a host name and one `mfsmount`. Everything ends with the process that made it: namespaces
+and mounts live as long as the processes in them, and those are told to die with their parent.
+
+Needs root, FUSE, iproute2 and Debian's moosefs-master, moosefs-chunkserver and moosefs-client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.helpers.namespaces import enter
+from tests.helpers.processes import started, wait_until
+
+_ADDRESS = '10.77.0.1'
+PACKAGES = ('moosefs-master', 'moosefs-chunkserver', 'moosefs-client')
+_PROGRAMS = ('mfsmaster', 'mfschunkserver', 'mfsmount', 'mfssetgoal', 'nsenter', 'unshare', 'setpriv', 'ip')
+_SERVER = 'WORKING_USER = root\nWORKING_GROUP = root\nDISABLE_OOM_KILLER = 0\nDATA_PATH = {folder}\n'
+_MASTER = (
+    _SERVER
+    + f"""
+EXPORTS_FILENAME = {{folder}}/mfsexports.cfg
+TOPOLOGY_FILENAME = {{folder}}/mfstopology.cfg
+MATOML_LISTEN_HOST = {_ADDRESS}
+MATOCS_LISTEN_HOST = {_ADDRESS}
+MATOCL_LISTEN_HOST = {_ADDRESS}
+SESSION_SUSTAIN_TIME = {{sustain_secs}}
+"""
+)
+_CHUNKS = (
+    _SERVER
+    + f"""
+HDD_CONF_FILENAME = {{folder}}/mfshdd.cfg
+HDD_LEAVE_SPACE_DEFAULT = 1GiB
+CSSERV_LISTEN_HOST = {_ADDRESS}
+BIND_HOST = {_ADDRESS}
+MASTER_HOST = {_ADDRESS}
+MASTER_RECONNECTION_DELAY = 1
+"""
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One client of the file system. Picklable, so that a rank can be told which host it is on.
+
+    Attributes:
+        pid: Of its `mfsmount`.
+        mounted: Where the file system is, on every host.
+        cache_secs: How long it believes what it knows of names and attributes.
+    """
+
+    name: str
+    pid: int
+    mounted: Path
+    cache_secs: float
+
+    def enter(self) -> None:
+        """Make this process one of the host's, before it has threads. Runs on: a rank."""
+        enter(self.pid, 'net', 'uts', 'mnt')
+        os.environ |= {'MASTER_ADDR': _ADDRESS, 'GLOO_SOCKET_IFNAME': 'lo'}
+
+    def sees(self, path: Path) -> Path:
+        """The path by which any process of this machine looks at ``path`` through this host's eyes."""
+        return Path('/proc', str(self.pid), 'root', path.relative_to('/'))
+
+    def die(self) -> None:
+        """End its client without a word, as a host that loses power does."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class MooseFS:
+    """A running file system.
+
+    Attributes:
+        hosts: Those that :meth:`add_host` has added, by name.
+    """
+
+    def __init__(self, folder: Path, running: contextlib.ExitStack, network: int) -> None:
+        self._folder, self._running, self._network = folder, running, network
+        self.mounted = folder / 'mnt'
+        self.hosts: dict[str, Host] = {}
+
+    def add_host(self, name: str, cache_secs: float, *options: str) -> Host:
+        """Start one more client.
+
+        Args:
+            options: Further ones of `mfsmount`.
+
+        Raises:
+            StartError: It does not mount.
+        """
+        caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsattr')]
+        options = (*caches, 'mfsnegentrycacheto=0', *options)
+        script = 'hostname "$1" && shift && exec "$@"'
+        mount = ['mfsmount', self.mounted, '-f', '-H', _ADDRESS, '-o', ','.join(options)]
+        log = self._folder / f'{name}.log'
+        own = ['nsenter', f'--net=/proc/{self._network}/ns/net']
+        own += ['unshare', '--mount', '--uts', '--propagation', 'private', 'sh', '-c', script, 'sh', name]
+        process = self._running.enter_context(started([*own, *mount], log))
+        mounts = Path(f'/proc/{process.pid}/mountinfo')
+        wait_until(lambda: f' {self.mounted} ' in mounts.read_text(), process, log, f'{name} mounted')
+        host = Host(name, process.pid, self.mounted, cache_secs)
+        # The server takes nothing before it knows of a disk
+        seen = host.sees(self.mounted)
+        wait_until(lambda: os.statvfs(seen).f_bavail > 0, process, log, f'{name} had room to write')
+        if not self.hosts:
+            self._keep_one_copy(host)
+        self.hosts[name] = host
+        return host
+
+    def _keep_one_copy(self, host: Host) -> None:
+        """There is one disk: a file that is to have two copies lets its second writer wait for 30 s at each turn."""
+        inside = ['nsenter', f'--net=/proc/{host.pid}/ns/net', f'--mount=/proc/{host.pid}/ns/mnt']
+        subprocess.run([*inside, 'mfssetgoal', '1', self.mounted], check=True, capture_output=True)
+
+
+def missing() -> str | None:
+    """Why there can be no such file system on this machine; None if there can."""
+    if os.geteuid() != 0:
+        return 'only root can mount it'
+    if not os.access('/dev/fuse', os.R_OK | os.W_OK):
+        return 'there is no /dev/fuse'
+    absent = [program for program in _PROGRAMS if not shutil.which(program)]
+    if absent:
+        return f'{", ".join(absent)} not found (on Debian: apt-get install {" ".join(PACKAGES)})'
+    tried = subprocess.run(['unshare', '--net', '--mount', '--uts', 'true'], capture_output=True, text=True)
+    return f'no namespaces here: {tried.stderr.strip()}' if tried.returncode else None
+
+
+@contextlib.contextmanager
+def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
+    """Start the servers; end them and every host on the way out.
+
+    Args:
+        folder: An empty one, for the servers' data and logs, on an ordinary disk.
+        sustain_secs: So long the server keeps what belongs to a client that it no longer hears from, such as locks.
+
+    Raises:
+        StartError: One does not come up.
+    """
+    (folder / 'mnt').mkdir(parents=True)
+    with contextlib.ExitStack() as running:
+        namespace = running.enter_context(started(['unshare', '--net', 'sleep', 'infinity'], folder / 'net.log'))
+        own = os.readlink('/proc/self/ns/net')
+        of_namespace = Path(f'/proc/{namespace.pid}/ns/net')
+        wait_until(lambda: os.readlink(of_namespace) != own, namespace, folder / 'net.log', 'there was a network')
+        inside = ['nsenter', f'--net={of_namespace}']
+        for command in (['link', 'set', 'lo', 'up'], ['addr', 'add', f'{_ADDRESS}/24', 'dev', 'lo']):
+            subprocess.run([*inside, 'ip', *command], check=True, capture_output=True)
+        master, chunks, disk = folder / 'master', folder / 'chunks', folder / 'disk'
+        for made in (master, chunks, disk):
+            made.mkdir()
+        (master / 'metadata.mfs').write_bytes(b'MFSM NEW')
+        (master / 'mfsexports.cfg').write_text('* / rw,alldirs,admin,maproot=0:0\n')
+        (master / 'mfstopology.cfg').touch()
+        (chunks / 'mfshdd.cfg').write_text(f'{disk}\n')
+        for program, where, text in (('mfsmaster', master, _MASTER), ('mfschunkserver', chunks, _CHUNKS)):
+            config = where / f'{program}.cfg'
+            config.write_text(text.format(folder=where, sustain_secs=sustain_secs))
+            server = running.enter_context(started([*inside, program, '-f', '-c', config, 'start'], where / 'log'))
+            ready = f'{program} daemon initialized properly'
+            wait_until(partial(_says, where / 'log', ready), server, where / 'log', f'{program} was ready')
+        yield MooseFS(folder, running, namespace.pid)
+
+
+def _says(log: Path, text: str) -> bool:
+    return text in log.read_text(errors='replace')

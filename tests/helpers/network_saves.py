@@ -1,0 +1,247 @@
+"""Saves by ranks that are on hosts of their own, judged from a host that writes nothing and caches nothing.
+
+Every weight follows from its name and the number of the save, so the judge knows each byte without asking a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tests.helpers.compare import folder_tensors
+from tests.helpers.lives import tiny_model
+from tests.helpers.moosefs import Host
+from tests.helpers.scenarios import Outcome, run_scenarios_on_rank
+from tests.helpers.whole import MANIFEST, assert_whole, hidden
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from xhf_hooks.run_saves import RunSaves
+
+NAME = 'hf_model'
+WRITERS = ('positional', 'parallel', 'stream')
+#: By how it is asked for: `save_hf` each time; one run's many saves; the same in the background.
+DOORS = ('call', 'run', 'async')
+
+
+class Eyes(Protocol):
+    """A host, or whatever else looks at files in a way of its own."""
+
+    def sees(self, path: Path) -> Path:
+        """The path by which any process looks at ``path`` through these."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the judge finds after one save.
+
+    Attributes:
+        folders: What is visible, name to iteration.
+        damage: What is wrong with any of it; empty if nothing.
+        leftovers: What is hidden, without the lock of a run that is alive.
+    """
+
+    number: int
+    folders: dict[str, int]
+    damage: list[str]
+    leftovers: list[str]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to save several times in a row."""
+
+    writer: str
+    door: str
+    max_keep: int = 1
+
+    def __str__(self) -> str:
+        return f'{self.writer}_{self.door}' + (f'_keep_{self.max_keep}' if self.max_keep != 1 else '')
+
+
+def on_hosts(hosts: Sequence[Host], function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` on the host of this rank, in a process group. Runs on: all ranks, with ``init=None``."""
+    hosts[int(os.environ['RANK'])].enter()
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend='gloo')
+    return function(*args)
+
+
+def scenarios_on_hosts(hosts: Sequence[Host], scenarios: Mapping[str, Callable[[], Any]]) -> dict[str, Outcome]:
+    """`run_scenarios`, with each rank on its host. Runs on: all ranks, with ``init=None``."""
+    return on_hosts(hosts, run_scenarios_on_rank, scenarios)
+
+
+def weights_of(name: str, shape: Sequence[int], number: int) -> torch.Tensor:
+    """What the parameter ``name`` holds at save ``number``: noise that no other save and no other parameter has."""
+    import torch
+
+    seed = zlib.crc32(f'{name} {number}'.encode())
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def set_weights(model: nn.Module, number: int) -> None:
+    """Make them those of save ``number``: this rank's part of each at ZeRO-3, else all."""
+    import torch
+    import torch.distributed as dist
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part = getattr(parameter, 'ds_tensor', None)
+            if part is None:
+                parameter.copy_(weights_of(name, parameter.shape, number))
+                continue
+            whole = weights_of(name, parameter.ds_shape, number).reshape(-1)
+            own = whole[dist.get_rank() * part.numel() :][: part.numel()]
+            part[: own.numel()].copy_(own)
+
+
+def save_in_a_row(way: Way, parent: Path, judge: Eyes, numbers: Sequence[int]) -> list[Seen]:
+    """Save once for each of ``numbers``, with the judge's look after each. Runs on: all ranks.
+
+    Returns:
+        On rank 0 one for each save, and one more when the run is over; elsewhere nothing.
+    """
+    import torch.distributed as dist
+
+    model = tiny_model(zero3=True)
+    seen: list[Seen] = []
+
+    def look(number: int) -> None:
+        if dist.get_rank() == 0:
+            seen.append(judged(judge.sees(parent), number))
+        dist.barrier()
+
+    if way.door == 'call':
+        for number in numbers:
+            set_weights(model, number)
+            call_save(model, way, parent, number)
+            look(number)
+    else:
+        saves = run_of(model, way, parent)
+        try:
+            for number in numbers:
+                set_weights(model, number)
+                save_in_run(saves, number)
+                set_weights(model, -1)  # training goes on
+                saves.collect()
+                look(number)
+        finally:
+            saves.close()
+    look(numbers[-1])
+    return seen
+
+
+def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
+    """`save_hf`. Runs on: all ranks."""
+    from xhf_hooks import save_hf
+
+    save_hf(model, parent / NAME, step=number, writer=way.writer, max_keep_ckpts=way.max_keep, bucket_size=20_000)
+
+
+def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
+    """A run that is ready to save, as a hook makes it. Runs on: all ranks."""
+    from xhf_hooks import options
+    from xhf_hooks.preflight import unwrap
+    from xhf_hooks.report import RunLog
+    from xhf_hooks.run_saves import RunSaves
+
+    parsed = options.parse_run(
+        max_keep_ckpts=way.max_keep,
+        module=None,
+        lora=None,
+        llava_format=None,
+        tokenizer=None,
+        dtype=None,
+        max_shard_size='5GB',
+        bucket_size=20_000,
+        writer=way.writer,
+        async_save=way.door == 'async',
+        on_error='raise',
+    )
+    log = RunLog.of_this_rank('run', logging.getLogger('tests'))
+    saves = RunSaves(unwrap(model), parent / NAME, parsed, log)
+    try:
+        saves.prepare(None, when='now')
+    except BaseException:
+        saves.close()
+        raise
+    return saves
+
+
+def save_in_run(saves: RunSaves, number: int) -> None:
+    """Begin one save of a run; it has ended unless it goes on in the background. Runs on: all ranks."""
+    from xhf_hooks.records import Step
+
+    saves.save(Step('iter', number, number))
+
+
+def judged(parent: Path, number: int) -> Seen:
+    """Look at all that is visible in ``parent``: against its own manifests, and against what was to be saved."""
+    folders: dict[str, int] = {}
+    damage: list[str] = []
+    for path in sorted(parent.iterdir()):
+        if path.name.startswith('.'):
+            continue
+        try:
+            folders[path.name] = assert_whole(path)
+            damage += [f'{path.name}: {problem}' for problem in _other_bytes(path, number)]
+        except Exception as error:  # whatever damage brings about is a finding; other ranks wait for this one
+            damage.append(f'{path.name}: {type(error).__name__}: {str(error)[:300]}')
+    if folders.get(NAME) != number:
+        damage.append(f'{NAME} is of save {folders.get(NAME)}, not {number}')
+    return Seen(number, folders, damage, hidden(parent))
+
+
+def _other_bytes(folder: Path, number: int) -> Iterator[str]:
+    """What is not the weights of the save that the name says, in the words of xhf-verify and by the bytes."""
+    from xhf_hooks.verify.folder import verify_folder
+    from xhf_hooks.verify.report import PROBLEM
+
+    wanted = number if folder.name == NAME else int(folder.name.rpartition('_')[2])
+    step = json.loads((folder / MANIFEST).read_text())['step']['number']
+    if step != wanted:
+        yield f'the manifest is of save {step}, not {wanted}'
+    yield from (found.text for found in verify_folder(folder, model=False, workers=1).findings if found.kind == PROBLEM)
+    tensors = folder_tensors(folder)
+    expected = {name: parameter.shape for name, parameter in tiny_model(zero3=False).named_parameters()}
+    if set(tensors) != set(expected):
+        yield f'tensors {sorted(set(tensors) ^ set(expected))} are missing or too many'
+    for name in sorted(set(tensors) & set(expected)):
+        found, meant = tensors[name], weights_of(name, expected[name], wanted)
+        if found.shape != meant.shape or found.dtype != meant.dtype:
+            yield f'{name}: {found.dtype}{list(found.shape)}'
+        elif bad := int((found != meant).sum()):
+            yield f'{name}: {bad} of {found.numel()} elements are others, {int((found == 0).sum())} are 0'
+
+
+def wait_for(path: Path, secs: float = 120.0) -> str:
+    """The text of a file that another process writes; it has one of its own, on the machine's disk.
+
+    Raises:
+        TimeoutError: It does not come.
+    """
+    deadline = time.monotonic() + secs
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f'{path} did not appear in {secs:.0f} s')
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def tell(path: Path, text: str = '') -> None:
+    """What :func:`wait_for` waits for."""
+    path.with_suffix('.unfinished').write_text(text)
+    path.with_suffix('.unfinished').rename(path)

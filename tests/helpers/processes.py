@@ -1,0 +1,48 @@
+"""Programs that run beside a test and end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+#: What a busy machine may take to start a program.
+START_SECS = 120.0
+
+
+class StartError(AssertionError):
+    """A program did not come up; the message holds its log."""
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str | Path], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, and with this process, however that ends."""
+    with log.open('wb') as output:
+        process = subprocess.Popen(
+            ['setpriv', '--pdeathsig', 'KILL', *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(done: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str) -> None:
+    """Ask again and again; an OSError is a no.
+
+    Raises:
+        StartError: The process ended, or :data:`START_SECS` went by.
+    """
+    deadline = time.monotonic() + START_SECS
+    while True:
+        with contextlib.suppress(OSError):
+            if done():
+                return
+        ended = process.poll() is not None
+        if ended or time.monotonic() > deadline:
+            why = f'ended with {process.returncode}' if ended else f'{START_SECS:.0f} s went by'
+            raise StartError(f'{why} before {what}; its log:\n{log.read_text(errors="replace")[-4000:]}')
+        time.sleep(0.05)
