@@ -78,7 +78,10 @@ class RunLock:
         """
         if self.acquire(patience_secs=10.0, may_watch=True) is Answer.HELD:
             holder = (_read(self.path) or 'another run').strip()
-            raise TargetError(f'{final} is in use by {holder}; give this run its own out_dir')
+            raise TargetError(
+                f'{final} is in use by {holder}; give this run its own out_dir. If that host is dead and the file '
+                f'system has kept its lock, remove {self.path}'
+            )
 
     def release(self) -> None:
         """Let another run have it. A child that was forked off the holder releases nothing."""
