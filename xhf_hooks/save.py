@@ -249,8 +249,10 @@ class Saver:
         writer = WRITERS.get(self._options.writer)
         if self._masters:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
+        entries = self.exporter.entries(specs, self._options.dtype)
+        self._source.require_readable({name for entry in entries for name in entry.reads})
         self.plan = make_plan(
-            self.exporter.entries(specs, self._options.dtype),
+            entries,
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=self._half_bucket,
