@@ -23,8 +23,8 @@ class Zero3Source(ModuleSource):
     Between iterations a partitioned parameter has the shape ``[0]``; its full shape is ``ds_shape``, its identity
     ``ds_id``, and ``ds_tensor`` holds this rank's partition (DeepSpeed ``runtime/zero/partition_parameters.py``),
     which is what an optimizer step writes. Buffers are never partitioned. DeepSpeed's own gathering
-    (``GatheredParameters``) changes the state of parameters: with ZeRO++ it even makes the copies that the next
-    forward pass uses.
+    (``GatheredParameters``) is not used: it changes the state of parameters, takes no more of them from NVMe than it
+    has buffers for, and one rank that fails in it leaves the others waiting.
     """
 
     memory_factor = 4  # measured by tools/bench.py
@@ -37,9 +37,9 @@ class Zero3Source(ModuleSource):
         quantized = [name for name in names if _is_quantized(self._tensors[name])]
         if quantized:
             raise ModelError(
-                f'zero_quantized_nontrainable_weights keeps frozen weights in 8 bits: {len(quantized)} of those that '
-                f'would be saved are no longer what was loaded, {quantized[0]} among them. Set it to False, or save '
-                f"the adapter alone (lora='adapter')"
+                f'DeepSpeed keeps {len(quantized)} frozen tensors in 8 bits ({quantized[0]} is the first), so a save '
+                f'would not hold what was loaded. Set zero_quantized_nontrainable_weights to False, or save the '
+                f"adapter alone (lora='adapter')"
             )
 
     def sliceable(self, masters: bool) -> set[str]:
