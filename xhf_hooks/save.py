@@ -218,8 +218,10 @@ class Saver:
             self._in_background.close()
 
     def _renew_plan(self) -> None:
-        self._source = source_for(self._root)
-        if any(self._collective.all_gather(self._source.specs() != self._specs)):
+        with self._collective.stage('plan'):
+            self._source = source_for(self._root)
+            has_changed = self._source.specs() != self._specs
+        if any(self._collective.all_gather(has_changed)):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     @contextmanager
