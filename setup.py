@@ -33,8 +33,7 @@ setup(
         'deepspeed>=0.16.2,<0.19.7',
     ],
     extras_require={
-        # xtuner 0.2.0 pins mmengine 0.10.6, transformers 4.48.0 and deepspeed 0.16.2.
-        'xtuner': ['xtuner[deepspeed]==0.2.0'],
+        # XTuner is no extra: what it pins does not import beside torch's CUDA build (docs/versions.md)
         'test': ['pytest>=8', 'ruff>=0.6', 'hypothesis>=6'],
     },
 )

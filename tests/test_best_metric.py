@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from mmengine.logging import MessageHub
 
-from xhf_hooks.errors import OptionError
-from xhf_hooks.hooks.best_metric import BestMetric
+from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.hooks.best_folders import BestFolder, describe_best, find_best_folders
+from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 
 
 @pytest.fixture
@@ -113,3 +116,50 @@ def test_scores_of_the_checkpoint_hook_are_another_matter(hub):
     hub.update_info('best_score', 100.0)
     hub.update_info('best_score_acc', 100.0)
     assert BestMetric('acc', None).improved({'acc': 1.0}, hub) == {'acc': 1.0}
+
+
+@pytest.mark.parametrize('score', [0.5, float('inf'), -float('inf'), torch.tensor(0.5), np.float32(0.5), 1])
+def test_a_score_comes_back_from_the_manifest(score, tmp_path):
+    """Strict JSON has no infinities."""
+    folder = tmp_path / 'hf[1]_best'
+    folder.mkdir()
+    manifest = {'iteration': 4, **describe_best('acc', score, 'greater')}
+    (folder / 'xhf_manifest.json').write_text(json.dumps(manifest, allow_nan=False))
+    assert find_best_folders([tmp_path / 'hf[1]']) == [BestFolder(folder, 'acc', float(score), 4)]
+
+
+@pytest.mark.parametrize(
+    'text', ['', '[]', '{}', '{"iteration": 4, "best": 5}', '{"iteration": 4, "best": {"metric": "acc"}}', '[' * 10**5]
+)
+def test_what_is_no_manifest_of_ours_is_no_best_folder(text, tmp_path):
+    (tmp_path / 'hf_best').mkdir()
+    (tmp_path / 'hf_best' / 'xhf_manifest.json').write_text(text)
+    assert find_best_folders([tmp_path / 'hf', tmp_path / 'gone' / 'hf']) == []
+
+
+def test_a_score_that_is_no_number_is_not_known(hub, tmp_path):
+    (tmp_path / 'hf_best').mkdir()
+    (tmp_path / 'hf_best' / 'xhf_manifest.json').write_text(
+        '{"iteration": 4, "best": {"metric": "acc", "score": "nan"}}'
+    )
+    (found,) = find_best_folders([tmp_path / 'hf'])
+    assert found.metric is None
+    with pytest.raises(TargetError, match='holds no score'):
+        BestMetric('acc', None).begin(tmp_path / 'hf', [found], hub)
+
+
+def test_the_better_of_folders_and_hub_is_to_be_beaten(hub, tmp_path):
+    known = [BestFolder(tmp_path / f'{n}_best', 'acc', score, 4) for n, score in (('a', 2.0), ('b', 3.0), ('c', 1.0))]
+    hub.update_info('hf_checkpoint_best_score_acc', 2.5)
+    best = BestMetric('acc', None)
+    assert best.begin(tmp_path / 'hf', known, hub) == [
+        f'the best acc so far is 3.0000, in {tmp_path / "b_best"} (iteration 4)'
+    ]
+    assert best.improved({'acc': 2.7}, hub) == {}
+    assert best.improved({'acc': 3.1}, hub) == {'acc': 3.1}
+
+
+def test_folders_of_a_run_are_known_to_those_that_go_on_from_it(hub, tmp_path):
+    for name in ('one', 'two', 'two'):
+        BestMetric('acc', None).begin(tmp_path / name, [], hub)
+    assert earlier_folders(hub) == [tmp_path / 'one', tmp_path / 'two']

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import threading
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.commit import retention, staging
-from xhf_hooks.commit.manifest import MANIFEST_NAME, read_step
+from xhf_hooks.commit.manifest import MANIFEST_NAME, read_commit
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.records import Step
@@ -52,7 +53,7 @@ def test_first_commit(folder, tmp_path):
         check_file(folder.final / file.name, file.header, file.nbytes)
     ((name, index),) = plan.indexes.items()
     assert json.loads((folder.final / name).read_text()) == index
-    assert read_step(folder.final) == iteration(7)
+    assert read_commit(folder.final).step == iteration(7)
     manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
     assert (manifest['zero_stage'], manifest['iteration'], manifest['format_version']) == (3, 7, 2)
     described = {path.name: path.read_bytes() for path in folder.final.iterdir() if path.name != MANIFEST_NAME}
@@ -151,6 +152,73 @@ def test_an_archived_step_that_is_saved_again(tmp_path):
     assert visible(tmp_path) == {'hf_model': 3, 'hf_model_iter_1': 1, 'hf_model_iter_2': 2, 'hf_model_iter_3': 3}
 
 
+def test_going_back_keeps_what_was_committed_last(tmp_path, both_ways):
+    """A run goes back from 5000 to 3000 in a fixed out_dir: its saves are the newer ones."""
+    folder = claimed(tmp_path / 'hf_model', max_keep=3)
+    for number in (47, 48, 49, 50):
+        commit_one(folder, number)
+    folder.release()
+    folder = claimed(tmp_path / 'hf_model', max_keep=3)
+    for number in (31, 32, 33):
+        commit_one(folder, number)
+    assert visible(tmp_path) == {'hf_model': 33, 'hf_model_iter_31': 31, 'hf_model_iter_32': 32}
+
+
+def test_commits_are_counted_over_runs(tmp_path):
+    found = []
+    for max_keep in (1, 2):
+        folder = claimed(tmp_path / 'hf_model', max_keep)
+        for number in (5, 3):
+            commit_one(folder, number)
+            found.append(json.loads((folder.final / MANIFEST_NAME).read_text())['commit'])
+        folder.release()
+    assert [commit['number'] for commit in found] == [1, 2, 3, 4]
+    runs = [commit['run'] for commit in found]
+    assert runs[0] == runs[1] != runs[2] == runs[3]
+
+
+@pytest.mark.parametrize('max_keep', [1, 2])
+def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, max_keep):
+    """An evaluation's result, a converted model, a link, a folder: when their save goes, they stay."""
+    folder = claimed(tmp_path / 'hf_model', max_keep)
+    commit_one(folder, 1)
+    (folder.final / 'eval').mkdir()
+    (folder.final / 'eval' / 'result.json').write_text('{"score": 1}')
+    (folder.final / 'model.gguf').write_bytes(b'gguf')
+    (folder.final / 'data').symlink_to(tmp_path)
+    for number in range(2, max_keep + 2):
+        commit_one(folder, number)
+    kept = tmp_path / 'hf_model_others_iter_1'
+    assert (kept / 'eval' / 'result.json').read_text() == '{"score": 1}'
+    assert (kept / 'model.gguf').read_bytes() == b'gguf'
+    assert (kept / 'data').is_symlink() and tmp_path.is_dir()
+    (warning,) = folder.warnings
+    assert 'data, eval/result.json, model.gguf in the save of iter_1' in warning and str(kept) in warning
+    shutil.rmtree(kept)
+    assert visible(tmp_path)['hf_model'] == max_keep + 1
+    assert hidden(tmp_path) == {'.hf_model.lock'}
+    commit_one(folder, max_keep + 2)
+    assert folder.warnings == []
+
+
+def test_what_was_set_apart_is_not_overwritten(tmp_path):
+    folder = claimed(tmp_path / 'hf_model')
+    for text in ('first', 'second'):
+        commit_one(folder, 1)
+        (folder.final / 'notes.txt').write_text(text)
+    commit_one(folder, 2)
+    found = {path.parent.name: path.read_text() for path in tmp_path.glob('*/notes.txt')}
+    assert found == {'hf_model_others_iter_1': 'first', 'hf_model_others_iter_1_2': 'second'}
+
+
+def test_staging_has_a_name_of_its_own_each_time(folder):
+    names = set()
+    for number in range(5):
+        commit_one(folder, number)
+        names.add(folder.staging.name)
+    assert len(names) == 5 and all(name.startswith('.hf_model.staging-') for name in names)
+
+
 def test_what_looks_like_an_archive_but_is_not_ours_stays(tmp_path):
     (tmp_path / 'hf_model_iter_1').mkdir()
     (tmp_path / 'hf_model_iter_1' / 'notes.txt').write_text('mine')
@@ -184,25 +252,32 @@ def test_incomplete_staging_is_refused(folder, tmp_path, damage):
     with pytest.raises(IncompleteError, match=name):
         folder.commit(plan, receipts, iteration(2), {})
     assert visible(tmp_path) == {'hf_model': 1}
-    assert read_step(folder.final) == iteration(1)
+    assert read_commit(folder.final).step == iteration(1)
     folder.abandon()
     assert hidden(tmp_path) == {'.hf_model.lock'}
 
 
-@pytest.mark.parametrize('wrong', ['fewer', 'shorter', 'other file', 'twice', 'a gap'])
-def test_receipts_must_be_those_of_the_plan(folder, wrong):
+@pytest.mark.parametrize('wrong', ['fewer', 'shorter', 'twice', 'a gap'])
+def test_records_must_be_those_of_the_plan(folder, wrong):
     plan = tiny_plan()
-    first, *rest = stage(folder, plan, 1)
+    records = stage(folder, plan, 1)
+    first, rest = records[:1], records[1:]
     changed = {
-        'fewer': [],
-        'shorter': [replace(first, nbytes=first.nbytes - 1)],
-        'other file': [replace(first, file='other.safetensors')],
-        'twice': [first, first],
-        'a gap': [replace(first, nbytes=1), replace(first, start=2, nbytes=first.nbytes - 2)],
+        'fewer': first[:0],
+        'shorter': altered(first, nbytes=N_ELEMENTS - 1),
+        'twice': np.concatenate([first, first]),
+        'a gap': np.concatenate([altered(first, nbytes=1), altered(first, start=2, nbytes=N_ELEMENTS - 2)]),
     }
-    with pytest.raises(IncompleteError, match=f'{first.hf_name}: expected {first.nbytes} bytes|not planned'):
-        folder.commit(plan, [*changed[wrong], *rest], iteration(1), {})
+    with pytest.raises(IncompleteError, match=f'{plan.placements[0].hf_name}: expected {N_ELEMENTS} bytes'):
+        folder.commit(plan, np.concatenate([changed[wrong], rest]), iteration(1), {})
     assert not folder.final.exists()
+
+
+def altered(record: np.ndarray, **fields: int) -> np.ndarray:
+    record = record.copy()
+    for name, value in fields.items():
+        record[name] = value
+    return record
 
 
 @pytest.mark.parametrize(('verify', 'found'), [('full', True), ('sizes', False), ('off', False)])
@@ -220,7 +295,7 @@ def test_full_verification_finds_a_flipped_bit(folder, verify, found):
         return
     with pytest.raises(IncompleteError, match=plan.files[1].name):
         folder.commit(plan, receipts, iteration(2), {}, verify)
-    assert read_step(folder.final) == iteration(1)
+    assert read_commit(folder.final).step == iteration(1)
     folder.abandon()
 
 
@@ -282,11 +357,12 @@ def test_archives_of_a_name_with_special_characters():
     ('max_keep', 'expected'),
     [
         (-1, []),
-        (1, ['hf_model_iter_9', 'hf_model_iter_10', 'hf_model_iter_100']),
-        (2, ['hf_model_iter_9', 'hf_model_iter_10']),
+        (1, ['hf_model_iter_100', 'hf_model_iter_9', 'hf_model_iter_10']),
+        (2, ['hf_model_iter_100', 'hf_model_iter_9']),
         (4, []),
         (9, []),
     ],
 )
-def test_outdated(max_keep, expected):
-    assert retention.outdated('hf_model', NAMES, max_keep) == expected
+def test_outdated_goes_by_commit_not_by_iteration(max_keep, expected):
+    order = {'hf_model_iter_10': 3, 'hf_model_iter_100': 1, 'hf_model_iter_9': 2}
+    assert retention.outdated(order, max_keep) == expected

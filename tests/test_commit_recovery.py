@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, start_process, visible
-from xhf_hooks.commit.manifest import read_step
+from xhf_hooks.commit.manifest import read_commit
 from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
 
@@ -86,6 +87,45 @@ def test_archives_beyond_max_keep_go(tmp_path):
     assert visible(tmp_path) == {'hf_model': 4, 'hf_model_iter_3': 3}
 
 
+def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
+    """Killed after the manifest of iteration 3, with which a run that went back follows iteration 5."""
+    folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
+    commit_one(folder, 5)
+    commit_one(folder, 3)
+    os.rename(folder.final, tmp_path / '.hf_model.staging-0123456789ab')
+    other = CheckpointFolder(tmp_path / 'elsewhere' / 'hf_model', max_keep=1)
+    commit_one(other, 5)
+    os.rename(other.final, folder.final)
+    CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
+    (tmp_path / 'elsewhere').rmdir()
+    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 3}, set())
+
+
+def test_all_leftovers_of_several_deaths_go(tmp_path):
+    folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
+    commit_one(folder, 1)
+    for name in ('staging-00aa', 'staging-00bb', 'previous-00cc', 'discarded-00dd', 'staging'):
+        put_partial(folder, f'.hf_model.{name}')
+    for name in ('shared-00ee', 'probe-00ff', 'lock.clock-0011'):
+        (tmp_path / f'.hf_model.{name}').write_text('')
+    (tmp_path / '.hf_model.mine').write_text('')
+    folder.claim()
+    folder.release()
+    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 1}, {'.hf_model.mine'})
+
+
+def test_others_files_survive_a_death_between_moving_and_deleting(tmp_path):
+    folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
+    commit_one(folder, 1)
+    (folder.final / 'eval.json').write_text('result')
+    os.rename(folder.final, tmp_path / '.hf_model.previous-00aa')
+    commit_one(CheckpointFolder(tmp_path / 'hf_model', max_keep=1), 2)
+    CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
+    assert (tmp_path / 'hf_model_others_iter_1' / 'eval.json').read_text() == 'result'
+    shutil.rmtree(tmp_path / 'hf_model_others_iter_1')
+    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 2}, set())
+
+
 def test_claim_recovers(tmp_path):
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
     put_whole(folder, '.hf_model.previous', 4)
@@ -160,7 +200,7 @@ def test_a_broken_manifest_makes_no_folder_of_ours(tmp_path, text):
     final = tmp_path / 'hf_model'
     final.mkdir()
     (final / 'xhf_manifest.json').write_text(text)
-    assert read_step(final) is None
+    assert read_commit(final) is None
     with pytest.raises(TargetError):
         CheckpointFolder(final, 1).claim()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
+from functools import reduce
 
 import pytest
 import torch
 
 from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.errors import IncompleteError
 from xhf_hooks.nonfinite import count_non_finite
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, TensorSpec, WriteReceipt
@@ -18,6 +21,7 @@ from xhf_hooks.safetensors_format import FLOAT_DTYPES
 from xhf_hooks.writers import PositionalWriter
 
 NBYTES = 5000
+LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)
 
 
 @pytest.mark.parametrize('n_ranks', [1, 2, 5])
@@ -39,14 +43,16 @@ def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
     content = host_bytes(values)
     cuts = [0, *sorted(4 * order.randrange(NBYTES // 4) for _ in range(7)), NBYTES]
     writers = [PositionalWriter(pending_nbytes=100, fsync=False) for _ in range(n_ranks)]
-    writers[0].create(plan, tmp_path)
+    made = writers[0].create(plan, tmp_path)
     for writer in writers:
-        writer.open(tmp_path)
+        writer.open(tmp_path, made)
     for start, end in itertools.pairwise(cuts):
         order.choice(writers).write(Chunk(place, content[start:end], start))
-    receipts = [receipt for writer in writers for receipt in writer.finish()]
-    order.shuffle(receipts)
-    (tensor,) = assemble(plan, receipts)
+    packed = [pack(plan, writer.finish()) for writer in writers]
+    order.shuffle(packed)
+    records = reduce(merge, packed)
+    assert len(records) == 1  # what is next to each other became one on the way
+    (tensor,) = assemble(plan, records)
     assert tensor.crc32 == zlib.crc32(content)
     assert tensor.non_finite == 2
     assert (tmp_path / place.file).read_bytes()[place.offset :] == bytes(content)
@@ -55,10 +61,39 @@ def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
 def test_empty_tensors_need_no_receipt():
     spec = TensorSpec('w', (0, 3), 'F32')
     plan = make_plan([ExportEntry('w', spec.shape, 'F32', ('w',))], [spec], max_shard_nbytes=10**6, bucket_nbytes=1)
-    (tensor,) = assemble(plan, [])
+    (tensor,) = assemble(plan, pack(plan, []))
     assert (tensor.crc32, tensor.non_finite) == (zlib.crc32(b''), 0)
     receipt = WriteReceipt(tensor.placement.file, 'w', 0, 0, 0, 0)
-    assert assemble(plan, [receipt]) == [tensor]
+    assert assemble(plan, pack(plan, [receipt])) == [tensor]
+
+
+def test_what_is_not_planned_is_refused():
+    plan = make_plan([ExportEntry('w', (3,), 'F32', ('w',))], [TensorSpec('w', (3,), 'F32')], **LIMITS)
+    with pytest.raises(IncompleteError, match=r'not planned, and yet written.*other.safetensors'):
+        pack(plan, [WriteReceipt('other.safetensors', 'w', 0, 12, 0, 0)])
+
+
+@pytest.mark.parametrize('n_ranks', [1, 2, 3, 7, 64])
+def test_records_of_many_ranks_become_one_for_each_tensor(n_ranks):
+    """On the way to rank 0 nobody holds more than one for each tensor, whatever the number of ranks."""
+    n_tensors, each = 50, 9
+    specs = [TensorSpec(f'w{i}', (each * n_ranks,), 'U8') for i in range(n_tensors)]
+    plan = make_plan([ExportEntry(s.name, s.shape, 'U8', (s.name,)) for s in specs], specs, **LIMITS)
+    content = random.Random(n_ranks).randbytes(each * n_ranks)
+    parts = [content[each * rank :][:each] for rank in range(n_ranks)]
+    held = [
+        pack(
+            plan,
+            [WriteReceipt(p.file, p.hf_name, each * rank, each, zlib.crc32(parts[rank]), 1) for p in plan.placements],
+        )
+        for rank in range(n_ranks)
+    ]
+    while len(held) > 1:
+        held = [reduce(merge, held[i : i + 2]) for i in range(0, len(held), 2)]
+        assert all(len(records) == n_tensors and records.dtype.itemsize == 32 for records in held)
+    tensors = assemble(plan, held[0])
+    assert {(t.crc32, t.non_finite) for t in tensors} == {(zlib.crc32(content), n_ranks)}
+    assert [t.placement for t in tensors] == plan.placements
 
 
 @pytest.mark.parametrize('code', sorted(FLOAT_DTYPES))

@@ -33,7 +33,7 @@ def reports(tmp_path_factory):
         python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
         environment = {**os.environ, **layer, 'PYTHONPATH': python_path, 'CUDA_VISIBLE_DEVICES': ''}
         command = [sys.executable, '-m', 'tests.helpers.every_call', str(root)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
         assert ended.returncode == 0, ended.stderr[-3000:]
         return {path.stem: json.loads(path.read_text()) for path in root.glob('*.json')}
     finally:

@@ -83,13 +83,13 @@ def is_alive(pid):
 
 
 def test_results_come_in_rank_order():
-    results = run_ranks(describe_rank, 3, 'hello', init=None, timeout_secs=30)
+    results = run_ranks(describe_rank, 3, 'hello', init=None, timeout_secs=300)
     assert results == [('hello', index, 3, 'cpu') for index in range(3)]
 
 
 def test_one_rank_raises():
     with pytest.raises(RankFailures) as failure:
-        run_ranks(raise_on, 2, 1, init=None, timeout_secs=30)
+        run_ranks(raise_on, 2, 1, init=None, timeout_secs=300)
     message = str(failure.value)
     assert 'raise_on: ranks [1] of 2 failed' in message
     assert 'ValueError: no space left in this test' in message
@@ -108,32 +108,32 @@ def test_peers_of_a_failed_rank_are_not_waited_for_until_the_time_limit(monkeypa
 
 def test_one_rank_hangs():
     with pytest.raises(RankFailures) as failure:
-        run_ranks(hang_on, 2, 0, init=None, timeout_secs=3)
+        run_ranks(hang_on, 2, 0, init=None, timeout_secs=10)
     message = str(failure.value)
     assert 'hang_on: ranks [0] of 2 failed' in message
-    assert 'time limit of 3 s' in message
+    assert 'time limit of 10 s' in message
     assert 'in sleep_with_a_telling_name' in message
 
 
 def test_a_rank_that_cannot_exit_is_a_failure():
     with pytest.raises(RankFailures, match='returned, but did not exit') as failure:
-        run_ranks(leave_a_thread, 1, init=None, timeout_secs=3)
+        run_ranks(leave_a_thread, 1, init=None, timeout_secs=10)
     assert 'in sleep_with_a_telling_name' in str(failure.value)
 
 
 def test_one_rank_is_killed():
     with pytest.raises(RankFailures, match=r'ranks \[1\] of 2(.|\n)*died: killed by SIGKILL'):
-        run_ranks(die_on, 2, 1, signal.SIGKILL, init=None, timeout_secs=30)
+        run_ranks(die_on, 2, 1, signal.SIGKILL, init=None, timeout_secs=300)
 
 
 def test_a_rank_that_is_meant_to_die():
-    options = {'init': None, 'timeout_secs': 30, 'expected_deaths': {1}}
+    options = {'init': None, 'timeout_secs': 300, 'expected_deaths': {1}}
     assert run_ranks(die_on, 2, 1, signal.SIGKILL, **options) == [0, None]
 
 
 def test_an_exception_is_no_expected_death():
     with pytest.raises(RankFailures, match='no space left'):
-        run_ranks(raise_on, 1, 0, init=None, timeout_secs=30, expected_deaths={0})
+        run_ranks(raise_on, 1, 0, init=None, timeout_secs=300, expected_deaths={0})
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_exception_is_no_expected_death():
 )
 def test_exit_status_zero_is_not_enough(function, expected):
     with pytest.raises(RankFailures, match=expected):
-        run_ranks(function, 1, init=None, timeout_secs=30)
+        run_ranks(function, 1, init=None, timeout_secs=300)
 
 
 def test_nothing_survives_a_failed_launch(monkeypatch, tmp_path):
@@ -150,7 +150,7 @@ def test_nothing_survives_a_failed_launch(monkeypatch, tmp_path):
     pid_file = tmp_path / 'pid'
     with pytest.raises(RankFailures):
         run_ranks(start_a_grandchild_and_hang, 2, pid_file, init=None, timeout_secs=300)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while is_alive(pid_file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid_file.read_text())
@@ -163,7 +163,7 @@ def scenario_results():
         'fails on all ranks': partial(return_or_raise, None),
         'works afterwards': sum_of_ranks,
     }
-    return run_scenarios(scenarios, 2, init='torch', timeout_secs=60)
+    return run_scenarios(scenarios, 2, init='torch')
 
 
 def return_or_raise(value):

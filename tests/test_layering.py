@@ -215,7 +215,7 @@ print(sorted(name for name in set(sys.modules) - before if name.split('.')[0] in
 
 def test_import_of_the_package_is_light():
     """What MMEngine itself imports is not ours to change; beyond that nothing heavy comes in."""
-    done = subprocess.run([sys.executable, '-c', IMPORTED_BY_US], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, '-c', IMPORTED_BY_US], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == '[]'
 

@@ -34,6 +34,7 @@ BAD = {
     'async_busy': ['', 'queue', None, True],
     'exit_wait_secs': [-1, '5', None, True, float('nan')],
     'chat_template': [None, 1, 'llama3_chat'],
+    'ema': [None, 1, 'averaged'],
 }
 BAD_CASES = [
     pytest.param(option, value, id=f'{option}={value!r}') for option, values in BAD.items() for value in values
@@ -62,7 +63,7 @@ GOOD = [
     dict(save_best=['acc', 'loss'], rule=['greater', 'less']),
     dict(save_best=['x', 'y'], rule='less'),
     dict(max_keep_ckpts=-1),
-    dict(module='llm.model'),
+    dict(module='llm.model', ema=False),
     dict(writer='positional', async_save=True, async_busy='skip', exit_wait_secs=0),
     dict(lora='merge', llava_format='huggingface'),
     dict(tokenizer='folder'),

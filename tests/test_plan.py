@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.zoo import build
 from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.gather import gather
@@ -283,8 +284,7 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
         n_parameters=exporter.n_parameters,
     )
     writer = StreamWriter(pending_nbytes=10_000)
-    writer.create(plan, tmp_path / 'found')
-    writer.open(tmp_path / 'found')
+    writer.open(tmp_path / 'found', writer.create(plan, tmp_path / 'found'))
     for chunk in gather(plan, source, Collective(), masters=False, meter=MemoryMeter(), to_host=host_bytes):
         writer.write(chunk)
     receipts = writer.finish()
@@ -292,7 +292,7 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}
     found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
     assert found == expected
-    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, receipts)} == {
+    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, pack(plan, receipts))} == {
         p.hf_name: p.nbytes for p in plan.placements
     }
     indexes = {path.name: path.read_text() for path in (tmp_path / 'expected').glob('*.index.json')}

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from tests.helpers.whole import assert_whole
+from xhf_hooks.commit.manifest import MANIFEST_NAME
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, Step, TensorSpec
@@ -79,17 +81,17 @@ class Saved:
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
         ranks = [kind(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
-        ranks[0].create(self.plan, folder.open_staging())
-        self._write(ranks, folder.staging, dice)
+        made = ranks[0].create(self.plan, folder.open_staging())
+        for rank in ranks:
+            rank.open(folder.staging, made)
+        self._write(ranks, dice)
         receipts = [receipt for rank in ranks for receipt in rank.finish()]
-        self.written = folder.commit(self.plan, receipts, Step('iter', 1, 1), {})
+        self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})
         self.path = folder.final
 
-    def _write(self, ranks: list[Writer], staging: Path, dice: random.Random) -> None:
+    def _write(self, ranks: list[Writer], dice: random.Random) -> None:
         """Ranks go on in a random order; each has its own chunks in the order of the plan."""
         queues = [list(self._chunks(rank, len(ranks))) for rank in range(len(ranks))]
-        for rank in ranks:
-            rank.open(staging)
         while any(queues):
             rank = dice.choice([rank for rank, queue in enumerate(queues) if queue])
             ranks[rank].write(queues[rank].pop(0))
@@ -223,8 +225,10 @@ def test_every_writer_writes_the_same(folder, tensors, world_size, shard_nbytes,
     for writer in sorted(WRITERS.module_dict):
         with folder() as parent:
             saved = Saved(Path(parent), tensors, writer, world_size, shard_nbytes, seed=seed)
-            names = sorted(path.name for path in saved.path.iterdir())
-            found.append({name: (saved.path / name).read_bytes() for name in names})
+            content = {path.name: path.read_bytes() for path in saved.path.iterdir()}
+            manifest = json.loads(content.pop(MANIFEST_NAME))
+            del manifest['commit']  # names the run
+            found.append((content, manifest))
     assert all(one == found[0] for one in found)
 
 

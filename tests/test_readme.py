@@ -16,6 +16,9 @@ MEASURED = ['verify', 'save', 'stall', 'plan', 'convert']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
 CHECKS = ['python tools/kill_test.py --kills 240', 'python tools/verify.py DIR', 'python tools/verify.py A B']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
+ENTER = 'source tools/env.sh && use_env .venv'
+#: A shell in which nothing was set up.
+BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
 COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', *CHECKS, *BENCHMARKS[:4], *CONVERSIONS, XTUNERS, BENCHMARKS[4]]
 
@@ -219,10 +222,23 @@ def test_the_kill_command_runs():
 
 
 @pytest.mark.modern_only
-def test_the_benchmark_runs(tmp_path):
+def test_the_benchmark_runs_outside_of_the_environment(tmp_path):
+    """By its Python's path alone: torchrun and ninja are not on PATH."""
     command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.2', '--repeats', '1', '--in-a-row', '1']
-    command += ['--out', str(tmp_path)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    finished = subprocess.run([*command, '--out', str(tmp_path)], cwd=ROOT, env=BARE, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.startswith('0.17 B parameters'), 'what is pasted into the README is the table alone'
     assert (tmp_path / 'save.json').exists()
+
+
+@pytest.mark.modern_only
+def test_the_line_that_enters_the_environment(tmp_path):
+    """From a shell that knows nothing of it. Without the environment it says so, and leaves PATH alone."""
+    (tmp_path / 'env').symlink_to(sys.prefix)
+    enter = ENTER.replace('.venv', str(tmp_path / 'env'))
+    lines = f'{enter} && command -v torchrun ninja && python tools/verify.py --help'
+    finished = subprocess.run(['bash', '-c', lines], cwd=ROOT, env=BARE, capture_output=True, text=True)
+    assert finished.returncode == 0 and '--trust-remote-code' in finished.stdout, finished.stdout + finished.stderr
+    lines = f'{ENTER.replace(".venv", "no-env")} || echo "$PATH"'
+    finished = subprocess.run(['bash', '-c', lines], cwd=ROOT, env=BARE, capture_output=True, text=True)
+    assert 'no-env' in finished.stderr and finished.stdout.strip() == BARE['PATH']

@@ -31,6 +31,14 @@ def test_epochs_as_mmengine_counts_them(interval, begin):
     assert not any(schedule.is_due_after_iter(i + 1) for i in COUNTS)
 
 
+@pytest.mark.parametrize(('interval', 'begin'), list(product(INTERVALS, BEGINS)))
+def test_the_next_that_is_due(interval, begin):
+    schedule = Schedule(interval, by_epoch=False, save_begin=begin)
+    due = [count for count in range(1, 80) if schedule.is_due_after_iter(count)]
+    for done in COUNTS:
+        assert schedule.next_due(done) == next((count for count in due if count > done), None)
+
+
 def test_example():
     schedule = Schedule(3, by_epoch=False, save_begin=4)
     assert [done for done in range(1, 14) if schedule.is_due_after_iter(done)] == [4, 7, 10, 13]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.helpers.tiny_checkpoint import start_process
 from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.plan import make_plan
 from xhf_hooks.records import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
 from xhf_hooks.safetensors_format import check_file
@@ -37,8 +38,7 @@ def plan_of(*sizes: int, shard: int = 10**9) -> SavePlan:
 
 def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int = 10**6) -> StreamWriter:
     writer = StreamWriter(pending_nbytes)
-    writer.create(plan, folder)
-    writer.open(folder)
+    writer.open(folder, writer.create(plan, folder))
     return writer
 
 
@@ -133,7 +133,7 @@ def test_bytes_are_right_in_any_order(tmp_path, memory, shard, pending_nbytes):
         writer.write(memory.chunk(placement, number))
     receipts = writer.finish()
     writer.abort()  # as a save calls it at its end, whatever happened; it must do no harm
-    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, receipts)} == {
+    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, pack(plan, receipts))} == {
         p.hf_name: p.nbytes for p in plan.placements
     }
     for file in plan.files:
@@ -146,7 +146,7 @@ def test_bytes_are_right_in_any_order(tmp_path, memory, shard, pending_nbytes):
 
 def test_other_ranks_write_nothing(tmp_path):
     writer = StreamWriter(1)
-    writer.open(tmp_path)
+    writer.open(tmp_path, {})
     assert writer.finish() == []
     assert list(tmp_path.iterdir()) == []
 

@@ -20,6 +20,7 @@ from xhf_hooks.verify.folder import verify_folder
 from xhf_hooks.verify.mapped import map_or_none
 from xhf_hooks.verify.report import FolderReport
 from xhf_hooks.verify.sums import FileToRead, sum_files
+from xhf_hooks.verify.threads import WorkerThreads
 
 WEIGHTS, INDEX, MANIFEST = 'model.safetensors', 'model.safetensors.index.json', 'xhf_manifest.json'
 FIRST_SHARD = 'model-00001-of-00002.safetensors'
@@ -134,7 +135,8 @@ def test_files_that_cannot_be_read(folder, tmp_path, drop_cache):
     """One that shrank since it was listed, a folder, one that is gone: each is an error of its own."""
     path = folder / FIRST_SHARD
     wanted = [(path, path.stat().st_size), (path, path.stat().st_size + 5), (tmp_path, 4096), (tmp_path / 'none', 1)]
-    found = sum_files([FileToRead(*file) for file in wanted], workers=2, drop_cache=drop_cache)
+    with WorkerThreads(2) as threads:
+        found = sum_files([FileToRead(*file) for file in wanted], threads, drop_cache=drop_cache)
     assert found[0].error is None and found[0].crc32 == zlib.crc32(path.read_bytes())
     assert 'shorter' in found[1].error and 'directory' in found[2].error and 'No such file' in found[3].error
 

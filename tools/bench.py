@@ -4,12 +4,14 @@
                                 [--in-a-row 3] [--out DIR]
     python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
+    python tools/bench.py ranks [--ranks 2 4 8 16 32] [--repeats 5] [--out DIR]
     python tools/bench.py verify [--billions 0.5] [--repeats 5] [--out DIR]
     python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
 
 save: gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns.
 stall: the same, while they iterate: for how long a save stops them, and how fast they are beside one.
 plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
+ranks: calls of save_hf on 2,000 small tensors by 2 to 32 processes: what agreement costs, stage by stage.
 verify: verifying folders, against reading them.
 convert: the conversion of a checkpoint, with xtuner's environment (bench_convert.py).
 
@@ -25,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,9 @@ from typing import Any
 
 import bench_convert
 import bench_verify
+from bench_launch import environment, torchrun
 from bench_plan import measure_plans
+from bench_ranks import measure_ranks
 from bench_report import describe_machine, draw, table
 
 from xhf_hooks.plan import parse_size
@@ -48,14 +51,12 @@ LAYERS = {0.2: 1, 0.8: 14, 1.6: 30}
 def run_worker(what: str, billions: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One launch, one model size, all ways."""
     result = folder / 'result.json'
-    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', str(args.ranks)]
-    command += [str(WORKER), what, '--billions', str(billions), '--repeats', str(args.repeats)]
+    command = [*torchrun(args.ranks), str(WORKER), what, '--billions', str(billions), '--repeats', str(args.repeats)]
     command += ['--bucket-size', str(parse_size(args.bucket_size))]
     if what == 'save':
         command += ['--in-a-row', str(args.in_a_row)]
     command += ['--folder', str(folder / 'saves'), '--result', str(result)]
-    environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if finished.returncode:
         sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}')
     return json.loads(result.read_text())
@@ -84,6 +85,9 @@ def parse_args() -> argparse.Namespace:
         if what == 'save':
             command.add_argument('--in-a-row', type=int, default=3, help='runs of a way, of which the last counts')
     commands.add_parser('plan').add_argument('--ranks', type=int, default=1024)
+    ranks = commands.add_parser('ranks')
+    ranks.add_argument('--ranks', type=int, nargs='+', default=[2, 4, 8, 16, 32])
+    ranks.add_argument('--repeats', type=int, default=5)
     verify = commands.add_parser('verify')
     verify.add_argument('--billions', type=float, default=0.5, choices=list(bench_verify.LAYERS))
     verify.add_argument('--repeats', type=int, default=5)
@@ -106,6 +110,8 @@ def main() -> None:
         measured = {'machine': describe_machine(), **measured}
     elif args.what == 'plan':
         measured = {'machine': describe_machine(), 'ranks': args.ranks, 'plans': measure_plans(args.ranks)}
+    elif args.what == 'ranks':
+        measured = {'machine': describe_machine(), 'runs': measure_ranks(args.ranks, args.repeats, args.out)}
     else:
         measured = measure_saves(args)
     (args.out / f'{args.what}.json').write_text(json.dumps(measured, indent=2) + '\n')

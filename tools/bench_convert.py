@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import bench_launch
+from bench_launch import torchrun
 from bench_verify import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,20 +67,13 @@ model = dict(
 def environment() -> dict[str, str]:
     """Of every process: no GPU, no network, and xtuner importable beside a CPU build of torch."""
     python_path = [str(ROOT), str(ROOT / 'tests' / 'xtuner_stack'), *filter(None, [os.environ.get('PYTHONPATH')])]
-    return {
-        **os.environ,
-        'PYTHONPATH': os.pathsep.join(python_path),
-        'DS_ACCELERATOR': 'cpu',
-        'CUDA_VISIBLE_DEVICES': '',
-        'HF_HUB_OFFLINE': '1',
-    }
+    return bench_launch.environment(PYTHONPATH=os.pathsep.join(python_path), HF_HUB_OFFLINE='1')
 
 
 def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
     """The checkpoint, a base model of zeros for XTuner, which loads one, and a config; their figures."""
-    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2', str(WORKER)]
-    command += ['--billions', str(billions), '--folder', str(folder)]
-    finished = subprocess.run(command, env={**environment(), 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
+    command = [*torchrun(2), str(WORKER), '--billions', str(billions), '--folder', str(folder)]
+    finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if finished.returncode:
         sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}')
     base = folder / 'base'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import statistics
 import time
@@ -10,8 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.receipts import RECORD, merge
+from xhf_hooks.gather import BUCKETS_PER_AGREEMENT
 from xhf_hooks.plan import make_plan
-from xhf_hooks.records import ExportEntry, Group, TensorSpec
+from xhf_hooks.records import ExportEntry, Group, SavePlan, TensorSpec
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 
 _PART_NBYTES = 8 * 2**20  # what xhf_hooks/slices.py writes at once, of 2-byte elements
@@ -70,7 +77,17 @@ def deepseek_v3() -> Shapes:
     yield 'lm_head.weight', (vocab, hidden), []
 
 
-MODELS: dict[str, Callable[[], Shapes]] = {'Llama-3.1-405B': llama_405b, 'DeepSeek-V3': deepseek_v3}
+def deepseek_v3_unfused() -> Shapes:
+    """The same with each expert's matrices as tensors of their own, as its published code has them."""
+    for name, shape, parts in deepseek_v3():
+        yield from ((part, part_shape, []) for part, part_shape in parts or [(name, shape)])
+
+
+MODELS: dict[str, Callable[[], Shapes]] = {
+    'Llama-3.1-405B': llama_405b,
+    'DeepSeek-V3': deepseek_v3,
+    'DeepSeek-V3, unfused': deepseek_v3_unfused,
+}
 
 
 def measure_plans(n_ranks: int) -> list[dict[str, Any]]:
@@ -90,29 +107,79 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
             first += math.prod(part_shape)
     how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, n_writers=n_ranks)
     sliced = {spec.name for spec in specs}
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        plan = make_plan(entries, specs, sliced=sliced, **how)
-        seconds.append(time.perf_counter() - started)
-    tracemalloc.start()
     plan = make_plan(entries, specs, sliced=sliced, **how)
-    memory = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    seconds = _median_secs(lambda: make_plan(entries, specs, sliced=sliced, **how))
+    memory = _peak_nbytes(lambda: make_plan(entries, specs, sliced=sliced, **how))
     writes = _writes_of_rank(1, plan.sliced, n_ranks)
+    coming = _records_to_rank0(plan, n_ranks)
+    receipts_secs = _median_secs(lambda: _put_together(plan, coming))
+    receipts_memory = _peak_nbytes(lambda: _put_together(plan, coming))
+    # Agreement is for what is gathered: as if that were all
+    n_buckets = len(make_plan(entries, specs, **how).buckets)
+    n_agreements = -(-n_buckets // BUCKETS_PER_AGREEMENT) + 1
     return {
         'model': name,
         'parameters': sum(math.prod(spec.shape) for spec in specs),
         'nbytes': plan.nbytes,
         'tensors': len(entries),
         'files': len(plan.files),
-        'seconds': statistics.median(seconds),
+        'seconds': seconds,
         'memory_mb': memory / 1e6,
         'writes_per_rank': len(writes),
         'opens_per_rank': len({file for file, _ in writes}),
         'median_write_nbytes': statistics.median(nbytes for _, nbytes in writes),
         'nbytes_per_rank': sum(nbytes for _, nbytes in writes),
+        'receipts_sent_nbytes': max(records.nbytes for records in coming),
+        'receipts_secs': receipts_secs,
+        'receipts_memory_mb': receipts_memory / 1e6,
+        'buckets': n_buckets,
+        'agreements': n_agreements,
+        # A wait goes up a binomial tree of ranks, an agreement up and down
+        'steps': (n_buckets + n_agreements) * math.ceil(math.log2(n_ranks)),
     }
+
+
+def _median_secs(work: Callable[[], object]) -> float:
+    """Of three."""
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _peak_nbytes(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    work()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def _records_to_rank0(plan: SavePlan, n_ranks: int) -> list[np.ndarray]:
+    """What rank 0 has, and what comes to it: the joined records of 1, 2, 4 ... ranks after it."""
+    bounds = {0, n_ranks, *(2**power for power in range(n_ranks.bit_length()) if 2**power < n_ranks)}
+    return [_records_of(plan, range(*pair), n_ranks) for pair in itertools.pairwise(sorted(bounds))]
+
+
+def _put_together(plan: SavePlan, coming: list[np.ndarray]) -> None:
+    assemble(plan, functools.reduce(merge, coming))
+
+
+def _records_of(plan: SavePlan, ranks: range, n_ranks: int) -> np.ndarray:
+    """Of consecutive ranks, as they come to rank 0: one for each tensor of which these have a part."""
+    rows, number = [], 0
+    for group in plan.sliced:
+        each = -(-math.prod(group.reads[0].shape) // n_ranks)
+        start, end = ranks.start * each, ranks.stop * each
+        for place in group.placements:
+            first, last = max(start, place.first), min(end, place.first + math.prod(place.shape))
+            if first < last:
+                width = DTYPE_NBYTES[place.dtype]
+                rows.append((number, number, (first - place.first) * width, (last - first) * width, 0))
+            number += 1
+    return np.array(rows, RECORD)
 
 
 def _unfuse(name: str, tensors: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench_convert import OURS as CONVERT
 from bench_peers import FLOOR, XTUNER
+from bench_ranks import STAGES
 
 STREAM = 'xhf_hooks stream'
 Runs = dict[str, list[dict[str, float]]]
@@ -17,8 +18,8 @@ Runs = dict[str, list[dict[str, float]]]
 
 def table(what: str, measured: dict[str, Any]) -> str:
     """Markdown."""
-    if what in ('plan', 'verify'):
-        return {'plan': _plan_table, 'verify': _verify_table}[what](measured)
+    if what in ('plan', 'ranks', 'verify'):
+        return {'plan': _plan_table, 'ranks': _ranks_table, 'verify': _verify_table}[what](measured)
     table_of = {'save': _save_table, 'stall': _stall_table, 'convert': _convert_table}[what]
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
@@ -117,6 +118,34 @@ def _plan_table(measured: dict[str, Any]) -> str:
             f'{plan["memory_mb"]:.0f} | {plan["writes_per_rank"]} | {plan["median_write_nbytes"] / 1e3:.0f} | '
             f'{plan["nbytes_per_rank"] / plan["writes_per_rank"] / 1e3:.0f} | {plan["opens_per_rank"]} |'
         )
+    lines += [
+        '',
+        'What ranks tell each other, receipts with positional, agreement where all is gathered:',
+        '',
+        '| model | receipts sent by a rank, MB | put together on rank 0, s | memory, MB | buckets | agreements '
+        '| steps of all waits and agreements, one after the other |',
+        '|---|---|---|---|---|---|---|',
+    ]
+    for plan in measured['plans']:
+        lines.append(
+            f'| {plan["model"]} | {plan["receipts_sent_nbytes"] / 1e6:.2f} | {plan["receipts_secs"]:.2f} | '
+            f'{plan["receipts_memory_mb"]:.0f} | {plan["buckets"]} | {plan["agreements"]} | {plan["steps"]} |'
+        )
+    return '\n'.join([*lines, ''])
+
+
+def _ranks_table(measured: dict[str, Any]) -> str:
+    stages = [stage for stage in STAGES if stage in measured['runs'][0]['later']]
+    lines = [
+        f'save_hf of {measured["runs"][0]["tensors"]} tensors, positional, seconds:',
+        '',
+        f'| ranks | first call | later ones | of that in `cost.seconds` | {" | ".join(stages)} |',
+        '|---' * (4 + len(stages)) + '|',
+    ]
+    for run in measured['runs']:
+        later = run['later']
+        figures = [run['first']['seconds'], later['seconds'], later['told'], *(later[stage] for stage in stages)]
+        lines.append(f'| {run["ranks"]} | {" | ".join(f"{figure:.2f}" for figure in figures)} |')
     return '\n'.join([*lines, ''])
 
 
@@ -136,11 +165,14 @@ def draw(what: str, measured: dict[str, Any], path: Path) -> None:
         'save': ('seconds', 'seconds per save'),
         'stall': ('stalled_secs', 'seconds for which a save stops training'),
         'plan': ('seconds', 'seconds of planning'),
+        'ranks': ('seconds', 'seconds per call'),
         'verify': ('verifying', 'seconds of verifying'),
         'convert': ('seconds', 'seconds per conversion'),
     }[what]
     if what == 'plan':
         panels = {f'{measured["ranks"]} ranks': {plan['model']: plan for plan in measured['plans']}}
+    elif what == 'ranks':
+        panels = {f'{run["ranks"]} ranks': {'xhf_hooks save_hf': run['later']} for run in measured['runs']}
     elif what == 'verify':
         panels = {where: medians(runs) for where, runs in measured['runs'].items()}
     else:

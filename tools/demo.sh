@@ -4,12 +4,13 @@
 #
 #     bash tools/demo.sh
 #
-# Needs Python 3.10 or newer and a C++ compiler. What it makes: configs/demo_zero3.py.
+# Needs Python 3.10 or newer and a C++ compiler, and says how much it will download. A machine without a GPU needs a
+# sixth of that: docs/versions.md. What it trains: configs/demo_zero3.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
-make_env .venv requirements/modern.txt
+make_env .venv modern
 use_env .venv
 
 # One process for each GPU that torch can use, or two on the CPU

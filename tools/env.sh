@@ -1,45 +1,60 @@
 # The Python environments of tools/demo.sh and tools/test.sh. Source this file; it only defines
-# functions, for bash with `set -euo pipefail`, called from the root of the repository:
+# functions, for bash, called from the root of the repository (make_env with `set -euo pipefail`):
 #
 #     source tools/env.sh
-#     make_env .venv requirements/modern.txt requirements/test.txt
+#     make_env .venv modern test
 #     use_env .venv
 
-# Make the virtual environment DIR with what the REQUIREMENTS files pin, and this project in it.
+# Make the virtual environment DIR with what requirements/STACK.txt (and MORE, for example test) names, in the
+# versions of requirements/STACK.lock.txt, and this project in it.
 # Costs nothing when DIR has all of that already; an edit of one of the files installs again.
 make_env() {
-    local dir=$1 stamp=$1/installed.sha256
+    local dir=$1 stack=$2 stamp=$1/installed.sha256
     shift
-    local wanted
+    local lock=requirements/$stack.lock.txt no_deps=requirements/${stack}_no_deps.txt
+    local files=("${@/#/requirements/}") made wanted
+    files=("${files[@]/%/.txt}")
     # With its place, since an environment that was moved or copied does not work
-    wanted=$(sha256sum setup.py "$@" && realpath "$dir")
+    made=$(realpath -m "$dir" && sha256sum "$lock")
+    wanted=$(echo "$made" && sha256sum setup.py "${files[@]}" && { [[ ! -f $no_deps ]] || sha256sum "$no_deps"; })
     if [[ -x $dir/bin/python && -f $stamp ]] && ! grep -vqxFf "$stamp" <<<"$wanted"; then
         return
     fi
-    _check_machine
-    rm -f "$stamp"
-    [[ -x $dir/bin/python ]] || _step "$dir: making it" python3 -m venv "$dir"
+    local python
+    python=$(_find_python "$stack")
+    _check_machine "$python"
+    _tell_size "$dir" "$stack"
+    if [[ ! -x $dir/bin/python || ! -f $stamp ]] || grep -vqxFf "$stamp" <<<"$made"; then
+        # Anew: what an older lock file had would stay
+        _step "$dir: making it" "$python" -m venv --clear "$dir"
+        echo "$made" >"$stamp"
+    fi
 
     # Before the rest and by name: pip then takes a CPU build where its indexes have one
     local torch
-    torch=$(grep -hom1 '^torch==[^ ;]*' "$@" | head -n1)
-    _step "$dir: $torch" "$dir/bin/python" -m pip install -q "$torch"
-
-    local options=() file
-    for file in "$@"; do
-        options+=(-r "$file")
-    done
-    _step "$dir: $*" "$dir/bin/python" -m pip install -q "${options[@]}"
+    torch=$(grep -hom1 '^torch==[^ ;]*' "${files[@]}" | head -n1)
+    _step "$dir: $torch" _pip "$dir" "$lock" "$torch"
+    _step "$dir: ${files[*]}" _pip "$dir" "$lock" "${files[@]/#/-r}"
+    [[ ! -f $no_deps ]] || _step "$dir: $no_deps" _pip "$dir" "$lock" --no-deps "-r$no_deps"
     _step "$dir: xhf_hooks" \
         "$dir/bin/python" -m pip install -q --no-deps --no-build-isolation -e .
     _compile_deepspeed "$dir"
     echo "$wanted" >"$stamp"
 }
 
+# Install into DIR, all of it in the versions that LOCK has. LOCK goes into variables, so that it counts for the tools
+# that build packages, too. pip's own variables and configuration (indexes, proxies, certificates) work as ever.
+_pip() {
+    local dir=$1 lock=$2
+    shift 2
+    PIP_CONSTRAINT="${PIP_CONSTRAINT-} $lock" PIP_BUILD_CONSTRAINT="${PIP_BUILD_CONSTRAINT-} $lock" \
+        "$dir/bin/python" -m pip install -q "$@"
+}
+
 # Make DIR's programs the ones that this shell runs, with the settings that DeepSpeed needs here.
 use_env() {
     local dir
-    dir=$(cd "$1" && pwd)
+    dir=$(cd "$1" && pwd) || return
     export PATH="$dir/bin:$PATH"
     # Two DeepSpeed versions that share compiled operators rebuild them for ever
     export TORCH_EXTENSIONS_DIR="$dir/torch_extensions"
@@ -56,18 +71,46 @@ _has_gpu() {
     nvidia-smi -L 2>/dev/null | grep -q '^GPU '
 }
 
+# Print the name of a Python that STACK can be installed with.
+_find_python() {
+    local versions python
+    case $1 in
+        xtuner) versions='(3, 11) <= sys.version_info < (3, 13)' ;; # XTuner 0.2.0 refuses 3.13
+        *) versions='(3, 10) <= sys.version_info < (3, 15)' ;;
+    esac
+    for python in python3 python3.{14,13,12,11,10}; do
+        if "$python" -c "import sys; sys.exit(not $versions)" 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    _fail "A Python of $versions is needed, as python3 or, for example, python3.11; found: $(python3 --version 2>&1)."
+}
+
 # Refuse a machine that lacks something, before minutes of installing.
 _check_machine() {
-    command -v python3 >/dev/null || _fail 'python3 not found. Install Python 3.10 or newer.'
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        _fail "Python 3.10 or newer is needed; python3 is $(python3 --version 2>&1)."
-    python3 -c 'import ensurepip, venv' 2>/dev/null ||
-        _fail "python3 cannot make virtual environments. On Debian: apt-get install python3-venv"
+    local python=$1
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        _fail "$python cannot make virtual environments. On Debian: apt-get install $python-venv"
     # DeepSpeed compiles a small communication operator for CPU runs: g++ and Python's C headers
     command -v c++ >/dev/null || _fail 'No C++ compiler found. On Debian: apt-get install g++'
-    python3 -c 'import os, sysconfig
+    "$python" -c 'import os, sysconfig
 raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
-        _fail "Python's C headers not found. On Debian: apt-get install python3-dev"
+        _fail "Python's C headers not found. On Debian: apt-get install $python-dev"
+}
+
+# Say how much STACK is, before it is downloaded into DIR. Measured by `pip download` of the lock files and `du`.
+_tell_size() {
+    local cuda cpu
+    case $2 in
+        xtuner) cuda='3.1 GB to download, 6.3 GB' cpu='0.6 GB, 2.3 GB' ;;
+        *) cuda='3.0 GB to download, 5.8 GB' cpu='0.4 GB, 1.8 GB' ;;
+    esac
+    echo "== $1: about $cuda on the disk; with the CPU build of torch $cpu"
+    if ! _has_gpu; then
+        echo '   This machine has no GPU, so the CPU build will do. Where pip is not set up for it, start again with'
+        echo "   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"
+    fi
 }
 
 # Compile that operator now, in one process: training would stop for it, all processes at once,

@@ -5,8 +5,8 @@
 #
 # Both stacks are tested at the same time; what XTuner's has to say is shown when it has ended.
 #
-# Needs Python 3.11 or newer, a C++ compiler, and root (small file systems are mounted, and Debian's
-# libaio-dev is installed for the NVMe test when it is missing).
+# Needs Python 3.11 or 3.12, a C++ compiler, and root (small file systems are mounted, and Debian's packages that tests
+# need are installed). Says how much it will download; a machine without a GPU needs a sixth of that: docs/versions.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
@@ -14,6 +14,19 @@ source tools/env.sh
 logs=$(mktemp -d)
 # Each job in the background has a process group of its own
 trap 'for job in $(jobs -p); do kill -- -"$job" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
+
+# Install those of the Debian PACKAGES that are missing.
+need_debian_packages() {
+    local missing
+    missing=$(for package in "$@"; do dpkg -s "$package" &>/dev/null || echo "$package"; done)
+    [[ $missing ]] || return 0
+    echo "== Debian packages:" $missing
+    if ! command -v apt-get >/dev/null; then
+        echo 'There is no apt-get here: install what they hold in your own way, or the tests that need it fail.'
+        return
+    fi
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
+}
 
 # What DeepSpeed reads NVMe with. It is compiled beside the first tests; those that need it wait for it.
 compile_async_io() {
@@ -41,19 +54,15 @@ test_modern() {
 }
 
 test_xtuner() {
-    make_env .venv-xtuner requirements/xtuner.txt requirements/test.txt
+    make_env .venv-xtuner xtuner test
     use_env .venv-xtuner
     export PYTHONPATH=$PWD/tests/xtuner_stack
     echo "== tests, XTuner's stack"
     python -m pytest -q -m 'not modern_only'
 }
 
-if [[ ! -e /usr/include/libaio.h ]]; then
-    echo '== libaio-dev, for DeepSpeed on NVMe'
-    apt-get update -qq && apt-get install -y -qq libaio-dev >/dev/null
-fi
-
-make_env .venv requirements/modern.txt requirements/test.txt
+need_debian_packages libaio-dev # what DeepSpeed reads NVMe with
+make_env .venv modern test
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
 if [[ $# -gt 0 ]]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,23 +18,25 @@ class Background(Generic[T]):
 
     A handler may interrupt any of these methods and call another. So there is a flag to look at and no lock to wait
     for: in a handler that interrupts :meth:`threading.Thread.join`, a second join waits for what the first holds.
+    A child that was forked has no such thread, and so no work.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._busy = self._ended = False
+        self._process = 0  # that has the thread
         self._value: T | None = None
         self._error: BaseException | None = None
 
     @property
     def busy(self) -> bool:
         """Whether work was started whose outcome nobody has asked for yet."""
-        return self._busy
+        return self._busy and self._process == os.getpid()
 
     @property
     def done(self) -> bool:
         """Whether the work has ended; its outcome can be asked for without waiting."""
-        return self._busy and self._ended
+        return self.busy and self._ended
 
     @property
     def succeeded(self) -> bool:
@@ -45,7 +48,7 @@ class Background(Generic[T]):
         if self.busy:
             raise RuntimeError(f'{self._name}: the outcome of earlier work was not asked for')
         self._value = self._error = None
-        self._ended = False
+        self._ended, self._process = False, os.getpid()
         # A daemon: what waits for it at exit is a bounded wait, not the interpreter
         threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True).start()
         self._busy = True  # only now: a handler that interrupts this must not wait for what cannot start meanwhile
@@ -53,9 +56,9 @@ class Background(Generic[T]):
     def wait(self, timeout_secs: float = math.inf) -> bool:
         """Wait for the end; whether it has come. The outcome stays to be asked for."""
         deadline = time.monotonic() + timeout_secs
-        while self._busy and not self._ended and time.monotonic() < deadline:
+        while self.busy and not self._ended and time.monotonic() < deadline:
             time.sleep(_POLL_SECS)
-        return not self._busy or self._ended
+        return not self.busy or self._ended
 
     def outcome(self) -> T | None:
         """Wait for the end and return what the work returned; None if there was no work.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks import options
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.records import CommittedCheckpoint, Step
@@ -46,12 +48,14 @@ def save_hf(
 
     Returns:
         What was committed: its ``path``, its ``step``, its ``cost`` (``nbytes``, ``seconds``, memory), and
-        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space is rank 0's to tell.
+        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space, and what there is to
+        warn of in the files around the weights, is rank 0's to tell.
 
     Raises:
         OptionError: An option has a bad value, or is not for this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
+    began = time.perf_counter()
     folder = options.parse_out_dir(out_dir)
     if folder is None:
         raise OptionError('out_dir', 'the path of a folder', out_dir)
@@ -71,10 +75,13 @@ def save_hf(
     )
     committed: list[CommittedCheckpoint] = []
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
-    saves = RunSaves(unwrap(model), folder.absolute(), run_options, log, on_committed=committed.append)
+    shared = Collective.shared()  # connections to all ranks: made at the first call
+    saves = RunSaves(
+        unwrap(model), folder.absolute(), run_options, log, on_committed=committed.append, collective=shared
+    )
     try:
         saves.prepare(None, when='now')
-        saves.save(Step('iter', number, number))
+        saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)
     finally:
         saves.close()
     return committed[0]

@@ -12,14 +12,17 @@ from xhf_hooks.memory import MemoryMeter
 class SaveClock:
     """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
 
+    Args:
+        prepare_secs: What of it has passed already, before there was anything to save.
+
     Attributes:
         stage_secs: Seconds by stage, in the order in which they were entered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare_secs: float = 0.0) -> None:
         self.meter = MemoryMeter()
-        self.stage_secs: dict[str, float] = {}
-        self._started = time.perf_counter()
+        self.stage_secs: dict[str, float] = {'prepare': prepare_secs} if prepare_secs else {}
+        self._started = time.perf_counter() - prepare_secs
         self._stalled_secs: float | None = None
 
     @contextmanager

@@ -22,6 +22,7 @@ import torch
 
 from xhf_hooks.checksum import crc32
 from xhf_hooks.commit.contents import warn_of_non_finite
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.dtypes import host_bytes, is_float
 from xhf_hooks.errors import TensorError
@@ -142,7 +143,9 @@ class Converter:
                 for file in files.values():
                     file.close()
             facts = {'dtype': self._options.dtype or 'as trained', **self._options.facts}
-            tensors = folder.commit(self.plan, receipts, step, {'packages': package_versions(), **facts})
+            tensors = folder.commit(
+                self.plan, pack(self.plan, receipts), step, {'packages': package_versions(), **facts}
+            )
         except BaseException:  # a signal, too, must leave nothing
             folder.abandon()
             raise

@@ -47,6 +47,10 @@ class TargetError(XhfError):
     """The output folder cannot be used: not writable, in use, too small, or not ours to replace."""
 
 
+class LimitError(XhfError):
+    """A limit of the system is too low for a save."""
+
+
 class IncompleteError(XhfError):
     """A staged folder does not hold everything that the plan says; it must not be committed."""
 

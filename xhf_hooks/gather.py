@@ -13,6 +13,8 @@ from xhf_hooks.memory import MemoryMeter, return_freed_memory
 from xhf_hooks.records import Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
 
+#: Ranks agree once in so many buckets; a rank that has failed gathers on, for the others, until then.
+BUCKETS_PER_AGREEMENT = 64
 #: Freed memory is kept for the next bucket up to so many buckets, which is faster, then handed back.
 _SPARE_BUCKETS = 3
 
@@ -28,27 +30,37 @@ def gather(
 ) -> Iterator[Chunk]:
     """Gather bucket after bucket and yield the chunks that this rank writes.
 
-    Runs on: all ranks, in step. Before each bucket they agree that nobody has failed; there, on gloo, the
-    others wait for a writer whose disk is slow, never inside the collective that gathers.
+    Runs on: all ranks, in step. Before each bucket they wait for each other, on gloo: a writer may hold as many
+    bytes as a bucket has and wait for its disk with the next, and what waits for that writer must not be the
+    collective that gathers. A failure is remembered, by this and by the caller, and agreed once in a while.
 
     Args:
         to_host: Gives the bytes of a tensor that this rank writes.
 
     Raises:
-        AgreedError: Some rank failed.
-        TensorError: A tensor is not what the plan says.
+        AgreedError: Some rank failed; or one has a tensor that is not what the plan says.
     """
     rank = collective.rank
-    for bucket in plan.buckets:
-        collective.agree('gather')
+    for number, bucket in enumerate(plan.buckets):
+        if number % BUCKETS_PER_AGREEMENT == 0:
+            collective.agree('gather')
+        else:
+            collective.wait('gather')
         ours = [group for group in bucket.groups if any(p.owner == rank for p in group.placements)]
+        if collective.is_failing:
+            ours = []
         wanted = {spec.name for group in ours for spec in group.reads}
-        with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
-            for group in ours:
-                yield from group_chunks(group, tensors, rank, to_host, meter)
-            meter.sample()
+        try:
+            with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
+                for group in ours:
+                    yield from group_chunks(group, tensors, rank, to_host, meter)
+                meter.sample()
+        except Exception as error:
+            collective.remember('gather', error)
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
+    if plan.buckets:
+        collective.agree('gather')
 
 
 def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:

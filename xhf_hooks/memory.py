@@ -37,7 +37,9 @@ def return_freed_memory() -> None:
 
 def _anonymous_nbytes() -> int:
     """Resident memory that is neither file pages nor shared (proc(5), statm); 0 where there is no /proc."""
-    if not _STATM.exists():
+    try:
+        content = _STATM.read_text()
+    except FileNotFoundError:
         return 0
-    _, resident, shared, *_ = _STATM.read_text().split()
+    _, resident, shared, *_ = content.split()
     return (int(resident) - int(shared)) * os.sysconf('SC_PAGE_SIZE')

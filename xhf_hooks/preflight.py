@@ -74,13 +74,13 @@ def refuse_unreadable_masters(engine_or_optimizer: Any) -> None:
         raise OptionError('dtype', "no 'float32' with round_robin_gradients, which misnames the masters", 'float32')
 
 
-def choose_writer(log: _Log, option: str, folder: Path, collective: Collective) -> str:
-    """What the option ``writer`` comes to on this file system. Runs on: all ranks."""
+def choose_writer(log: _Log, option: str, final: Path, collective: Collective) -> str:
+    """What the option ``writer`` comes to on the file system of ``final``. Runs on: all ranks."""
     wanted = 'positional' if option == 'auto' else option
-    if not WRITERS.get(wanted).all_ranks or is_shared(folder, collective):
+    if not WRITERS.get(wanted).all_ranks or is_shared(final, collective):
         return wanted
     log.warning(
-        f'not all ranks see {folder}, so rank 0 writes: the writer is stream, not {wanted}. '
+        f'not all ranks see {final.parent}, so rank 0 writes: the writer is stream, not {wanted}. '
         f'Set out_dir to a folder on a shared file system to let every rank write'
     )
     return 'stream'
@@ -103,6 +103,8 @@ def claim_targets(
         raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
     for folder in folders:
         folder.claim()
+        for warning in folder.warnings:
+            log.warning(warning)
         if sweep is not None:
             for path in sweep_dead_runs(sweep, folder.final.name):
                 log.info(f'cleared what a killed run left: {path}')

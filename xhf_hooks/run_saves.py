@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from xhf_hooks import preflight
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.errors import XhfError
+from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exit_wait import ExitWait
 from xhf_hooks.options import RunOptions
 from xhf_hooks.preflight import Unwrapped
@@ -24,9 +28,15 @@ from xhf_hooks.tokenizer import find_tokenizer
 class RunSaves:
     """Proves that saves will work, does them, and ends. Runs on: all ranks, every method.
 
+    Nobody tells hooks and callbacks that training was interrupted, by an exception or Ctrl-C. So the next run in the
+    same process (a notebook, a sweep, Trainer's auto_find_batch_size) ends the one before that holds its folders.
+
     Args:
         unwrapped: The trained model.
+        run: What this is one of, such as MMEngine's runner. Two of the same run cannot have the same folder, nor can
+            one without a run have that of another.
         on_committed: Told of each save that is under its final name.
+        collective: That outlives these saves; None makes one for them.
 
     Attributes:
         newest: The folder of the newest save.
@@ -35,6 +45,9 @@ class RunSaves:
         collective: Of this run's saves.
     """
 
+    #: Those of this process that are open: of the process, as the locks are that they hold.
+    _open: ClassVar[weakref.WeakSet[RunSaves]] = weakref.WeakSet()
+
     def __init__(
         self,
         unwrapped: Unwrapped,
@@ -42,9 +55,11 @@ class RunSaves:
         options: RunOptions,
         log: RunLog,
         *,
+        run: object | None = None,
         suffixes: Sequence[str] = (),
         reward_token_id: int | None = None,
         on_committed: Callable[[CommittedCheckpoint], None] | None = None,
+        collective: Collective | None = None,
     ) -> None:
         self._options, self._log = options, log
         self._on_committed = on_committed
@@ -52,15 +67,27 @@ class RunSaves:
         self.saved_at: int | None = None
         if options.save.dtype == 'F32':
             preflight.refuse_unreadable_masters(unwrapped.engine)
-        self.collective = Collective()
-        self._writer = preflight.choose_writer(log, options.save.writer, final.parent, self.collective)
-        save = replace(options.save, writer=self._writer, facts=unwrapped.facts, reward_token_id=reward_token_id)
-        self._saver = Saver(unwrapped.model, save, self.collective, unwrapped.root)
+        self._run = None if run is None else weakref.ref(run)
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self.newest = CheckpointFolder(final, options.max_keep)
         self.others = {
             suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
         }
-        self._exit_wait: ExitWait | None = None
+        self._end_interrupted()
+        with ExitStack() as ending:
+            self.collective = Collective() if collective is None else collective
+            ending.callback(self.collective.close)
+            self._writer = preflight.choose_writer(log, options.save.writer, final, self.collective)
+            save = replace(options.save, writer=self._writer, facts=unwrapped.facts, reward_token_id=reward_token_id)
+            self._saver = Saver(unwrapped.model, save, self.collective, unwrapped.root)
+            ending.callback(self._saver.close)
+            for folder in self._folders:
+                ending.callback(folder.release)
+            self._ending = ending.pop_all()
+        # The model must not stay in memory for a run that nobody ends; its locks must not stay when it goes
+        weakref.finalize(self, _release, self._process, self._folders).atexit = False
+        RunSaves._open.add(self)
+        self._tokenizer_warnings: tuple[str, ...] = ()
         self._watch = StallWatch(log, in_background=options.save.in_background, writer=self._writer)
 
     def prepare(
@@ -80,15 +107,32 @@ class RunSaves:
             finish_tokenizer: Gives the final tokenizer, and the ids of what ends an answer.
 
         Raises:
-            XhfError: Saves will not work; the same on every rank, before any training is paid for.
+            XhfError: Saves will not work; the same on every rank, before any training is paid for. It is closed then.
         """
+        try:
+            self._prepare(tokenizer, when, sweep, finish_tokenizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(
+        self,
+        tokenizer: Any | None,
+        when: Any,
+        sweep: Path | None,
+        finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int]]] | None,
+    ) -> None:
         plan = self._saver.prepare()
         with self.collective.stage('preflight'):
             if self.collective.rank == 0:
+                self._refuse_other_runs()
                 preflight.claim_targets(
                     self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep
                 )
-                found = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter, self._log)
+                found, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
+                for warning in warnings:
+                    self._log.warning(warning)
+                self._tokenizer_warnings = tuple(warnings)
                 self._saver.set_tokenizer(*((found, ()) if finish_tokenizer is None else finish_tokenizer(found)))
                 for warning in self._saver.rehearse(self.newest):
                     self._log.warning(warning)
@@ -96,7 +140,7 @@ class RunSaves:
             with self.collective.stage('preflight'):
                 reserved = self._saver.reserve_snapshot()
             self._log.info(f'saves go on in the background, from {reserved / 1e6:.0f} MB of host memory on this rank')
-            self._exit_wait = ExitWait(self._wait_at_exit)
+            self._ending.callback(ExitWait(self._wait_at_exit).close)
         log_preparations(self._log, self._saver, when, self._writer, self.newest.final)
 
     def save(
@@ -106,12 +150,16 @@ class RunSaves:
         *,
         may_skip: bool = False,
         after: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        prepare_secs: float = 0.0,
     ) -> None:
         """One save; into ``newest`` unless another folder is given.
 
         Args:
+            facts: What the manifest says of this save alone.
             may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
             after: Called when it is committed.
+            prepare_secs: What counts as part of it and has passed before, if it is not in the background.
 
         Raises:
             XhfError: It failed, and ``on_error`` is 'raise'.
@@ -122,9 +170,9 @@ class RunSaves:
         committed, progress = None, ProgressLog(self._log, step.label)
         try:
             if self._saver.in_background:
-                self._saver.start(folder, step, progress)
+                self._saver.start(folder, step, progress, facts)
             else:
-                committed = self._saver.save(folder, step, progress)
+                committed = self._saver.save(folder, step, progress, facts, prepare_secs=prepare_secs)
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return
@@ -165,14 +213,45 @@ class RunSaves:
         self._log.error(f'{what} failed and training goes on: {error}. The previous save is untouched.')
 
     def close(self) -> None:
-        """Let others use the folders, and give process groups back. No save may be in flight."""
-        if self.collective.rank == 0:
-            for folder in self._folders:
-                folder.release()
-        if self._exit_wait is not None:
-            self._exit_wait.close()
-        self._saver.close()
-        self.collective.close()
+        """Wait for a save that is in flight, let others use the folders, and give process groups back.
+
+        Needs no other rank. A second time it does nothing, and nothing in a forked child, whose parent goes on.
+        """
+        if os.getpid() != self._process:
+            return
+        if self._saver.background.busy:
+            self._log.warning('a save is being written: waiting for it')
+            try:
+                self._report(self._saver.background.outcome())
+            except Exception as error:  # it is over, and what comes next must not suffer
+                self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
+        RunSaves._open.discard(self)
+        self._ending.close()
+
+    def _end_interrupted(self) -> None:
+        """Close what earlier runs of this process hold of our folders."""
+        for other in self._others_with_our_folders():
+            if self._may_end(other):
+                self._log.warning(f'{other.newest.final}: an earlier run of this process was interrupted; it ends now')
+                other.close()
+
+    def _refuse_other_runs(self) -> None:
+        for other in self._others_with_our_folders():
+            raise TargetError(
+                f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
+                f'If that run was interrupted, call close() of its hook or callback'
+            )
+
+    def _others_with_our_folders(self) -> list[RunSaves]:
+        ours = {folder.final for folder in self._folders}
+        others = [other for other in RunSaves._open if other is not self and other._process == os.getpid()]
+        return [other for other in others if ours & {folder.final for folder in other._folders}]
+
+    def _may_end(self, other: RunSaves) -> bool:
+        """A thread that begins a run has left the one before; only if both are known to be runs, and two."""
+        if self._run is None or other._run is None or other._thread != self._thread:
+            return False
+        return other._run() is not self._run()
 
     @property
     def _folders(self) -> list[CheckpointFolder]:
@@ -182,7 +261,7 @@ class RunSaves:
         """End the save that is in flight; False when this one is to be skipped instead."""
         background = self._saver.background
         ranks_agree_on_it = self._options.async_busy == 'skip' and may_skip
-        if ranks_agree_on_it and any(self.collective.all_gather(background.busy and not background.done)):
+        if ranks_agree_on_it and self.collective.any(background.busy and not background.done):
             self._log.warning(f'skipped the save of {step.label}: the one before is still being written')
             return False
         self.collect()
@@ -193,6 +272,7 @@ class RunSaves:
             after, self._after = self._after, None
             after()
         log_save(self._log, committed)
+        committed = replace(committed, warnings=(*self._tokenizer_warnings, *committed.warnings))  # logged before
         if self._on_committed is not None:
             self._on_committed(committed)
 
@@ -205,3 +285,10 @@ class RunSaves:
                     f'it was not written within exit_wait_secs={self._options.exit_wait_secs} s. The previous save '
                     f'is untouched.'
                 )
+
+
+def _release(process: int, folders: Sequence[CheckpointFolder]) -> None:
+    """A run has been forgotten, in this process or in a child."""
+    if os.getpid() == process:
+        for folder in folders:
+            folder.release()

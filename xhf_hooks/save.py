@@ -11,13 +11,14 @@ commit()            staging gets the final name       then, and only then, older
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,12 +26,14 @@ from xhf_hooks.background import Background
 from xhf_hooks.clock import SaveClock
 from xhf_hooks.collective import Collective
 from xhf_hooks.commit.contents import warn_of_non_finite
+from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.dtypes import host_bytes
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.gather import gather
 from xhf_hooks.memory import MemoryMeter
+from xhf_hooks.open_files import allow_open_files
 from xhf_hooks.plan import describe_plan, make_plan
 from xhf_hooks.records import (
     Chunk,
@@ -39,14 +42,16 @@ from xhf_hooks.records import (
     SavePlan,
     Step,
     TensorSpec,
-    WriteReceipt,
 )
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.slices import own_slices
 from xhf_hooks.snapshot import SnapshotMemory
 from xhf_hooks.sources import source_for
+from xhf_hooks.verify.threads import WorkerThreads, default_workers
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
+from xhf_hooks.writers.evidence import require_samples
+from xhf_hooks.writers.output_file import FileIdentity
 
 #: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (slices.py, writers/).
 _SLICES_NBYTES = 32 * 10**6
@@ -80,6 +85,25 @@ class SaveOptions:
     in_background: bool = False
     verify: str = 'sizes'
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save: where it goes, what is said of it, and what of it has threads of its own.
+
+    Attributes:
+        facts: What the manifest says of this save alone.
+        readers: Read back what was written; on rank 0, with ``verify='full'``.
+        to_close: Ends the threads.
+    """
+
+    folder: CheckpointFolder
+    step: Step
+    facts: Mapping[str, Any]
+    on_progress: Callable[[int, int], None] | None
+    writer: Writer
+    readers: WorkerThreads | None
+    to_close: ExitStack
 
 
 class Saver:
@@ -137,6 +161,7 @@ class Saver:
                 reward_token_id=self._options.reward_token_id,
             )
             self._make_plan(self._source.specs())
+            allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
 
@@ -158,26 +183,38 @@ class Saver:
             folder.abandon()
 
     def save(
-        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        on_progress: Callable[[int, int], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        prepare_secs: float = 0.0,
     ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 
         Args:
             on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
                 rank has handed to the writer, and about how many it will.
+            facts: What the manifest says of this save alone.
+            prepare_secs: What the caller has needed before this, and counts as part of the save.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
             PlanError: Ranks hold different models.
         """
-        clock = SaveClock()
+        clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
+        job = self._begin(folder, step, facts, on_progress)
         chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
-        return self._write_and_commit(folder, step, chunks, self._collective, clock, on_progress)
+        return self._write_and_commit(job, chunks, self._collective, clock)
 
     def start(
-        self, folder: CheckpointFolder, step: Step, on_progress: Callable[[int, int], None] | None = None
+        self,
+        folder: CheckpointFolder,
+        step: Step,
+        on_progress: Callable[[int, int], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Copy what is to be saved, and write and commit it in the background.
 
@@ -193,10 +230,9 @@ class Saver:
             self._renew_plan()
         with clock.stage('snapshot'):
             held = self._take_snapshot(clock.meter)
+        job = self._begin(folder, step, facts, on_progress)
         clock.training_goes_on()
-        self.background.start(
-            lambda: self._write_and_commit(folder, step, nullcontext(held), self._in_background, clock, on_progress)
-        )
+        self.background.start(lambda: self._write_and_commit(job, nullcontext(held), self._in_background, clock))
 
     def reserve_snapshot(self) -> int:
         """Take a snapshot for nothing, so that its memory is there, and known to suffice, before training.
@@ -221,7 +257,7 @@ class Saver:
         with self._collective.stage('plan'):
             self._source = source_for(self._root)
             has_changed = self._source.specs() != self._specs
-        if any(self._collective.all_gather(has_changed)):
+        if self._collective.any(has_changed):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     @contextmanager
@@ -235,7 +271,7 @@ class Saver:
             slices = own_slices(self.plan, self._source, **how)
             gathered = gather(self.plan, self._source, collective, **how)
             with closing(slices), closing(gathered):
-                yield chain(slices, gathered)
+                yield chain(takewhile(lambda _: not collective.is_failing, slices), gathered)
 
     def _take_snapshot(self, meter: MemoryMeter) -> list[Chunk]:
         self._snapshot.clear()
@@ -263,47 +299,66 @@ class Saver:
             sliced=self._source.sliceable(self._masters) if writer.in_slices else (),
         )
 
-    def _write_and_commit(
+    def _begin(
         self,
         folder: CheckpointFolder,
         step: Step,
+        facts: Mapping[str, Any] | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> _Job:
+        """Start all threads that the save will need, before training goes on. Whoever gets them closes them."""
+        with ExitStack() as to_close:
+            with self._collective.stage('threads'):
+                writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
+                to_close.callback(writer.abort)
+                readers = None
+                if self._options.verify == 'full' and self._collective.rank == 0:
+                    readers = to_close.enter_context(WorkerThreads(default_workers()))
+            return _Job(folder, step, facts or {}, on_progress, writer, readers, to_close.pop_all())
+
+    def _write_and_commit(
+        self,
+        job: _Job,
         chunks: AbstractContextManager[Iterable[Chunk]],
         collective: Collective,
         clock: SaveClock,
-        on_progress: Callable[[int, int], None] | None,
     ) -> CommittedCheckpoint:
         """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
-        plan, is_rank0 = self.plan, collective.rank == 0
-        writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
+        plan, is_rank0, folder, writer = self.plan, collective.rank == 0, job.folder, job.writer
         warnings: list[str] = []
-        free_before = free_after = None
+        free_before = free_after = made = None
         try:
-            with clock.stage('staging'), collective.stage('staging'):
-                if is_rank0:
-                    staging = folder.open_staging()
-                    free_before = folder.require_room(plan.nbytes)
-                    warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
-                    writer.create(plan, staging)
+            with clock.stage('staging'):
+                with collective.stage('staging'):
+                    if is_rank0:
+                        staging = folder.open_staging()
+                        free_before = folder.require_room(plan.nbytes)
+                        warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
+                        made = staging.name, writer.create(plan, staging)
+                name, files = collective.broadcast(made)
+                staging = folder.final.with_name(name)
             with clock.stage('write'):
-                receipts, overflows = self._write(writer, folder.staging, chunks, collective, on_progress)
-            reports = collective.all_gather((receipts, overflows, clock.meter.peak_extra_nbytes))
+                records, overflows = self._write(writer, staging, files, chunks, collective, job.on_progress)
+            if self._options.verify != 'off':
+                with clock.stage('look'):
+                    self._look(writer, staging, files, collective)
+            with clock.stage('receipts'):
+                records = collective.reduce(records, merge)
+                overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
-                    everyones = [receipt for report in reports for receipt in report[0]]
-                    facts = {'packages': package_versions(), **self._facts()}
-                    tensors = folder.commit(plan, everyones, step, facts, self._options.verify)
-                    warnings += warn_of_non_finite(tensors)
+                    facts = {'packages': package_versions(), **self._facts(), **job.facts}
+                    tensors = folder.commit(plan, records, job.step, facts, self._options.verify, job.readers)
+                    warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
             if is_rank0:
                 folder.abandon()
             raise
         finally:
-            writer.abort()
-        overflows = sum(report[1] for report in reports)
+            job.to_close.close()
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
-        peak = max(report[2] for report in reports)
         cost = SaveCost(
             plan.nbytes,
             clock.seconds,
@@ -314,28 +369,45 @@ class Saver:
             free_before_nbytes=free_before,
             free_after_nbytes=free_after,
         )
-        return CommittedCheckpoint(folder.final, step, cost, tuple(warnings))
+        return CommittedCheckpoint(folder.final, job.step, cost, tuple(warnings))
 
     def _write(
         self,
         writer: Writer,
         staging: Path,
+        files: Mapping[str, FileIdentity],
         chunks: AbstractContextManager[Iterable[Chunk]],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
-    ) -> tuple[list[WriteReceipt], int]:
+    ) -> tuple[np.ndarray, int]:
+        """Returns this rank's records, and elements that overflowed."""
         overflows = done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
-            writer.open(staging)
+            writer.open(staging, files)
             for chunk in some:
-                overflows += chunk.overflows
-                done_nbytes += chunk.data.nbytes
-                writer.write(chunk)
-                del chunk  # the next is made while this one waits for the disk
-                if on_progress is not None:
-                    on_progress(done_nbytes, total_nbytes)
-            return writer.finish(), overflows
+                if collective.is_failing:
+                    continue  # the others gather on until the next agreement, and need this rank for it
+                try:
+                    overflows += chunk.overflows
+                    done_nbytes += chunk.data.nbytes
+                    writer.write(chunk)
+                    del chunk  # the next is made while this one waits for the disk
+                    if on_progress is not None:
+                        on_progress(done_nbytes, total_nbytes)
+                except Exception as error:
+                    collective.remember('write', error)
+            return pack(self.plan, [] if collective.is_failing else writer.finish()), overflows
+
+    def _look(self, writer: Writer, staging: Path, files: Mapping[str, FileIdentity], collective: Collective) -> None:
+        """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
+        samples = writer.samples
+        if writer.all_ranks:
+            # The next rank, or the one half way round: one of them is on another host, if there is another
+            distances = sorted({1, max(1, collective.world_size // 2)})
+            samples = [sample for distance in distances for sample in collective.exchange(writer.samples, distance)]
+        with collective.stage('look'):
+            require_samples(staging, files, samples)
 
     def _own_nbytes(self, collective: Collective) -> int:
         """About what this rank writes."""
@@ -357,5 +429,14 @@ class Saver:
             'world_size': self._collective.world_size,
             'writer': self._options.writer,
             'dtype': self._options.dtype or 'as trained',
+            'weights': 'live',
             **self._options.facts,
         }
+
+
+def _sum_and_peak(collective: Collective, count: int, nbytes: int) -> tuple[int, int]:
+    """All ranks' counts together, and the largest of their bytes. Runs on: all ranks."""
+    found = collective.all_reduce(
+        np.array([count, nbytes]), lambda one, other: np.array([one[0] + other[0], max(one[1], other[1])])
+    )
+    return int(found[0]), int(found[1])

@@ -1,39 +1,50 @@
-"""Whether all ranks see one folder: found out, not assumed."""
+"""Whether all ranks see one folder, and can tell that a file is the one that rank 0 made: found out, not assumed."""
 
 from __future__ import annotations
 
-import uuid
+import os
 from pathlib import Path
 
 from xhf_hooks.collective import Collective
+from xhf_hooks.commit.staging import new_name
 from xhf_hooks.errors import TargetError
 
 
-def is_shared(folder: Path, collective: Collective) -> bool:
-    """Rank 0 writes a file of a new name, every rank looks for it. Runs on: all ranks.
+def is_shared(final: Path, collective: Collective) -> bool:
+    """Rank 0 writes a file of a new name beside ``final``, every rank looks for it. Runs on: all ranks.
+
+    Its inode number, too, must be the same for every rank: writers prove by it that they have the right file
+    (writers/output_file.py). NFS, Lustre, CephFS, MooseFS and others give every host the server's number; FUSE file
+    systems that make up their own do not.
 
     Raises:
         AgreedError: Rank 0 cannot write there.
     """
-    token = uuid.uuid4().hex  # a new name: network file systems remember for a while which names do not exist
-    token = collective.all_gather(token)[0]
-    probe = folder / f'.xhf-shared-{token}'
+    probe = final.with_name(collective.broadcast(new_name(final, 'shared').name))  # hosts may mount it elsewhere
+    number = None
     with collective.stage('preflight'):
         if collective.rank == 0:
-            _write_probe(probe, token)
+            number = _write_probe(probe)
+    number = collective.broadcast(number)
+    is_missed = collective.any(not _sees(probe, number))
+    with collective.stage('preflight'):
+        if collective.rank == 0:
+            probe.unlink(missing_ok=True)
+    return not is_missed
+
+
+def _sees(probe: Path, number: int) -> bool:
     try:
-        found = probe.read_text() == token
+        with probe.open() as file:
+            return file.read() == probe.name and os.fstat(file.fileno()).st_ino == number
     except OSError:
-        found = False
-    seen = collective.all_gather(found)
-    if collective.rank == 0:
-        probe.unlink(missing_ok=True)
-    return all(seen)
+        return False
 
 
-def _write_probe(probe: Path, token: str) -> None:
+def _write_probe(probe: Path) -> int:
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text(token)
+        probe.write_text(probe.name)
+        return probe.stat().st_ino
     except OSError as error:
         raise TargetError(f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can') from error

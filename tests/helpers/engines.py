@@ -61,7 +61,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     from xhf_hooks.records import Step
     from xhf_hooks.save import SaveOptions, Saver
 
-    collective = Collective(timeout_secs=60)
+    collective = Collective(timeout_secs=600)
     saver = Saver(model, SaveOptions(**{'bucket_nbytes': 20_000, **options}), collective)
     plan = saver.prepare()
     folder = CheckpointFolder(final, max_keep=1)

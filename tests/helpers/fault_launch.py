@@ -29,14 +29,14 @@ def launch(module: str, root: Path, layer: Path) -> dict[str, list[Outcome]]:
     python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
     environment = {**os.environ, **fault_layer.environment(layer), 'PYTHONPATH': python_path}
     command = [sys.executable, '-m', 'tests.helpers.fault_launch', module, str(root)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
     return pickle.loads((root / 'outcomes').read_bytes())
 
 
 def main() -> None:
     module, root = importlib.import_module(sys.argv[1]), Path(sys.argv[2])
-    outcomes = run_scenarios(module.scenarios(root), WORLD_SIZE, timeout_secs=300)
+    outcomes = run_scenarios(module.scenarios(root), WORLD_SIZE)
     (root / 'outcomes').write_bytes(pickle.dumps(outcomes))
 
 

@@ -73,7 +73,7 @@ def mount_own_disk(folder: Path, meeting: Path) -> None:
         meeting.with_suffix('.tmp').write_text(str(os.getpid()))
         meeting.with_suffix('.tmp').rename(meeting)
         return
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600  # for a machine that is busy
     while not meeting.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f'{meeting} did not appear')

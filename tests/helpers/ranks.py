@@ -32,6 +32,8 @@ from tests.helpers.rank_child import RankFiles, main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_SECS = 30.0
+#: However busy the machine is, what lasts longer hangs.
+HANG_SECS = 1800.0
 OUTPUT_TAIL_LINES = 40
 INITS = ('deepspeed', 'torch', None)
 #: What the server imports; what an environment lacks is left out.
@@ -51,7 +53,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_secs: float = 300,
+    timeout_secs: float = HANG_SECS,
     init: str | None = 'deepspeed',
     expected_deaths: Collection[int] = (),
     env: Mapping[str, str] | None = None,
@@ -135,6 +137,10 @@ class _Rank:
         if self._gave_up:
             os.kill(self._process.pid, signal.SIGUSR1)
 
+    def has_dumped(self) -> bool:
+        """Whether its stacks have come, if it is asked for them."""
+        return not self._gave_up or self.has_exited() or self._files.stacks.stat().st_size > 0
+
     def kill(self) -> None:
         """Kills the whole process group: nothing that the function started may survive."""
         with contextlib.suppress(ProcessLookupError):
@@ -184,8 +190,16 @@ def _wait(ranks: Sequence[_Rank], timeout_secs: float) -> str:
     for rank in ranks:
         if released or not rank.has_returned():
             rank.give_up()
-    time.sleep(1)  # for the signal handlers to write the stacks
+    _await_stacks(ranks)
     return why
+
+
+def _await_stacks(ranks: Sequence[_Rank]) -> None:
+    """Leaves the signal handlers of ranks that were given up the time to write."""
+    deadline = time.monotonic() + 30
+    while not all(rank.has_dumped() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1)  # for what is written line by line
 
 
 def _describe(name: str, ranks: Sequence[_Rank], why: str) -> str:

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.manifest import describe_folder, write_manifest
+from xhf_hooks.commit.receipts import pack
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.plan import make_plan
-from xhf_hooks.records import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WriteReceipt
+from xhf_hooks.records import Chunk, ExportEntry, SavePlan, Step, TensorSpec
 from xhf_hooks.writers.stream import StreamWriter
 
 N_TENSORS, N_ELEMENTS = 3, 5
@@ -25,14 +28,14 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
     return make_plan(entries, specs, max_shard_nbytes=N_ELEMENTS if sharded else 10**6, bucket_nbytes=1)
 
 
-def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WriteReceipt]:
+def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> np.ndarray:
     """Fill the staging folder: every byte of every tensor is ``number``."""
     writer = StreamWriter(pending_nbytes=1)
-    writer.create(plan, folder.open_staging())
-    writer.open(folder.staging)
+    made = writer.create(plan, folder.open_staging())
+    writer.open(folder.staging, made)
     for placement in plan.placements:
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
-    return writer.finish()
+    return pack(plan, writer.finish())
 
 
 def iteration(number: int) -> Step:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mmengine.evaluator import BaseMetric
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.registry import DATASETS, METRICS, MODELS
 from torch.utils.data import Dataset
 
@@ -25,13 +25,22 @@ class ToyLM(BaseModel):
         use_cache (bool): Set on the live config, as training code does.
         base (str): Folder that the model says it was loaded from.
         lora (bool): Train an adapter instead.
+        batch_norm (bool): It has persistent buffers that training changes.
     """
 
     def __init__(
-        self, tied: bool = False, freeze: str = '', use_cache: bool = False, base: str = '', lora: bool = False
+        self,
+        tied: bool = False,
+        freeze: str = '',
+        use_cache: bool = False,
+        base: str = '',
+        lora: bool = False,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
+
+        from tests.helpers.normed_llama import NormedLlama
 
         config = LlamaConfig(
             vocab_size=VOCAB,
@@ -44,7 +53,7 @@ class ToyLM(BaseModel):
             tie_word_embeddings=tied,
         )
         torch.manual_seed(0)
-        self.llm = LlamaForCausalLM(config)
+        self.llm = (NormedLlama if batch_norm else LlamaForCausalLM)(config)
         self.llm.config.use_cache = use_cache
         self.llm.config._name_or_path = self.llm.name_or_path = base
         if lora:
@@ -64,6 +73,12 @@ class ToyLM(BaseModel):
         return {'loss': output.loss} if mode == 'loss' else [output.loss]
 
 
+@MODELS.register_module()
+def toy_lm_in_ddp(**options: Any) -> MMDistributedDataParallel:
+    """A ToyLM as Runner wraps it when it has a launcher, which needs a GPU."""
+    return MMDistributedDataParallel(ToyLM(**options))
+
+
 @DATASETS.register_module()
 class ToyTokens(Dataset):
     """Random token ids, the same in every process."""
@@ -78,9 +93,13 @@ class ToyTokens(Dataset):
 
 @METRICS.register_module()
 class ScriptedMetric(BaseMetric):
-    """Reports the next of the given scores at each validation, whatever the model says."""
+    """Reports the next of the given scores at each validation, whatever the model says.
 
-    def __init__(self, scores: list[float]) -> None:
+    Args:
+        scores: Of ``acc``, or of several metrics by name.
+    """
+
+    def __init__(self, scores: list[float | dict[str, float]]) -> None:
         super().__init__()
         self._scores = list(scores)
 
@@ -88,7 +107,8 @@ class ScriptedMetric(BaseMetric):
         self.results.append(0.0)
 
     def compute_metrics(self, results: list) -> dict[str, float]:
-        return {'acc': self._scores.pop(0)}
+        score = self._scores.pop(0)
+        return dict(score) if isinstance(score, dict) else {'acc': score}
 
 
 def run_config(
@@ -96,6 +116,7 @@ def run_config(
     *,
     hook: dict[str, Any] | None,
     stage: int | None,
+    ddp: bool = False,
     max_iters: int = 4,
     epochs: int | None = None,
     checkpoint: dict[str, Any] | None = None,
@@ -103,7 +124,8 @@ def run_config(
     zero: dict[str, Any] | None = None,
     bf16: bool = True,
     accumulate: int = 1,
-    scores: list[float] | None = None,
+    scores: list[float | dict[str, float]] | None = None,
+    hooks: list[dict[str, Any]] | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
     """The config of a run.
@@ -112,17 +134,19 @@ def run_config(
         hook: Options of HFCheckpointHook; None runs without it.
         epochs: Train by epochs of 16 iterations instead of ``max_iters`` iterations.
         stage: DeepSpeed ZeRO stage under FlexibleRunner; None is a plain Runner without DeepSpeed.
+        ddp: Of a plain Runner; else each rank trains a model of its own.
         scores: Validation results, one every two iterations.
+        hooks: Further hooks.
         extra: Further fields of the config, such as ``resume``.
     """
     config: dict[str, Any] = dict(
-        model={'type': 'ToyLM', **(model or {})},
+        model={'type': 'toy_lm_in_ddp' if ddp else 'ToyLM', **(model or {})},
         work_dir=str(work_dir),
         experiment_name=f'run_{work_dir.parent.name}_{work_dir.name}_{len(list(work_dir.glob("*")))}',
         train_dataloader=_dataloader(),
         train_cfg=_loop(max_iters, epochs),
         default_hooks=dict(checkpoint=checkpoint or dict(type='CheckpointHook', by_epoch=False, interval=2)),
-        custom_hooks=[] if hook is None else [{'type': 'HFCheckpointHook', **hook}],
+        custom_hooks=[*([] if hook is None else [{'type': 'HFCheckpointHook', **hook}]), *(hooks or [])],
         custom_imports=dict(imports=['xhf_hooks']),
         randomness=dict(seed=0),
         log_level='INFO',

@@ -85,7 +85,7 @@ def launch(tmp_path_factory):
         root = tmp_path_factory.mktemp(f'checkpoints{world_size}')
         cases = CASES_OF[world_size]
         scenarios = {name: partial(train_and_save, *case, root / name) for name, case in cases.items()}
-        return root, run_scenarios(scenarios, world_size, timeout_secs=900)
+        return root, run_scenarios(scenarios, world_size)
 
     return run
 

@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
     scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
     for name, options in PLAIN.items():
         scenarios[name] = partial(plain_deepspeed, *options, root / name)
-    return root, run_scenarios(scenarios, 2, timeout_secs=600)
+    return root, run_scenarios(scenarios, 2)
 
 
 @pytest.fixture(scope='module')
@@ -43,7 +43,7 @@ def accelerated(tmp_path_factory):
     }
     scenarios['accelerate'] = partial(accelerate_run, root / 'accelerate')
     environment = {'ACCELERATE_USE_DEEPSPEED': 'true'}
-    return root, run_scenarios(scenarios, 2, timeout_secs=300, env=environment)
+    return root, run_scenarios(scenarios, 2, env=environment)
 
 
 def export_of(finished: Any, name: str) -> Path:

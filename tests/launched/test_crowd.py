@@ -62,7 +62,7 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('crowd')
     scenarios = {w: partial(save_many_times, w, w == 'parallel', root / 'all' / 'hf_model') for w in WRITERS}
     scenarios['calls'] = partial(one_call_each, root / 'all' / 'hf_model')  # into the same folder
-    return root, run_scenarios(scenarios, PROCESSES, timeout_secs=600)
+    return root, run_scenarios(scenarios, PROCESSES)
 
 
 @pytest.mark.parametrize('writer', WRITERS)

@@ -154,7 +154,7 @@ def results(tmp_path_factory):
     scenarios |= {f'trainer_{name}': partial(trainer_run, *run, root / name) for name, run in TRAINER.items()}
     scenarios |= {'ddp': partial(in_ddp, False, root / 'ddp'), 'ddp_lora': partial(in_ddp, True, root / 'ddp_lora')}
     scenarios['wrong'] = partial(wrong_options, root / 'wrong')
-    return root, run_scenarios(scenarios, 2, timeout_secs=600)
+    return root, run_scenarios(scenarios, 2)
 
 
 @pytest.mark.parametrize('stage', (1, 2, 3))

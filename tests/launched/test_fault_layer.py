@@ -50,13 +50,13 @@ PLACES = {
     'quotes and brackets': "it's [a] *glob* $HOME %s {x}",
     'symlinked': 'link/run',
 }
-TIMEOUT_SECS = 2.0
+TIMEOUT_SECS = 10.0
 
 
 class Run:
     """Saves of one tiny model at ZeRO-3, numbered. Runs on: all ranks."""
 
-    def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 60, max_keep: int = 1) -> None:
+    def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, max_keep: int = 1) -> None:
         from tests.helpers.lives import tiny_model
         from xhf_hooks.collective import Collective
         from xhf_hooks.commit.staging import CheckpointFolder
@@ -134,7 +134,8 @@ def removed(parent: Path) -> dict[str, Any]:
     def write_and_remove(self: OutputFile, *args: Any) -> None:
         write(self, *args)
         if run.collective.rank == 1:
-            shutil.rmtree(run.folder.staging, ignore_errors=True)
+            for staging in parent.glob('.hf_model.staging-*'):
+                shutil.rmtree(staging, ignore_errors=True)
 
     report['staging'] = run.save(2, mock.patch.object(OutputFile, 'write', write_and_remove))
     report['kept'] = run.found()
@@ -229,7 +230,7 @@ def other_user(parent: Path) -> str:
             messages.append(f'{type(error).__name__}: {error}')
         collective = Collective(timeout_secs=60)
         try:
-            is_shared(parent, collective)
+            is_shared(parent / 'hf_model', collective)
         except XhfError as error:
             messages.append(f'{type(error).__name__}: {error}')
         collective.close()
@@ -275,9 +276,11 @@ def late(parent: Path) -> list[str]:
     """Rank 1 comes later than the others wait; nothing is lost. Runs on: all ranks."""
     run = Run(parent, timeout_secs=TIMEOUT_SECS)
     messages = [run.save(1)]
-    if run.collective.rank == 1:
-        time.sleep(2 * TIMEOUT_SECS)
+    gave_up = parent / 'gave_up'
+    while run.collective.rank == 1 and not gave_up.exists():
+        time.sleep(0.05)
     messages.append(run.save(2))
+    gave_up.touch()
     run.folder.release()
     messages.append(str(assert_whole(run.folder.final)))
     return messages

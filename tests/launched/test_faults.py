@@ -52,7 +52,7 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
 
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks.collective import Collective
-    from xhf_hooks.commit.manifest import read_step
+    from xhf_hooks.commit.manifest import read_commit
     from xhf_hooks.commit.staging import CheckpointFolder
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.records import Step
@@ -83,14 +83,15 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     if dist.get_rank() == failing_rank:
         failing.stop()
     dist.barrier()  # rank 0 has cleared what it staged
-    kept = read_step(folder.final)
+    kept = read_commit(folder.final).step
     leftovers = sorted(path.name for path in root.iterdir())
     dist.barrier()
     saver.save(folder, Step('iter', 3, 3))
     folder.release()
     collective.close()
     engine.destroy()
-    return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': read_step(folder.final).number}
+    then = read_commit(folder.final).step.number
+    return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': then}
 
 
 @pytest.fixture(scope='module')
@@ -121,7 +122,7 @@ def test_every_rank_reports_the_same_and_nothing_is_lost(failed, world_size, nam
     assert f'rank {failing_rank}: OSError' in message and 'injected' in message
     assert all(f'rank {other}:' not in message for other in range(world_size) if other != failing_rank)
     assert {report['kept'] for report in reports} == {1}
-    assert all('.hf_model.staging' not in report['leftovers'] for report in reports)
+    assert not any(name.startswith('.hf_model.staging') for report in reports for name in report['leftovers'])
     assert {report['then'] for report in reports} == {3}
     assert_same_folder_tensors(root / name / 'expected', root / name / 'hf_model')
     assert_loads_clean(root / name / 'hf_model', LlamaForCausalLM)
@@ -153,7 +154,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
     from tests.helpers.engines import save_folder
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks import save
-    from xhf_hooks.commit.manifest import read_step
+    from xhf_hooks.commit.manifest import read_commit
     from xhf_hooks.errors import AgreedError
 
     engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
@@ -178,7 +179,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
         (disk / 'filler').unlink()
         assert_whole(disk / 'hf_model')
     engine.destroy()
-    return {'message': message, 'kept': read_step(disk / 'hf_model'), 'free': os.statvfs(disk).f_bavail}
+    return {'message': message, 'kept': read_commit(disk / 'hf_model').step, 'free': os.statvfs(disk).f_bavail}
 
 
 def _fill(disk: Path, leave_nbytes: int) -> None:

@@ -182,7 +182,7 @@ def results(tmp_path_factory):
     scenarios |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
     scenarios['flat_only'] = partial(flat_only, root)
     scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in HOOKED}
-    return root, run_scenarios(scenarios, 2, timeout_secs=600)
+    return root, run_scenarios(scenarios, 2)
 
 
 @pytest.fixture(scope='module')

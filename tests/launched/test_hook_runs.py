@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.scenarios import check, run_scenarios
 
 BY_ITER = {'interval': 2, 'by_epoch': False}
+#: MMEngine's own default.
+EPOCHS = dict(type='CheckpointHook', interval=1)
 
 #: Name to the options of `run_config`.
 RUNS: dict[str, dict[str, Any]] = {
@@ -28,6 +31,13 @@ RUNS: dict[str, dict[str, Any]] = {
     'save_begin': dict(hook=dict(max_keep_ckpts=-1, save_begin=4, **BY_ITER), stage=2, max_iters=7),
     'only_last': dict(hook=dict(interval=-1), stage=2, max_iters=5),
     'by_epoch': dict(hook=dict(max_keep_ckpts=-1, interval=1, by_epoch=True), stage=2, epochs=2),
+    'loop_of_iterations': dict(hook=dict(max_keep_ckpts=-1, interval=3), stage=None, max_iters=7, checkpoint=EPOCHS),
+    'loop_of_epochs': dict(hook=dict(max_keep_ckpts=-1, interval=1), stage=None, epochs=2),
+    'iterations_of_epochs': dict(
+        hook=dict(max_keep_ckpts=-1, interval=20, by_epoch=False), stage=None, epochs=2, checkpoint=EPOCHS
+    ),
+    'one_long_epoch': dict(hook=dict(max_keep_ckpts=-1), stage=None, checkpoint=EPOCHS),
+    'never_due': dict(hook=dict(max_keep_ckpts=-1, interval=500), stage=None),
     'float32_zero1': dict(hook=dict(dtype='float32'), stage=1),
     'float32_zero2': dict(hook=dict(dtype='float32'), stage=2),
     'float32_zero3': dict(hook=dict(dtype='float32'), stage=3),
@@ -167,6 +177,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     'target_read_only': ('read_only/hf', 'read_only', {}, 'cannot be written'),
     'disk_too_small': ('tiny/hf', 'tiny', {}, 'GB free'),
     'no_such_module': ('target', 'nothing', dict(module='llm.nothing'), 'option module'),
+    'nothing_is_ever_due': ('target', 'nothing', dict(interval=500, save_last=False), 'option interval'),
     'no_tokenizer_there': ('target', 'nothing', dict(tokenizer='/nowhere'), 'option tokenizer'),
 }
 #: Name to (options of `run_config`, in which {root} is filled in; expected in the message).
@@ -223,7 +234,7 @@ def finished(tmp_path_factory):
     for name, (options, _) in REFUSED_INPUT.items():
         options = _filled_in({'hook': {}, **options}, str(root))
         scenarios[name] = partial(refused, options, 'nothing', root / name)
-    yield root, run_scenarios(scenarios, 2, timeout_secs=900)
+    yield root, run_scenarios(scenarios, 2)
     _unmount(root)
 
 
@@ -273,11 +284,34 @@ def test_folder_loads(finished, name):
         ('save_begin', {'hf_model': 7, 'hf_model_iter_6': 6, 'hf_model_iter_4': 4}),
         ('only_last', {'hf_model': 5}),
         ('by_epoch', {'hf_model': 32, 'hf_model_epoch_1': 16}),
+        ('loop_of_iterations', {'hf_model': 7, 'hf_model_iter_6': 6, 'hf_model_iter_3': 3}),
+        ('loop_of_epochs', {'hf_model': 32, 'hf_model_epoch_1': 16}),
+        ('iterations_of_epochs', {'hf_model': 32, 'hf_model_iter_20': 20}),
+        ('one_long_epoch', {'hf_model': 4}),
+        ('never_due', {'hf_model': 4}),
         ('best', {'hf_model': 8, 'hf_model_best': 4}),
     ],
 )
 def test_saves_when_and_where_it_should(finished, name, expected):
     assert saves(log_dir_of(finished, name)) == expected
+
+
+@pytest.mark.parametrize(
+    ('name', 'labels', 'warnings'),
+    [
+        ('loop_of_iterations', ['iter_3', 'iter_6', 'iter_7'], []),
+        ('loop_of_epochs', ['epoch_1', 'epoch_2'], []),
+        ('iterations_of_epochs', ['iter_20', 'iter_32'], []),
+        ('one_long_epoch', ['iter_4'], ['every 1 epochs, and to this train loop, which counts iterations']),
+        ('never_due', ['iter_4'], ['every 500 iterations is never, for training ends after 4 iterations']),
+    ],
+)
+def test_what_the_log_says_of_when(finished, name, labels, warnings):
+    log_dir = log_dir_of(finished, name)
+    log = (log_dir / f'{log_dir.name}.log').read_text()
+    assert re.findall(r'HFCheckpointHook: saved (\w+) to', log) == labels
+    told = re.findall(r'WARNING - HFCheckpointHook: interval: (.*)', log)
+    assert len(told) == len(warnings) and all(part in text for part, text in zip(warnings, told, strict=True)), told
 
 
 def test_best_survives_a_resume(finished):

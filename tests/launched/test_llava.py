@@ -82,7 +82,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('llava')
     save_bases(root)
     scenarios = {name: partial(save_case, name, root) for name in MODELS}
-    return root, run_scenarios(scenarios, 2, timeout_secs=300)
+    return root, run_scenarios(scenarios, 2)
 
 
 @pytest.mark.parametrize('name', MODELS)

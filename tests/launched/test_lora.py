@@ -72,7 +72,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('lora')
     build('llama').save_pretrained(root / 'base')
     scenarios = {f'{a}-{e}': partial(save_case, a, e, root) for a in ADAPTERS for e in ENGINES}
-    return root, run_scenarios(scenarios, 2, timeout_secs=400)
+    return root, run_scenarios(scenarios, 2)
 
 
 @pytest.mark.parametrize('case', CASES)

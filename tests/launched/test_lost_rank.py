@@ -41,7 +41,7 @@ def lose_rank_1(root: Path) -> str:
 
 
 def test_survivor_gets_an_error_and_nothing_is_lost(tmp_path):
-    message, _ = run_ranks(lose_rank_1, 2, tmp_path, expected_deaths={1}, timeout_secs=120)
+    message, _ = run_ranks(lose_rank_1, 2, tmp_path, expected_deaths={1})
     assert message.startswith('RankLostError: rank 0 lost touch with the others')
     assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
-    assert not (tmp_path / '.hf_model.staging').exists()
+    assert not list(tmp_path.glob('.hf_model.staging*'))

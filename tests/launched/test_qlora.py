@@ -95,7 +95,7 @@ def saved(tmp_path_factory):
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(root / 'base')
     scenarios = {kind: partial(train_and_save, kind, root) for kind in ('sft', 'reward')}
-    return root, run_scenarios(scenarios, 2, timeout_secs=300)
+    return root, run_scenarios(scenarios, 2)
 
 
 def test_base_was_really_quantized(saved):

@@ -37,7 +37,7 @@ def save_family(family: str, root: Path) -> None:
 def saved(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(f'zoo{request.param}')
     scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
-    return root, run_scenarios(scenarios, request.param, timeout_secs=900)
+    return root, run_scenarios(scenarios, request.param)
 
 
 @pytest.mark.parametrize('family', AVAILABLE)

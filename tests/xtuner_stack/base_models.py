@@ -14,6 +14,11 @@ FAMILIES = {
     'llama': ('LlamaConfig', {}),
     'qwen2': ('Qwen2Config', {'tie_word_embeddings': True}),
     'mistral': ('MistralConfig', {}),
+    # bitsandbytes packs what it quantized for a CPU by 32 rows and 64 columns
+    'llama_by_64': (
+        'LlamaConfig',
+        dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    ),
 }
 # Odd sizes, so that two ranks cannot share a parameter without padding. The embeddings have just over the
 # 100,000 elements up to which ZeRO-3, as XTuner configures it, keeps a parameter whole on every rank.
@@ -43,8 +48,7 @@ def make_base_model(folder: Path, family: str) -> None:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **_SIZES,
-        **options,
+        **_SIZES | options,
     )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

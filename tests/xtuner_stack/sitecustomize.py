@@ -44,6 +44,10 @@ def fill_in_for_cuda():
     if not torch.cuda.is_available():
         torch.cpu.is_bf16_supported = lambda: True
         torch.cuda.set_device = lambda device: None
+        # transformers 4.48 has the CPU quantize with IPEX only; bitsandbytes 0.50 does without it
+        from transformers.integrations import bitsandbytes
+
+        bitsandbytes.is_ipex_available = lambda: True
 
 
 def wait_for_gathers():

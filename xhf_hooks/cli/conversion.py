@@ -7,10 +7,11 @@ from pathlib import Path
 
 from xhf_hooks.commit.staging import CheckpointFolder
 from xhf_hooks.convert import Converter, ConvertOptions
+from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.reward import has_head
 from xhf_hooks.records import CommittedCheckpoint, Step
-from xhf_hooks.skeleton import build_skeleton, find_run_config, fit
+from xhf_hooks.skeleton import RunConfig, build_skeleton, find_run_config, fit
 from xhf_hooks.skeleton.tokenizer import find_tokenizer
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
@@ -21,6 +22,7 @@ class Conversion:
     Args: as the options of the command.
 
     Attributes:
+        averages: Whether the checkpoint holds averaged and live weights.
         warnings: What the user should know before anything is written.
 
     Raises:
@@ -36,6 +38,7 @@ class Conversion:
         module: str | None,
         lora: str | None,
         llava_format: str | None,
+        ema: bool,
         dtype: str | None,
         max_shard_nbytes: int,
         workers: int,
@@ -43,7 +46,8 @@ class Conversion:
         trust_remote_code: bool,
     ) -> None:
         self._found = find_checkpoint(checkpoint)
-        self._source = CheckpointSource(self._found)
+        self._source = CheckpointSource(self._found, ema=ema)
+        self.averages = self._source.averages
         self._specs = self._source.specs()
         self._base, self._trust = base, trust_remote_code
         self._config = find_run_config(config, self._source.config_text, self._found.path)
@@ -55,9 +59,11 @@ class Conversion:
         exporter = exporter_for(
             self._skeleton.module, module, lora=lora, llava_format=llava_format, reward_token_id=self._reward_token_id()
         )
-        options = ConvertOptions(dtype, max_shard_nbytes, workers, verify, facts=self._source.facts)
+        self._weights, weights_notes = _which_weights(self._source, self._config, ema)
+        facts = {**self._source.facts, 'weights': self._weights}
+        options = ConvertOptions(dtype, max_shard_nbytes, workers, verify, facts=facts)
         self.converter = Converter(fitted, exporter, options)
-        self.warnings = [*self._source.warnings, *notes, *exporter.notes]
+        self.warnings = [*self._source.warnings, *weights_notes, *notes, *exporter.notes]
         if exporter.left_out:
             some = ', '.join(exporter.left_out[:3]) + (', ...' if len(exporter.left_out) > 3 else '')
             self.warnings.append(f'not exported: {len(exporter.left_out)} tensors ({some})')
@@ -80,10 +86,11 @@ class Conversion:
         engine = str(facts.get('engine'))
         if facts.get('zero_stage') is not None:
             engine += f' ZeRO-{facts["zero_stage"]}, {facts.get("world_size")} rank(s)'
+        which = f' (the {self._weights} weights)' if self.averages else ''
         iteration = 'unknown' if self._source.iteration is None else self._source.iteration
         return [
             f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
-            f'{len(self._specs)} tensors, {self._found.nbytes / 1e9:.2f} GB',
+            f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB',
             f'model {self._skeleton.described_by}; {type(self.converter.exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
             f'{", ".join(file.name for file in plan.files)}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
@@ -105,6 +112,28 @@ class Conversion:
         finally:
             folder.release()
         return CommittedCheckpoint(committed.path, committed.step, committed.cost, (*notes, *committed.warnings))
+
+
+def _which_weights(source: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:
+    """'averaged' or 'live', and what the user should know about it.
+
+    Raises:
+        OptionError: The live ones are wanted, and not there.
+    """
+    weights = source.facts['weights']
+    if source.averages or config is None or not config.averages:
+        return weights, []
+    if source.found.layout == 'file' and not config.uses_deepspeed:  # published without what resuming needs
+        if not ema:
+            raise OptionError('--no-ema', 'a checkpoint with the ema_state_dict of its run', source.found.path.name)
+        return 'averaged', []
+    if not ema:
+        return weights, []
+    note = (
+        'the run averages its weights (EMAHook), but its checkpoints are of DeepSpeed and hold the live ones alone, '
+        'which are converted. The averaged ones are in the hf_model of the run, if it had HFCheckpointHook'
+    )
+    return weights, [note]
 
 
 def _trained_dtype(ds_config: dict) -> str | None:

@@ -51,6 +51,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default='keep',
         help="keep: the training dtype, as the hook saves it. float32: the exact master weights. Default: 'keep'",
     )
+    add(
+        '--no-ema',
+        action='store_false',
+        dest='ema',
+        help='of a run with EMAHook, the live weights; default: the averaged ones, as CheckpointHook means them',
+    )
     add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
     add(
         '--lora',
@@ -107,6 +113,7 @@ def _run(args: argparse.Namespace) -> int:
             module=args.module,
             lora=args.lora,
             llava_format=args.llava_format,
+            ema=args.ema,
             dtype=_DTYPES[args.dtype],
             max_shard_nbytes=args.max_shard_size,
             workers=args.workers or min(_MOST_WORKERS, _cores()),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from xhf_hooks.errors import CheckpointError, XhfError
+from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
 from xhf_hooks.verify.content import scan
+from xhf_hooks.verify.manifest import read_manifest
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
 
 
@@ -69,7 +70,8 @@ def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, opti
     """The checkpoint, with the names of the folder; described by its own config, or else by the folder's."""
     from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
-    source = CheckpointSource(find_checkpoint(path))
+    ema = not _is_live(folder_path)
+    source = CheckpointSource(find_checkpoint(path), ema=ema)
     names = [name for spec in source.specs() for name in (spec.name, *spec.aliases)]
     bases = [options.base]
     if options.base is None and (folder_path / 'config.json').is_file():
@@ -77,7 +79,7 @@ def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, opti
     reasons = []
     for base in bases:
         try:
-            return _converted(path, base, names, folder, options)
+            return _converted(path, base, names, folder, options, ema=ema)
         except CheckpointError:
             raise
         except XhfError as error:
@@ -90,8 +92,23 @@ def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, opti
     return reader
 
 
+def _is_live(folder: Path) -> bool:
+    """Whether its manifest says that it holds live weights, where another folder of the run may hold averaged ones."""
+    try:
+        manifest = read_manifest(folder) if folder.is_dir() else None
+    except DamagedError:  # for who verifies the folder itself
+        return False
+    return manifest is not None and manifest.facts.get('weights') == 'live'
+
+
 def _converted(
-    path: Path, base: str | None, names: list[str], folder: SafetensorsReader, options: CheckpointOptions
+    path: Path,
+    base: str | None,
+    names: list[str],
+    folder: SafetensorsReader,
+    options: CheckpointOptions,
+    *,
+    ema: bool,
 ) -> ConvertedReader:
     from xhf_hooks.cli.conversion import Conversion
 
@@ -102,6 +119,7 @@ def _converted(
         lora = 'merge' if not adapters else 'adapter' if len(adapters) * 2 >= len(folder.tensors) else 'both'
     conversion = Conversion(
         path,
+        ema=ema,
         config=options.config,
         base=base,
         module=options.module,
@@ -114,6 +132,8 @@ def _converted(
         trust_remote_code=options.trust_remote_code,
     )
     notes = list(conversion.warnings)
+    if conversion.averages:
+        notes.append(f'{path} holds averaged and live weights: the {"averaged" if ema else "live"} ones are compared')
     if base is not None and base != options.base:
         notes.append(f'{path} is understood by the config.json of {base}; what it does not hold is taken from there')
     converter = conversion.converter

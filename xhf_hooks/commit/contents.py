@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+import numpy as np
 
-from xhf_hooks.checksum import combine
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.records import Placement, SavePlan, WriteReceipt, WrittenTensor
+from xhf_hooks.records import Placement, SavePlan, WrittenTensor
 
 
-def assemble(plan: SavePlan, receipts: Iterable[WriteReceipt]) -> list[WrittenTensor]:
-    """The planned tensors, as the receipts of all ranks say they were written. Runs on: rank 0.
+def assemble(plan: SavePlan, records: np.ndarray) -> list[WrittenTensor]:
+    """The planned tensors, as the records of all ranks (receipts.py) say they were written. Runs on: rank 0.
 
     A tensor's checksum is that of its bytes, however they were cut: CRC-32 of pieces can be combined.
 
     Raises:
         IncompleteError: Of some tensor bytes are missing, or were written twice.
     """
-    runs: defaultdict[tuple[str, str], list[WriteReceipt]] = defaultdict(list)
-    for receipt in receipts:
-        runs[receipt.file, receipt.hf_name].append(receipt)
-    found = [_assemble_one(place, runs.pop((place.file, place.hf_name), [])) for place in plan.placements]
-    if runs:
-        raise IncompleteError(f'not planned, and yet written: {sorted(runs)[:5]}')
-    return found
+    placements = plan.placements
+    expected = np.array([place.nbytes for place in placements], np.uint64)
+    n_pieces = np.bincount(records['placement'], minlength=len(placements))
+    # Pieces that leave no gap and do not overlap have been joined into one
+    whole = n_pieces == (expected > 0)
+    whole[records['placement']] &= (records['start'] == 0) & (records['nbytes'] == expected[records['placement']])
+    for number in np.flatnonzero(~whole)[:1]:
+        raise IncompleteError(_what_is_wrong(placements[number], records[records['placement'] == number]))
+    crcs, non_finite = np.zeros(len(placements), np.uint32), np.zeros(len(placements), np.uint64)
+    crcs[records['placement']], non_finite[records['placement']] = records['crc32'], records['non_finite']
+    return [WrittenTensor(*one) for one in zip(placements, crcs.tolist(), non_finite.tolist(), strict=True)]
 
 
-def _assemble_one(place: Placement, receipts: list[WriteReceipt]) -> WrittenTensor:
-    crc = end = non_finite = 0
-    for receipt in sorted(receipts, key=lambda receipt: receipt.start):
-        if receipt.start != end:
-            break
-        crc = combine(crc, receipt.crc32, receipt.nbytes)
-        end += receipt.nbytes
-        non_finite += receipt.non_finite
-    written = sum(receipt.nbytes for receipt in receipts)
-    if end != place.nbytes or written != end:
-        raise IncompleteError(
-            f'{place.file}: {place.hf_name}: expected {place.nbytes} bytes, found {written} in {len(receipts)} '
-            f'pieces, without a gap or overlap up to byte {end}'
-        )
-    return WrittenTensor(place, crc, non_finite)
+def _what_is_wrong(place: Placement, pieces: np.ndarray) -> str:
+    first = pieces['nbytes'][:1].sum() if len(pieces) and pieces['start'][0] == 0 else 0
+    return (
+        f'{place.file}: {place.hf_name}: expected {place.nbytes} bytes, found {pieces["nbytes"].sum()} in '
+        f'{len(pieces)} pieces, without a gap or overlap up to byte {first}'
+    )
 
 
 def warn_of_non_finite(tensors: list[WrittenTensor]) -> list[str]:

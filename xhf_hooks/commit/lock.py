@@ -3,62 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import fcntl
 import os
+import re
 import socket
+import threading
 import time
 from pathlib import Path
 
+from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.errors import TargetError
+
+#: errnos of flock(2) on a file system that has no locks: Lustre mounted without ``flock``, some FUSE file systems.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+#: Mount options with which a lock is seen on this host only: Lustre's, NFS version 3's and nfs(5)'s.
+_LOCAL_LOCKS = {'localflock', 'nolock', 'local_lock=all', 'local_lock=flock'}
+_SIGN = re.compile(r'process (\d+) on ([^\s,]+)')
+_SIGN_NBYTES = 4096
+
+
+class Answer(enum.Enum):
+    """What is known of a lock after :meth:`RunLock.acquire`."""
+
+    OURS = 'it was free, and is ours now'
+    HELD = 'another run has it'
+    UNKNOWN = 'this file system cannot tell; no other run shows life, and this one does now'
 
 
 class RunLock:
-    """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives.
+    """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives. Runs on: rank 0.
 
-    The kernel drops it with the process, however that ends. A file system without locks gives none:
-    then two runs cannot see each other, as with any other tool. Runs on: rank 0.
+    The kernel drops it with the process, however that ends. Where hosts do not see each other's locks, the holder
+    writes into the file again and again, and whoever wants it watches whether that goes on.
+
+    Attributes:
+        beat_secs: How often a holder shows life there.
+        lifeless_secs: A run on another host that has shown no life for so long is dead.
     """
+
+    beat_secs = 10.0
+    lifeless_secs = 900.0
 
     def __init__(self, final: Path) -> None:
         self.path = final.with_name(f'.{final.name}.lock')
         self._fd: int | None = None
+        self._pid = 0
+        self._released = threading.Event()
+        self.answer: Answer | None = None
 
-    def acquire(self, patience_secs: float = 0.0) -> bool:
-        """Take the lock; False when another run holds it. Waits a little for a run that is just ending."""
+    def acquire(self, patience_secs: float = 0.0, *, may_watch: bool = False) -> Answer:
+        """Take the lock unless another run holds it.
+
+        Args:
+            patience_secs: How long a run that is just ending is waited for.
+            may_watch: Where hosts do not see each other's locks, wait to see whether another run is alive; without,
+                whatever was changed lately is taken for alive.
+        """
         deadline = time.monotonic() + patience_secs
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(fd)
-                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-                    self.path.unlink(missing_ok=True)
-                    return True
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(0.2)
-                continue
-            if self._is_current(fd):
-                break
-            os.close(fd)  # the holder removed the file between our open and our lock
-        self._fd = fd
-        try:
-            os.ftruncate(fd, 0)
-            os.write(fd, f'process {os.getpid()} on {socket.gethostname()}'.encode())
-        except OSError:
-            self.release()  # else this process would wait for itself when it tries again
-            raise
-        return True
-
-    def _is_current(self, fd: int) -> bool:
-        try:
-            return os.fstat(fd).st_ino == os.stat(self.path).st_ino
-        except FileNotFoundError:
-            return False
+            self.answer = self._try(may_watch)
+            if self.answer in (Answer.OURS, Answer.UNKNOWN):
+                return self.answer
+            if self.answer is Answer.HELD and time.monotonic() >= deadline:
+                return self.answer
+            time.sleep(0.0 if self.answer is None else 0.2)
 
     def acquire_or_explain(self, final: Path) -> None:
         """Take the lock.
@@ -66,13 +76,137 @@ class RunLock:
         Raises:
             TargetError: Another run holds it; the holder is named.
         """
-        if not self.acquire(patience_secs=10.0):
-            holder = self.path.read_text(errors='replace') or 'another run'
+        if self.acquire(patience_secs=10.0, may_watch=True) is Answer.HELD:
+            holder = (_read(self.path) or 'another run').strip()
             raise TargetError(f'{final} is in use by {holder}; give this run its own out_dir')
 
     def release(self) -> None:
-        if self._fd is not None:
+        """Let another run have it. A child that was forked off the holder releases nothing."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        if self._pid == os.getpid():
+            self._released.set()
             with contextlib.suppress(OSError):  # closing is what gives the lock back
                 self.path.unlink()
-            os.close(self._fd)
-            self._fd = None
+        os.close(fd)
+
+    def changed_lately(self, path: Path) -> bool:
+        """Whether a file, or anything in a folder, was changed within ``lifeless_secs``, by the server's clock."""
+        probe = self.path.with_name(f'{self.path.name}.clock-{os.urandom(6).hex()}')
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+        for each in (path, *path.rglob('*')):
+            with contextlib.suppress(OSError):  # it has just gone
+                if now - each.lstat().st_mtime < self.lifeless_secs:
+                    return True
+        return False
+
+    def _try(self, may_watch: bool) -> Answer | None:
+        """None: the holder removed the file between our open and our lock."""
+        fd = _open_current(self.path)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_reliable = not _locks_are_local(self.path)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return Answer.HELD
+                if error.errno not in _NO_LOCKS:
+                    raise
+                is_reliable = False
+            found = look_up(self.path)
+            if found is None or found.st_ino != os.fstat(fd).st_ino:
+                return None
+            if not is_reliable and self._shows_life(os.pread(fd, _SIGN_NBYTES, 0).decode(errors='replace'), may_watch):
+                return Answer.HELD
+            os.ftruncate(fd, 0)
+            _write_sign(fd)
+            if not is_reliable:
+                time.sleep(self.beat_secs / 10)
+                if _read(self.path) != _sign():
+                    return Answer.HELD  # two runs began at once; the other one wrote last
+                self._start_to_beat(fd)
+            self._fd, self._pid, fd = fd, os.getpid(), -1
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return Answer.OURS if is_reliable else Answer.UNKNOWN
+
+    def _shows_life(self, sign: str, may_watch: bool) -> bool:
+        """Whether the run that signed the file is alive: asked of this host's processes, else watched for."""
+        match = _SIGN.match(sign)
+        if not match:  # we have just made it
+            return False
+        if match[2] == socket.gethostname():
+            return int(match[1]) != os.getpid() and _is_alive(int(match[1]))
+        if not self.changed_lately(self.path):
+            return False
+        if not may_watch:
+            return True
+        deadline = time.monotonic() + 2.5 * self.beat_secs
+        while time.monotonic() < deadline:
+            time.sleep(self.beat_secs / 10)
+            if _read(self.path) != sign:
+                return True
+        return False
+
+    def _start_to_beat(self, fd: int) -> None:
+        released = self._released = threading.Event()
+
+        def beat(own_fd: int) -> None:
+            number = 0
+            while not released.wait(self.beat_secs):
+                number += 1
+                with contextlib.suppress(OSError):  # the disk is away: nobody can see a sign of life then
+                    _write_sign(own_fd, f', beat {number}')
+            os.close(own_fd)
+
+        threading.Thread(target=beat, args=(os.dup(fd),), name='xhf-lock', daemon=True).start()
+
+
+def _open_current(path: Path) -> int:
+    """Open what the name stands for now, or make it; exclusively first, which asks the server (fresh_name.py)."""
+    with contextlib.suppress(FileExistsError):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+
+def _sign() -> str:
+    return f'process {os.getpid()} on {socket.gethostname()}'
+
+
+def _write_sign(fd: int, more: str = '') -> None:
+    os.pwrite(fd, f'{_sign()}{more}'.encode(), 0)
+    os.fsync(fd)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors='replace')
+    except OSError:
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
+
+
+def _locks_are_local(path: Path) -> bool:
+    """Whether the mount says that other hosts do not see locks (proc(5), mountinfo). Runs on: rank 0."""
+    number = os.stat(path).st_dev
+    device = f'{os.major(number)}:{os.minor(number)}'
+    with contextlib.suppress(OSError):
+        for line in Path('/proc/self/mountinfo').read_text().splitlines():
+            fields = line.split()
+            if fields[2] == device:
+                options = {*fields[5].split(','), *fields[-1].split(',')}
+                return bool(options & _LOCAL_LOCKS)
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,29 @@ def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
     return found
 
 
-def read_step(folder: Path) -> Step | None:
-    """The step that a folder of ours was saved at; None when it is not a whole folder of ours."""
+@dataclass(frozen=True, order=True)
+class Commit:
+    """Which commit a folder is the outcome of. The larger of two is the later.
+
+    Attributes:
+        number: Counts the commits under one final name, over all runs; 0 where no manifest says it.
+        step: What was saved.
+        files: The files that the commit put there; None where the manifest names only some of them.
+    """
+
+    number: int
+    iteration: int
+    step: Step = field(compare=False)
+    files: frozenset[str] | None = field(compare=False, repr=False)
+
+
+def read_commit(folder: Path) -> Commit | None:
+    """What a whole folder of ours is; None when it is not one."""
     try:
         content = json.loads((folder / MANIFEST_NAME).read_text(encoding='utf-8'))
-        return Step(content['step']['unit'], int(content['step']['number']), int(content['iteration']))
+        step = Step(content['step']['unit'], int(content['step']['number']), int(content['iteration']))
+        number = int(content['commit']['number']) if 'commit' in content else 0
+        has_all = content['format_version'] >= 2
+        return Commit(number, step.iteration, step, frozenset([*content['files'], MANIFEST_NAME]) if has_all else None)
     except (OSError, ValueError, KeyError, TypeError):
         return None

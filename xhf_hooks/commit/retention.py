@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def archive_name(final: str, label: str) -> str:
@@ -12,7 +13,7 @@ def archive_name(final: str, label: str) -> str:
 
 
 def archives(final: str, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are older saves of ``final``, oldest first."""
+    """Those of ``names`` that are names of older saves of ``final``, by their numbers."""
     found = []
     for name in names:
         match = re.fullmatch(re.escape(final) + r'_(?:iter|epoch)_(\d+)', name)
@@ -21,7 +22,12 @@ def archives(final: str, names: Iterable[str]) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def outdated(final: str, names: Iterable[str], max_keep: int) -> list[str]:
-    """Older saves that go when ``max_keep`` are kept, ``final`` itself included; -1 keeps all."""
-    older = archives(final, names)
-    return [] if max_keep == -1 else older[: max(0, len(older) - (max_keep - 1))]
+def outdated(order: Mapping[str, Any], max_keep: int) -> list[str]:
+    """Older saves that go when ``max_keep`` are kept, the newest, which is not among them, included; -1 keeps all.
+
+    Args:
+        order: Of older saves by name: what is larger was committed later. Not the iteration: a run that goes back
+            to an earlier one commits its iterations once more, and those are the newer saves.
+    """
+    oldest_first = sorted(order, key=lambda name: order[name])
+    return [] if max_keep == -1 else oldest_first[: max(0, len(oldest_first) - (max_keep - 1))]

@@ -1,35 +1,42 @@
 """The way from a staging folder to its final name, and the clearing of what a killed run left.
 
 Only rank 0 runs anything here. At every instant the final name holds the old or the new checkpoint,
-whole: on Linux the two folders are exchanged in one call; elsewhere the old one is first put aside
-under a name from which :meth:`CheckpointFolder.recover` brings it back.
+whole: on Linux the two folders are exchanged in one call; elsewhere (NFS, MooseFS) the old one is first put
+aside under a name from which :meth:`CheckpointFolder.recover` brings it back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import itertools
 import json
 import os
+import re
 import shutil
+import stat
+import uuid
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xhf_hooks.commit import retention
 from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.exchange import exchange
-from xhf_hooks.commit.lock import RunLock
-from xhf_hooks.commit.manifest import describe_folder, read_step, write_manifest
+from xhf_hooks.commit.fresh_name import look_up
+from xhf_hooks.commit.lock import Answer, RunLock
+from xhf_hooks.commit.manifest import Commit, describe_folder, read_commit, write_manifest
+from xhf_hooks.commit.others import others_in, set_apart
 from xhf_hooks.errors import TargetError
-from xhf_hooks.records import SavePlan, Step, WriteReceipt, WrittenTensor
+from xhf_hooks.records import SavePlan, Step, WrittenTensor
 from xhf_hooks.safetensors_format import check_file
 from xhf_hooks.verify.against_manifest import check_folder
+from xhf_hooks.verify.threads import WorkerThreads
 
 VERIFY_LEVELS = ('off', 'sizes', 'full')
 
-#: Bytes beside the final name: ``.hf_model.discarded-12``, ``hf_model_iter_500000``.
-_MOST_ADDED_TO_NAME = 24
+#: Bytes beside the final name: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
+_MOST_ADDED_TO_NAME = 28
 #: And behind it: ``/adapter/model-00001-of-00002.safetensors``, and room for files of remote code.
 _MOST_ADDED_TO_PATH = 128
 
@@ -37,20 +44,28 @@ _MOST_ADDED_TO_PATH = 128
 class CheckpointFolder:
     """One final name, such as ``hf_model``, and all that stands beside it on its behalf.
 
+    Whatever this makes for a while has a name that was never used before, so that no host of the run knows it from
+    before; and what a name stands for is asked of the server before anything is done to it (fresh_name.py).
+
     Args:
         final: The name under which the newest committed save is found.
         max_keep: How many saves are kept, the newest included; -1 keeps all.
         fsync: Flush to the disk before the commit. Only a benchmark turns it off.
+
+    Attributes:
+        staging: The folder that is being filled, from :meth:`open_staging` on.
+        warnings: What the log should say of the commit, or of the recovery; :meth:`open_staging` clears them.
     """
 
     def __init__(self, final: Path, max_keep: int, fsync: bool = True) -> None:
         self.final = final
         self.fsync = fsync
         self.max_keep = max_keep
-        self.staging = final.with_name(f'.{final.name}.staging')
-        self._aside = final.with_name(f'.{final.name}.previous')
-        self._discarded = f'.{final.name}.discarded'  # with a number behind it where that is taken
+        self.staging: Path | None = None
+        self.warnings: list[str] = []
         self._lock = RunLock(final)
+        self._run_id = uuid.uuid4().hex
+        self._archived: dict[str, Commit | None] = {}  # by name; read once
 
     def claim(self) -> None:
         """Before training: make the parent, prove that it can be written, lock, recover, sweep.
@@ -63,16 +78,19 @@ class CheckpointFolder:
             parent.mkdir(parents=True, exist_ok=True)
             self._refuse_long_names()
             self._lock.acquire_or_explain(self.final)
-            probe = parent / f'.{self.final.name}.probe'
+            probe = self._new_name('probe')
             probe.write_bytes(b'x')
             probe.unlink()
         except OSError as error:
             self.release()
             raise TargetError(f'{parent} cannot be written: {error}; set out_dir to a folder that can') from error
+        except BaseException:
+            self.release()
+            raise
         try:
             self._refuse_foreign()
             self.recover()
-        except (TargetError, OSError):
+        except BaseException:
             self.release()
             raise
 
@@ -87,49 +105,63 @@ class CheckpointFolder:
                 f'set out_dir to a shorter one'
             )
 
-    def _refuse_foreign(self) -> None:
-        final = self.final
-        if final.is_symlink() or (final.exists() and not final.is_dir()):
+    def _refuse_foreign(self) -> Commit | None:
+        """What the final name holds now, if anything is there."""
+        final, found = self.final, look_up(self.final)
+        if found is None:
+            return None
+        if not stat.S_ISDIR(found.st_mode):
             raise TargetError(f'{final} is not a folder; a save would have to replace it. Remove it or set out_dir')
-        if final.is_dir() and any(final.iterdir()) and read_step(final) is None:
+        commit = read_commit(final)
+        if commit is None and any(final.iterdir()):
             raise TargetError(
                 f'{final} holds files that this package did not write, and a save would replace them. '
                 f'Move them away or set out_dir'
             )
+        return commit
 
     def recover(self) -> None:
         """Put right what a killed run left: bring a whole folder to its name, delete a partial one."""
-        for leftover in (self._aside, self.staging):
-            if leftover.is_dir():
-                self._recover(leftover)
+        for leftover in self._leftovers():
+            self._recover(leftover)
         self._delete_discarded()
+        for probe in self._beside('probe', 'shared', 'lock.clock'):
+            probe.unlink(missing_ok=True)
         _fsync_folder(self.final.parent)
         self._delete_outdated()
 
     def recover_if_dead(self) -> bool:
-        """:meth:`recover`, unless a run that is alive holds the lock."""
-        if not self._lock.acquire():
+        """:meth:`recover`, unless a run that is alive holds the lock, or may."""
+        if self._lock.acquire() is Answer.HELD:
             return False
-        self.recover()
-        self.release()
+        try:
+            self.recover()
+        finally:
+            self.release()
         return True
 
     def _recover(self, leftover: Path) -> None:
-        step, current = read_step(leftover), read_step(self.final)
-        if step is None:  # partial: the manifest is written last
+        if look_up(leftover) is None:
+            return
+        saved, is_there = read_commit(leftover), look_up(self.final) is not None
+        current = read_commit(self.final) if is_there else None
+        if saved is None:  # partial: the manifest is written last
             self._discard(leftover)
-        elif not self.final.exists():
+        elif not is_there:
             os.rename(leftover, self.final)
-        elif current is not None and step.iteration > current.iteration:
-            self._tidy(self._replace_final(leftover), current, step)
+        elif current is not None and saved > current:
+            self._tidy(self._replace_final(leftover), current, saved)
         else:
-            self._tidy(leftover, step, current)
+            self._tidy(leftover, saved, current)
 
     def open_staging(self) -> Path:
         """An empty staging folder."""
-        if self.staging.exists():
-            self._recover(self.staging)
-        self.staging.mkdir(parents=True)
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in self._leftovers():  # of a save that failed after its commit
+            self._recover(leftover)
+        self.warnings = []
+        self.staging = self._new_name('staging')
+        self.staging.mkdir()
         return self.staging
 
     def free_nbytes(self) -> int:
@@ -153,16 +185,19 @@ class CheckpointFolder:
     def commit(
         self,
         plan: SavePlan,
-        receipts: list[WriteReceipt],
+        records: np.ndarray,
         step: Step,
         facts: dict[str, Any],
         verify: str = 'sizes',
+        threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
         """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
 
         Args:
+            records: What all ranks have written (receipts.py).
             verify: One of :data:`VERIFY_LEVELS`: 'sizes' looks at sizes and headers, 'full' also reads all bytes
                 back, from the disk, and compares them with the checksums taken from memory.
+            threads: They read; None starts some.
 
         Returns:
             What was written.
@@ -174,27 +209,32 @@ class CheckpointFolder:
         for name, index in plan.indexes.items():
             with (self.staging / name).open('w', encoding='utf-8') as file:
                 file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
-        tensors = assemble(plan, receipts)
+        tensors = assemble(plan, records)
         if verify != 'off':
             for file in plan.files:
                 check_file(self.staging / file.name, file.header, file.nbytes)
-        self._refuse_foreign()
+        before = self._refuse_foreign()
         if self.fsync:
             _fsync_tree(self.staging)
+        others = [before] if before else self._archives().values()
+        number = 1 + max((commit.number for commit in others), default=0)
+        facts = {**facts, 'commit': {'number': number, 'run': self._run_id}}
         manifest = describe_folder(self.staging, plan, tensors, step, facts)
         if verify == 'full':
-            check_folder(self.staging, manifest, 'full')
+            check_folder(self.staging, manifest, 'full', threads=threads)
         write_manifest(self.staging, manifest)
         _fsync_folder(self.staging)
-        self._publish(step)
+        self._publish(read_commit(self.staging))
         with contextlib.suppress(OSError):
             self._delete_outdated()
         return tensors
 
     def abandon(self) -> None:
         """Remove a staging folder that will not be committed."""
-        staged, current = read_step(self.staging), read_step(self.final)
-        if staged and current and staged.iteration < current.iteration:
+        if self.staging is None:
+            return
+        staged, current = read_commit(self.staging), read_commit(self.final)
+        if staged and current and staged < current:
             return  # the folders were swapped before the error: it is the old one, for open_staging() or recover()
         shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -202,62 +242,108 @@ class CheckpointFolder:
         """Let another run use the folder."""
         self._lock.release()
 
-    def _publish(self, step: Step) -> None:
+    def _publish(self, new: Commit) -> None:
+        old = self._refuse_foreign()
         if not self.final.exists():
             os.rename(self.staging, self.final)
             _fsync_folder(self.final.parent)
             return
-        old_step = read_step(self.final)
         displaced = self._replace_final(self.staging)
         _fsync_folder(self.final.parent)
         with contextlib.suppress(OSError):  # the new save is live; what stays is recovered by the next
-            self._tidy(displaced, old_step, step)
+            self._tidy(displaced, old, new)
 
     def _replace_final(self, new: Path) -> Path:
         """Give ``new`` the final name; returns where the old folder is now."""
         if exchange(new, self.final):
             return new
-        if self._aside.exists():
-            self._discard(self._aside)
-        os.rename(self.final, self._aside)
+        aside = self._new_name('previous')
+        os.rename(self.final, aside)
         os.rename(new, self.final)
-        return self._aside
+        return aside
 
-    def _tidy(self, displaced: Path, old_step: Step | None, new_step: Step | None) -> None:
+    def _tidy(self, displaced: Path, old: Commit | None, new: Commit | None) -> None:
         """Keep or delete a folder that is no longer the newest."""
-        if self.max_keep == 1 or old_step in (None, new_step):
+        if self.max_keep == 1 or old is None or (new is not None and old.step == new.step):
             self._discard(displaced)
         else:
-            self._archive(displaced, old_step)
+            self._archive(displaced, old)
             _fsync_folder(self.final.parent)
 
-    def _archive(self, folder: Path, step: Step) -> None:
-        name = self.final.with_name(retention.archive_name(self.final.name, step.label))
-        if name.exists():
+    def _archive(self, folder: Path, commit: Commit) -> None:
+        name = self.final.with_name(retention.archive_name(self.final.name, commit.step.label))
+        if look_up(name) is not None:
             self._discard(name)
         os.rename(folder, name)
+        self._archived[name.name] = commit
+
+    def _archives(self) -> dict[str, Commit]:
+        """Older saves by name; what is not ours is none."""
+        parent = self.final.parent
+        names = retention.archives(self.final.name, os.listdir(parent))
+        for name in names:
+            if name not in self._archived and look_up(parent / name) is not None:
+                self._archived[name] = read_commit(parent / name)
+        return {name: self._archived[name] for name in names if self._archived.get(name) is not None}
 
     def _delete_outdated(self) -> None:
-        parent = self.final.parent
-        for name in retention.outdated(self.final.name, os.listdir(parent), self.max_keep):
-            if read_step(parent / name) is not None:  # never delete what is not ours
-                self._discard(parent / name)
+        if self.max_keep != -1:
+            for name in retention.outdated(self._archives(), self.max_keep):
+                if look_up(self.final.with_name(name)) is not None:
+                    self._discard(self.final.with_name(name))
 
     def _discard(self, folder: Path) -> None:
-        """Delete under another name: a half-deleted folder must not look like a save.
+        """Delete what :func:`look_up` has found, but for what others put there.
 
-        What cannot be deleted now, such as a file that a reader holds open on NFS, stays under that name until a
-        later save or run can, and is in nobody's way.
+        Under another name, for a half-deleted folder must not look like a save. What cannot be deleted now, such as a
+        file that a reader holds open on NFS, stays under that name until a later save or run can, and is in nobody's
+        way.
         """
         self._delete_discarded()
-        names = (self._discarded + (f'-{number}' if number else '') for number in itertools.count())
-        free = next(path for path in map(self.final.with_name, names) if not path.exists())
-        os.rename(folder, free)
-        shutil.rmtree(free, ignore_errors=True)
+        self._set_apart_others(folder)
+        discarded = self._new_name('discarded')
+        os.rename(folder, discarded)
+        self._archived.pop(folder.name, None)
+        shutil.rmtree(discarded, ignore_errors=True)
+
+    def _set_apart_others(self, folder: Path) -> None:
+        commit = read_commit(folder)
+        if commit is None or commit.files is None:
+            return
+        others = others_in(folder, commit.files)
+        if others:
+            name = f'{self.final.name}_others_{commit.step.label}'
+            place = set_apart(folder, others, self.final.with_name(name))
+            self.warnings.append(
+                f'{", ".join(others[:3])}{", ..." if len(others) > 3 else ""} in the save of {commit.step.label} '
+                f'did not come from this package; moved to {place}'
+            )
 
     def _delete_discarded(self) -> None:
-        for path in self.final.parent.glob(f'{glob.escape(self._discarded)}*'):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in self._beside('discarded'):
+            if look_up(path) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _leftovers(self) -> list[Path]:
+        """What may be a folder that was being filled, or put aside; not where a live run may be at work."""
+        found = self._beside('previous', 'staging')
+        if self._lock.answer is not Answer.UNKNOWN:
+            return found
+        return [path for path in found if not self._lock.changed_lately(path)]
+
+    def _beside(self, *kinds: str) -> list[Path]:
+        """Hidden names of ours beside the final one."""
+        either = '|'.join(map(re.escape, kinds))
+        pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({either})(-[0-9a-f]+)?')
+        return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
+
+    def _new_name(self, kind: str) -> Path:
+        return new_name(self.final, kind)
+
+
+def new_name(final: Path, kind: str) -> Path:
+    """A name beside the final one that no host has ever heard of; :meth:`CheckpointFolder.recover` knows the kinds."""
+    return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
 
 
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
@@ -268,8 +354,8 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
     """
     swept = []
     hidden = f'*/.{glob.escape(final_name)}'
-    for pattern in (f'{hidden}.staging', f'{hidden}.previous', f'{hidden}.discarded*'):
-        for leftover in sorted(root.glob(pattern)):
+    for kind in ('staging', 'previous', 'discarded', 'shared', 'probe'):
+        for leftover in sorted(root.glob(f'{hidden}.{kind}*')):
             folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
             if folder.recover_if_dead():
                 swept.append(leftover)

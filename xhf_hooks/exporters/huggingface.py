@@ -8,9 +8,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _FP32_NBYTES = 4  # what is derived is computed in fp32, then cast, while the one before is being written
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What was built of a class from a config."""
+
+    kind: type[PreTrainedModel]
+    config: dict[str, Any]
+    reference: PreTrainedModel
+
+
+#: What each live model was compared with last, for as long as it lives: ``save_hf`` comes again and again, and building
+#: that takes longer than all else that it does before it writes.
+_BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
 
 
 @EXPORTERS.register_module()
@@ -106,11 +121,14 @@ class HuggingFaceExporter(Exporter):
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The class that ``from_pretrained`` will build, without memory."""
-        reference = build_on_meta(model_class(self._model), config)
+        kind, content = model_class(self._model), config.to_dict()
+        built = _BUILT.get(self._model)
+        if built is None or (built.kind, built.config) != (kind, content):
+            built = _BUILT[self._model] = _Built(kind, content, build_on_meta(kind, config))
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None:
-            reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
-        return reference
+            built.reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
+        return built.reference
 
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
         try:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import MessageHub
 
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.hooks.best_folders import BestFolder, describe_best
+
+#: In the message hub: the folders of the newest save of this run and of all that it goes on from.
+_FOLDERS_KEY = 'hf_checkpoint_folders'
+_NOWHERE = 'as the checkpoint says, in no folder that is there now'
 
 
 class BestMetric(CheckpointHook):
     """The part of CheckpointHook that understands ``save_best`` and ``rule``; it saves nothing itself.
 
-    Scores live in the message hub, which MMEngine's checkpoints carry, so they survive a resume.
+    Scores are in the message hub, which MMEngine's checkpoints carry, and in the manifests of the folders. A checkpoint
+    may be older than the best save, so both count, and the better one is to be beaten.
     """
 
     def __init__(self, save_best: str | list[str], rule: str | list[str] | None) -> None:
@@ -24,12 +31,34 @@ class BestMetric(CheckpointHook):
             super().__init__(interval=-1, save_best=save_best, rule=rule)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise OptionError('save_best/rule', f'what CheckpointHook accepts ({error})', (save_best, rule)) from error
+        self._known: Sequence[BestFolder] = ()
+        self._newest: Path | None = None
+
+    def begin(self, newest: Path, known: Sequence[BestFolder], hub: MessageHub) -> list[str]:
+        """Learn of the best folders before training. Runs on: all ranks, with the same result.
+
+        Args:
+            newest: Folder of the newest save; those of the best are named after it.
+            known: Best folders beside it, and beside those that :func:`earlier_folders` names.
+
+        Returns:
+            What the log should say.
+
+        Raises:
+            TargetError: A folder that would be replaced is of another metric, or its score is not known.
+        """
+        self._newest, self._known = newest, known
+        hub.update_info(_FOLDERS_KEY, [*dict.fromkeys([*map(str, earlier_folders(hub)), str(newest)])])
+        if self.key_indicators == ['auto']:  # the metric is told by the first validation
+            return []
+        return [line for metric in self.key_indicators for line in self._count_known(metric, hub)]
 
     def improved(self, metrics: Mapping[str, Any], hub: MessageHub) -> dict[str, float]:
         """Metric to score, of those that are better than any before.
 
         Raises:
             OptionError: A metric of ``save_best`` is not among the results.
+            TargetError: As :meth:`begin`, of a metric that is known only now.
         """
         if self.key_indicators == ['auto']:
             first = next(iter(metrics))
@@ -38,17 +67,21 @@ class BestMetric(CheckpointHook):
             except ValueError as error:
                 raise OptionError('rule', f"'greater' or 'less' for the metric {first!r}", None) from error
         better = {}
-        for metric, rule in zip(self.key_indicators, self.rules, strict=True):
+        for metric in self.key_indicators:
             if metric not in metrics:
                 raise OptionError('save_best', f'one of the validation results {sorted(metrics)}', metric)
-            best = hub.runtime_info.get(_score_key(metric), self.init_value_map[rule])
-            if metrics[metric] is not None and self.is_better_than[metric](metrics[metric], best):
+            self._count_known(metric, hub)
+            if metrics[metric] is not None and self.is_better_than[metric](metrics[metric], self._best(metric, hub)):
                 better[metric] = metrics[metric]
         return better
 
     def remember(self, metric: str, score: float, hub: MessageHub) -> None:
         """The save of this score is committed."""
         hub.update_info(_score_key(metric), score)
+
+    def facts(self, metric: str, score: float) -> dict[str, Any]:
+        """What the manifest of the save of this score says."""
+        return describe_best(metric, score, self._rule(metric))
 
     def folder_suffixes(self) -> list[str]:
         """All that :meth:`folder_suffix` can give."""
@@ -57,6 +90,48 @@ class BestMetric(CheckpointHook):
     def folder_suffix(self, metric: str) -> str:
         """``best``, or with several metrics ``best_<metric>``."""
         return 'best' if len(self.key_indicators) == 1 else f'best_{metric}'.replace('/', '_')
+
+    def _count_known(self, metric: str, hub: MessageHub) -> list[str]:
+        """Take the better of folders and message hub as the score to beat; what to log about it."""
+        lines = self._check_own(metric, hub)
+        holder = None
+        for folder in self._known:
+            if folder.metric == metric and not self.is_better_than[metric](self._best(metric, hub), folder.score):
+                holder = folder
+                self.remember(metric, folder.score, hub)
+        if _score_key(metric) not in hub.runtime_info:
+            return lines
+        where = f'in {holder.path} (iteration {holder.iteration})' if holder else _NOWHERE
+        return [*lines, f'the best {metric} so far is {float(self._best(metric, hub)):.4f}, {where}']
+
+    def _check_own(self, metric: str, hub: MessageHub) -> list[str]:
+        """Whether the folder of this metric may be replaced by a better save."""
+        own = self._newest and self._newest.with_name(f'{self._newest.name}_{self.folder_suffix(metric)}')
+        for folder in self._known:
+            if folder.path != own or folder.metric == metric:
+                continue
+            if folder.metric is not None:
+                raise TargetError(
+                    f'{own} is the best save by {folder.metric!r}, not by {metric!r}, which would replace it. '
+                    f'Move it away or set out_dir'
+                )
+            if _score_key(metric) not in hub.runtime_info:
+                raise TargetError(
+                    f'{own} holds no score, so whether a save is better cannot be told. Move it away or set out_dir'
+                )
+            return [f'{own} holds no score: that of the checkpoint is taken for it']
+        return []
+
+    def _best(self, metric: str, hub: MessageHub) -> float:
+        return hub.runtime_info.get(_score_key(metric), self.init_value_map[self._rule(metric)])
+
+    def _rule(self, metric: str) -> str:
+        return self.rules[self.key_indicators.index(metric)]
+
+
+def earlier_folders(hub: MessageHub) -> list[Path]:
+    """Folders of the newest save of the runs that this one goes on from, as the checkpoint says; they may be gone."""
+    return [Path(folder) for folder in hub.runtime_info.get(_FOLDERS_KEY, ())]
 
 
 def _score_key(metric: str) -> str:

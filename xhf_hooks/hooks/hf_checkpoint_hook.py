@@ -6,15 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
 from xhf_hooks import options
 from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.exporters.reward import has_head
-from xhf_hooks.hooks.best_metric import BestMetric
-from xhf_hooks.hooks.schedule import Schedule
+from xhf_hooks.hooks.averaged_weights import choose_weights
+from xhf_hooks.hooks.best_folders import find_best_folders
+from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.tokenizer import with_chat_template
+from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.records import CommittedCheckpoint, Step
 from xhf_hooks.report import RunLog, scalars
@@ -33,8 +35,8 @@ class HFCheckpointHook(Hook):
             ``work_dir/<timestamp>/hf_model``.
         interval (int, optional): Save every so many epochs or iterations; -1 means only at the end.
             Defaults to None, which means the schedule of the run's own CheckpointHook.
-        by_epoch (bool, optional): What ``interval`` counts. Defaults to None: as the CheckpointHook does,
-            else epochs.
+        by_epoch (bool, optional): Whether ``interval`` counts epochs. Defaults to None: it counts what the train
+            loop counts, epochs in EpochBasedTrainLoop and iterations in IterBasedTrainLoop.
         save_begin (int): Epoch or iteration at which saving begins. Defaults to 0.
         save_last (bool): Save when training ends, regardless of ``interval``. Defaults to True.
         save_best (str, List[str], optional): As in CheckpointHook; writes ``hf_model_best``
@@ -56,6 +58,8 @@ class HFCheckpointHook(Hook):
         chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
             the chat template that writes dialogues as training had them, and generation_config its stop words.
             Defaults to True.
+        ema (bool): Where the run has an EMAHook, save the weights that it averages, as CheckpointHook does and
+            validation scores. False saves the live ones. Defaults to True.
         dtype (str, optional): 'float32' (the fp32 master weights where there are any), 'bfloat16' or
             'float16'. Defaults to None: as trained.
         max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
@@ -96,6 +100,7 @@ class HFCheckpointHook(Hook):
         llava_format: str | None = None,
         tokenizer: Any | None = None,
         chat_template: bool = True,
+        ema: bool = True,
         dtype: str | None = None,
         max_shard_size: int | str = '5GB',
         bucket_size: int | str = '128MB',
@@ -113,6 +118,7 @@ class HFCheckpointHook(Hook):
         self.save_last = save_last
         self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
         self._best = None if save_best is None else BestMetric(save_best, rule)
+        self._ema = options.check_switch('ema', ema)
         self._chat_template = options.check_switch('chat_template', chat_template)
         self._options = options.parse_run(
             max_keep_ckpts=max_keep_ckpts,
@@ -138,14 +144,19 @@ class HFCheckpointHook(Hook):
         Raises:
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
+        self.close()
         unwrapped = unwrap(runner.model, _wrappers())
-        self._schedule = self._resolve_schedule(runner)
         log = RunLog(runner.logger, 'HFCheckpointHook')
+        self._schedule = resolve_schedule(runner, self._interval, self._by_epoch, self._save_begin)
+        self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
+        check_schedule(runner, self._schedule, log, saves_anyway=self.save_last or self._best is not None)
+        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self._ema, log=log)
         self._saves = RunSaves(
             unwrapped,
             Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
             self._options,
             log,
+            run=runner,
             suffixes=[] if self._best is None else self._best.folder_suffixes(),
             reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
             on_committed=partial(self._visualize, runner),
@@ -159,6 +170,8 @@ class HFCheckpointHook(Hook):
             else None,
         )
         self._log = log
+        if self._best is not None:
+            self._learn_of_best(runner)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
@@ -171,7 +184,7 @@ class HFCheckpointHook(Hook):
     def after_train_epoch(self, runner: Any) -> None:
         done = runner.epoch + 1
         if self._schedule.is_due_after_epoch(done):
-            self._saves.save(Step('epoch', done, runner.iter), may_skip=runner.iter < runner.max_iters)
+            self._saves.save(self._step(runner, done), may_skip=runner.iter < runner.max_iters)
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         if self._best is None or not metrics or self._saves is None:
@@ -186,16 +199,37 @@ class HFCheckpointHook(Hook):
         for metric, score in improved.items():
             folder = self._saves.others[self._best.folder_suffix(metric)]
             remember = partial(self._remember, runner, metric, score)
-            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember)
+            facts = self._best.facts(metric, score)
+            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember, facts=facts)
 
     def after_train(self, runner: Any) -> None:
-        self._saves.collect()
-        if self.save_last and self._saves.saved_at != runner.iter:
-            unit, number = ('epoch', runner.epoch) if self._schedule.by_epoch else ('iter', runner.iter)
-            self._saves.save(Step(unit, number, runner.iter))
+        try:
             self._saves.collect()
-        self._saves.close()
-        self._saves = None
+            if self.save_last and self._saves.saved_at != runner.iter:
+                self._saves.save(self._step(runner, runner.epoch))
+                self._saves.collect()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
+        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None
+
+    def _learn_of_best(self, runner: Any) -> None:
+        """What is in the best folders counts, also where the resumed checkpoint is older. Runs on: all ranks."""
+        collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
+        try:
+            with collective.stage('preflight'):
+                finals = dict.fromkeys([*earlier_folders(hub), newest])
+                found = find_best_folders(finals) if collective.rank == 0 else []
+            for line in self._best.begin(newest, collective.broadcast(found), hub):
+                self._log.info(line)
+        except XhfError:
+            self.close()
+            raise
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """A save of the best score is committed."""
@@ -206,14 +240,9 @@ class HFCheckpointHook(Hook):
         if self._saves.collective.rank == 0:
             runner.visualizer.add_scalars(scalars(committed), step=committed.step.iteration)
 
-    def _resolve_schedule(self, runner: Any) -> Schedule:
-        own = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
-        if self._interval is None and own is not None:
-            return Schedule(own.interval, own.by_epoch, self._save_begin or own.save_begin)
-        by_epoch = self._by_epoch
-        if by_epoch is None:
-            by_epoch = True if own is None else own.by_epoch
-        return Schedule(-1 if self._interval is None else self._interval, by_epoch, self._save_begin)
+    def _step(self, runner: Any, epochs: int) -> Step:
+        """After an iteration or so many epochs, by what both schedule and train loop count."""
+        return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
 
 
 def _wrappers() -> tuple[type, ...]:

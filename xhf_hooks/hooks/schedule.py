@@ -22,6 +22,14 @@ class Schedule:
     def is_due_after_epoch(self, epochs_done: int) -> bool:
         return self.by_epoch and self._is_due(epochs_done)
 
+    def next_due(self, done: int) -> int | None:
+        """The first count after ``done`` at which a save is due; None is never."""
+        if self.interval <= 0:
+            return None
+        if done < self.save_begin:
+            return self.save_begin
+        return done + self.interval - (done - self.save_begin) % self.interval
+
     def _is_due(self, done: int) -> bool:
         since_begin = done - self.save_begin
         return self.interval > 0 and since_begin >= 0 and since_begin % self.interval == 0

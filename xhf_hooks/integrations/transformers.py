@@ -97,11 +97,13 @@ class HFCheckpointCallback(TrainerCallback):
         """
         if not self._save_last and self._strategy is None and args.save_strategy == 'no':
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
+        self.close()
         self._saves = RunSaves(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             Path(self._out_dir or Path(args.output_dir) / 'hf_model').absolute(),
             self._options,
             RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks')),
+            run=state,
         )
         self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 
@@ -124,13 +126,21 @@ class HFCheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._saves.collect()
-        # load_best_model_at_end has replaced the weights by now
-        if self._save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
-            self._save(state)
+        try:
             self._saves.collect()
-        self._saves.close()
-        self._saves = None
+            # load_best_model_at_end has replaced the weights by now
+            if self._save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
+                self._save(state)
+                self._saves.collect()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
+        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None
 
     def _save(self, state: TrainerState) -> None:
         done = state.global_step

@@ -24,11 +24,28 @@ class RunConfig:
         model = self.fields.get('model')
         return model if isinstance(model, Mapping) and isinstance(model.get('type'), str) else None
 
+    @property
+    def averages(self) -> bool:
+        """Whether an EMAHook averages the weights."""
+        hooks = self.fields.get('custom_hooks')
+        return any(_is_named(hook, 'EMAHook') for hook in hooks) if isinstance(hooks, (list, tuple)) else False
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether MMEngine's DeepSpeedStrategy writes its checkpoints."""
+        return _is_named(self.fields.get('strategy'), 'DeepSpeedStrategy')
+
     def tokenizer_folder(self) -> str | None:
         """What the run loaded its tokenizer from."""
         tokenizer = self.fields.get('tokenizer')
         path = tokenizer.get('pretrained_model_name_or_path') if isinstance(tokenizer, Mapping) else None
         return path if isinstance(path, str) else None
+
+
+def _is_named(config: Any, name: str) -> bool:
+    """Whether it is the config of this class, by its name alone or with its module."""
+    kind = config.get('type') if isinstance(config, Mapping) else None
+    return isinstance(kind, str) and kind.rpartition('.')[2] == name
 
 
 def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: Path) -> RunConfig | None:

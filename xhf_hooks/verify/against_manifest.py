@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from xhf_hooks.verify.header import Header
 from xhf_hooks.verify.manifest import Manifest, parse_manifest
 from xhf_hooks.verify.report import Findings, some
 from xhf_hooks.verify.sums import FileSums, FileToRead, sum_files
-from xhf_hooks.verify.threads import default_workers
+from xhf_hooks.verify.threads import WorkerThreads, default_workers
 
 #: What loaders read. Such a file that was put there later may change what is loaded; any other is harmless.
 _READ_BY_LOADERS = ('.json', '.safetensors', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py', '.model')
@@ -27,7 +28,7 @@ def check_folder(
     level: str,
     *,
     only: Collection[str] | None = None,
-    workers: int | None = None,
+    threads: WorkerThreads | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Does a folder hold what its manifest says? Runs on: any rank, on its own, all or some of the files.
@@ -39,7 +40,7 @@ def check_folder(
             manifest. ``'full'``: also, every byte is read back, from the disk as far as it has been flushed, and
             has the checksums of the manifest.
         only: Files to look at, as the manifest names them; None takes all. Ranks may share them out.
-        workers: Threads that read; None takes one for each core.
+        threads: They read; None starts one for each core.
 
     Raises:
         IncompleteError: Something is not as it says; each fault on a line.
@@ -54,7 +55,8 @@ def check_folder(
     compare_headers(folders, checked, findings)
     if level == 'full' and not findings.has_problem():
         names = [name for name in checked.files if only is None or name in only]
-        sums = read_files(content, folders, names, workers or default_workers(), drop_cache=True, progress=on_progress)
+        with nullcontext(threads) if threads is not None else WorkerThreads(default_workers()) as readers:
+            sums = read_files(content, folders, names, readers, drop_cache=True, progress=on_progress)
         compare_sums(content, checked, sums, findings)
     if findings.has_problem():
         problems = findings.texts('problem')
@@ -119,7 +121,7 @@ def read_files(
     content: FolderContent,
     folders: Collection[WeightFolder],
     names: Collection[str],
-    workers: int,
+    threads: WorkerThreads,
     *,
     drop_cache: bool = False,
     count_non_finite: bool = False,
@@ -131,7 +133,7 @@ def read_files(
     files = [
         FileToRead(content.path / name, content.files[name], headers.get(name), count_non_finite) for name in names
     ]
-    return dict(zip(names, sum_files(files, workers, drop_cache=drop_cache, on_progress=progress), strict=True))
+    return dict(zip(names, sum_files(files, threads, drop_cache=drop_cache, on_progress=progress), strict=True))
 
 
 def compare_sums(content: FolderContent, manifest: Manifest, sums: Mapping[str, FileSums], findings: Findings) -> None:

@@ -20,7 +20,7 @@ from xhf_hooks.verify.rounding import (
     ways_through,
     went_through,
 )
-from xhf_hooks.verify.threads import run_jobs
+from xhf_hooks.verify.threads import WorkerThreads
 from xhf_hooks.verify.windows import PIECE_ELEMENTS, Windows
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
@@ -140,12 +140,13 @@ def compare_models(
     total = sum(a.tensors[one].nbytes + b.tensors[two].nbytes for one, two in pairs if _alike(a, b, one, two))
     torch.set_num_threads(1)  # each worker is one thread already
     try:
-        for parts in run_jobs(_jobs(a, b, pairs, windows), workers):
-            for pair, difference, nbytes in parts:
-                found[pair] += difference
-                result.read_nbytes += nbytes
-            if on_progress is not None:
-                on_progress(result.read_nbytes, total)
+        with WorkerThreads(workers) as pool:
+            for parts in pool.run(_jobs(a, b, pairs, windows)):
+                for pair, difference, nbytes in parts:
+                    found[pair] += difference
+                    result.read_nbytes += nbytes
+                if on_progress is not None:
+                    on_progress(result.read_nbytes, total)
         result.tensors = [_judge(a, b, one, two, found[one, two], windows) for one, two in pairs]
     finally:
         torch.set_num_threads(threads)

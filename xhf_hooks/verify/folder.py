@@ -15,7 +15,7 @@ from xhf_hooks.verify.manifest import Manifest, read_manifest
 from xhf_hooks.verify.model_checks import check_model, check_texts
 from xhf_hooks.verify.report import Findings, FolderReport, some
 from xhf_hooks.verify.sums import FileSums
-from xhf_hooks.verify.threads import default_workers
+from xhf_hooks.verify.threads import WorkerThreads, default_workers
 
 
 def verify_folder(
@@ -104,14 +104,15 @@ def _read(
 ) -> Mapping[str, FileSums]:
     known = manifest if manifest is not None and manifest.has_checksums else None
     names = list(known.files) if known is not None else content.weight_files()
-    sums = against.read_files(
-        content,
-        folders,
-        names,
-        workers or default_workers(),
-        count_non_finite=known is None,  # else they were counted in memory, and the bytes are the same
-        progress=on_progress,
-    )
+    with WorkerThreads(workers or default_workers()) as threads:
+        sums = against.read_files(
+            content,
+            folders,
+            names,
+            threads,
+            count_non_finite=known is None,  # else they were counted in memory, and the bytes are the same
+            progress=on_progress,
+        )
     if known is not None:
         against.compare_sums(content, known, sums, findings)
         recorded = {n: t for f in known.files.values() for n, t in (f.tensors or {}).items()}

@@ -18,7 +18,7 @@ from xhf_hooks import checksum
 from xhf_hooks.nonfinite import count_non_finite
 from xhf_hooks.verify.header import Header
 from xhf_hooks.verify.mapped import MappedFile, map_or_none
-from xhf_hooks.verify.threads import run_jobs
+from xhf_hooks.verify.threads import WorkerThreads
 
 #: A multiple of every element size. Read at once; a job is several of these.
 WINDOW_NBYTES = 1 << 20
@@ -76,7 +76,7 @@ _PartSum = tuple[_Part, int, int]
 
 def sum_files(
     files: Sequence[FileToRead],
-    workers: int,
+    threads: WorkerThreads,
     *,
     drop_cache: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -84,7 +84,7 @@ def sum_files(
     """Read all files, and sum them up.
 
     Args:
-        workers: Threads. The memory is a window for each.
+        threads: The memory is a window for each.
         drop_cache: Read, and ask the system to take from the disk what it holds in memory (as far as it is written
             there); for use in a training run.
         on_progress: Called in this thread with bytes done and bytes in all.
@@ -98,7 +98,7 @@ def sum_files(
     total, done = sum(file.nbytes for file in files), 0
     with ExitStack() as opened:
         jobs = _jobs(files, segments, sums, opened, drop_cache)
-        for number, nbytes, found, error in run_jobs(jobs, workers):
+        for number, nbytes, found, error in threads.run(jobs):
             if error is not None:
                 sums[number].error = sums[number].error or error
             parts[number] += found

@@ -1,14 +1,18 @@
-"""Jobs for several threads, results as they come."""
+"""Threads for many small jobs, results as they come."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 _MOST_WORKERS = 8  # by default: more than a disk can feed
+_Job = Callable[[], Any]
 
 
 def default_workers() -> int:
@@ -16,18 +20,77 @@ def default_workers() -> int:
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
 
 
-def run_jobs(jobs: Iterable[Callable[[], Result]], workers: int) -> Iterator[Result]:
-    """Results in the order in which they come; the first error ends it, when the jobs that run have ended."""
-    executor = ThreadPoolExecutor(workers, thread_name_prefix='xhf-verify')
-    waiting: set[Future[Result]] = set()
-    try:
-        for job in jobs:
-            waiting.add(executor.submit(job))
-            if len(waiting) >= 4 * workers:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    finally:
-        executor.shutdown(cancel_futures=True)
+class WorkerThreads:
+    """Threads that are all started at once and wait for jobs. Used by: one thread, for one :meth:`run` at a time.
+
+    Not concurrent.futures: it takes no jobs once the interpreter has begun to shut down, and from Python 3.12 on no
+    thread can be started then. A save in the background may get there later than that, so its threads are started
+    when it is.
+
+    Args:
+        count: How many.
+
+    Raises:
+        RuntimeError: The system does not allow so many threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(count):
+                # A daemon: what waits for it at exit is a bounded wait, not the interpreter
+                thread = threading.Thread(target=self._work, name=f'xhf-verify-{number}', daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:
+            self.close()
+            raise
+
+    def run(self, jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+        """Results in the order in which they come; the first error ends it, when the jobs that run have ended."""
+        todo, waiting = iter(jobs), 0
+        try:
+            while True:
+                for job in islice(todo, 4 * len(self._threads) - waiting):
+                    self._jobs.put(job)
+                    waiting += 1
+                if not waiting:
+                    return
+                value, error = self._results.get()
+                waiting -= 1
+                if error is not None:
+                    raise error
+                yield value
+        finally:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._jobs.get_nowait()
+                    waiting -= 1
+            for _ in range(waiting):
+                self._results.get()
+
+    def close(self) -> None:
+        """End the threads. Nothing may run."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def __enter__(self) -> WorkerThreads:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                result = job(), None
+            except BaseException as error:  # whatever it is, it must reach the one who waits for the result
+                result = None, error
+            del job  # with what it holds, before the next comes
+            self._results.put(result)
+            del result

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from xhf_hooks.errors import TargetError
 from xhf_hooks.writers.write_behind import WriteBehind
 
 _PART_NBYTES = 8 * 2**20
@@ -18,7 +20,34 @@ except (AttributeError, OSError):  # not Linux
     _fallocate = None
 
 
-def create_file(path: Path, header: bytes, nbytes: int) -> None:
+@dataclass(frozen=True)
+class FileIdentity:
+    """What proves that an open file is the one that rank 0 made, whatever name it was opened by.
+
+    Attributes:
+        inode: The server's number, the same on every host (shared_folder.py finds out whether that is so).
+        nbytes: The whole file, which it has from the beginning.
+    """
+
+    inode: int
+    nbytes: int
+
+    def require(self, fd: int, path: Path) -> None:
+        """Raise unless the descriptor is of that file.
+
+        Raises:
+            TargetError: It is of another.
+        """
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_size) != (self.inode, self.nbytes):
+            raise TargetError(
+                f'{path}: expected file number {self.inode} of {self.nbytes} bytes, which rank 0 has made; this host '
+                f'finds number {found.st_ino} of {found.st_size} bytes, as a stale cache of names does. Set '
+                f"writer='stream', with which rank 0 alone writes"
+            )
+
+
+def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
     """Make a new file of a known size, with nothing in it yet but its header, and all of its room on the disk.
 
     Raises:
@@ -28,6 +57,7 @@ def create_file(path: Path, header: bytes, nbytes: int) -> None:
         os.ftruncate(file.fileno(), nbytes)
         _reserve(file.fileno(), path, nbytes)
         _write_all(file.fileno(), memoryview(header), 0)
+        return FileIdentity(os.fstat(file.fileno()).st_ino, nbytes)
 
 
 def _reserve(fd: int, path: Path, nbytes: int) -> None:
@@ -50,14 +80,22 @@ class OutputFile:
     """A file that exists. Used by: any number of threads and ranks, each for bytes of its own.
 
     Args:
+        identity: Which file it must be; None takes what has the name.
         write_behind: Do not leave to :meth:`fsync` what the disk can do before.
 
     Raises:
         OSError: It cannot be opened.
+        TargetError: The name stands for another file here.
     """
 
-    def __init__(self, path: Path, *, write_behind: bool = True) -> None:
+    def __init__(self, path: Path, identity: FileIdentity | None = None, *, write_behind: bool = True) -> None:
         self._fd = os.open(path, os.O_WRONLY)
+        try:
+            if identity is not None:
+                identity.require(self._fd, path)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._behind = WriteBehind(self._fd) if write_behind else None
 
     def write(self, data: memoryview, offset: int) -> None:

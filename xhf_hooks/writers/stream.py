@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from xhf_hooks.nonfinite import count_non_finite
 from xhf_hooks.records import Chunk, Placement, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
-from xhf_hooks.writers.output_file import OutputFile, create_file
+from xhf_hooks.writers.evidence import SampleTaker
+from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 
 #: Counted, summed and written before the next: the processor's cache still holds it.
 _PIECE_NBYTES = 2 * 2**20
@@ -36,16 +38,19 @@ class StreamWriter(Writer):
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._folder = Path()
+        self._made: Mapping[str, FileIdentity] = {}
+        self._taker = SampleTaker()
         self._files: dict[str, OutputFile] = {}  # opened when the first chunk for it comes
         self._receipts: list[WriteReceipt] = []
-        self._thread: threading.Thread | None = None
+        # At once: this is made before training goes on, and a process that ends can start no thread
+        self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
+        self._thread.start()
 
-    def create(self, plan: SavePlan, folder: Path) -> None:
-        for file in plan.files:
-            create_file(folder / file.name, file.header, file.nbytes)
+    def create(self, plan: SavePlan, folder: Path) -> dict[str, FileIdentity]:
+        return {file.name: create_file(folder / file.name, file.header, file.nbytes) for file in plan.files}
 
-    def open(self, folder: Path) -> None:
-        self._folder = folder
+    def open(self, folder: Path, made: Mapping[str, FileIdentity]) -> None:
+        self._folder, self._made = folder, made
 
     def write(self, chunk: Chunk) -> None:
         nbytes = chunk.data.nbytes
@@ -54,9 +59,6 @@ class StreamWriter(Writer):
             if self._error:
                 raise self._error
             self._pending += nbytes
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
-            self._thread.start()
         self._queue.put(chunk)
 
     def finish(self) -> list[WriteReceipt]:
@@ -67,6 +69,7 @@ class StreamWriter(Writer):
         self._close()
         if self._error:
             raise self._error
+        self.samples = self._taker.samples()
         return self._receipts
 
     def abort(self) -> None:
@@ -109,12 +112,15 @@ class StreamWriter(Writer):
     def _write(self, chunk: Chunk) -> None:
         place = chunk.placement
         if place.file not in self._files:
-            self._files[place.file] = OutputFile(self._folder / place.file, write_behind=self._fsync)
+            path, identity = self._folder / place.file, self._made[place.file]
+            self._files[place.file] = OutputFile(path, identity, write_behind=self._fsync)
         file = self._files[place.file]
         for start in range(0, chunk.data.nbytes, _PIECE_NBYTES):
             piece = chunk.data[start : start + _PIECE_NBYTES]
             self._note(place, chunk.start + start, piece)  # first: the checksum is of what was in memory
-            file.write(piece, place.offset + chunk.start + start)
+            position = place.offset + chunk.start + start
+            file.write(piece, position)
+            self._taker.see(place.file, position, piece)
 
     def _note(self, place: Placement, start: int, data: memoryview) -> None:
         """Add bytes to the receipts; what goes on where the last of its tensor ended prolongs it."""

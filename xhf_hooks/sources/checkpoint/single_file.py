@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,26 @@ from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 #: Where the state dict is: MMEngine, DeepSpeed (also save_16bit_model's), many trainers.
 _KEYS = ('state_dict', 'module', 'model')
+_MMENGINES, _OF_EMA = _KEYS[0], 'ema_state_dict'
 
 
-def load_single_file(file: Path) -> tuple[Mapping[str, Any], dict[str, LazyTensor]]:
-    """The whole content, and the state dict in it.
+@dataclass(frozen=True)
+class SingleFile:
+    """What one file holds.
+
+    Attributes:
+        content: The whole of it, as data.
+        tensors: Its state dict; of a run with EMAHook, the averaged weights.
+        live: Of a run with EMAHook, the live weights; else None.
+    """
+
+    content: Mapping[str, Any]
+    tensors: dict[str, LazyTensor]
+    live: dict[str, LazyTensor] | None
+
+
+def load_single_file(file: Path) -> SingleFile:
+    """The whole content, and the state dicts in it.
 
     Raises:
         CheckpointError: There is no state dict in it.
@@ -25,9 +42,21 @@ def load_single_file(file: Path) -> tuple[Mapping[str, Any], dict[str, LazyTenso
         raise CheckpointError(
             f'{file}: holds a {type(content).__name__}, not a checkpoint; give a .pth with a state_dict'
         )
-    candidates = [content[key] for key in _KEYS if isinstance(content.get(key), dict)]
-    for candidate in [*candidates, content]:
-        tensors = {name: t for name, t in candidate.items() if isinstance(t, LazyTensor) and isinstance(name, str)}
+    for key in (*(key for key in _KEYS if isinstance(content.get(key), dict)), None):
+        tensors = _tensors(content if key is None else content[key])
         if tensors:
-            return content, tensors
+            return SingleFile(content, tensors, _live(content, tensors) if key == _MMENGINES else None)
     raise CheckpointError(f'{file}: no weights under {", ".join(_KEYS)} or at the top; give a file with a state dict')
+
+
+def _live(content: Mapping[str, Any], averaged: Mapping[str, LazyTensor]) -> dict[str, LazyTensor] | None:
+    """MMEngine's EMAHook swaps the two before it saves (``hooks/ema_hook.py``, ``_swap_ema_state_dict``)."""
+    swapped = _tensors(content[_OF_EMA]) if isinstance(content.get(_OF_EMA), dict) else {}
+    found = {name: swapped.get(f'module.{name}') for name in averaged}
+    if not any(tensor is not None for tensor in found.values()):
+        return None
+    return {name: averaged[name] if tensor is None else tensor for name, tensor in found.items()}
+
+
+def _tensors(state_dict: Mapping[Any, Any]) -> dict[str, LazyTensor]:
+    return {name: t for name, t in state_dict.items() if isinstance(t, LazyTensor) and isinstance(name, str)}

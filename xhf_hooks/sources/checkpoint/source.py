@@ -30,10 +30,14 @@ class CheckpointSource(SliceSource):
 
     Runs on: one process, or several that each got it by fork or pickle, or several threads.
 
+    Args:
+        ema: Of a checkpoint that holds averaged weights beside the live ones, the averaged.
+
     Attributes:
         found: The checkpoint that is read.
+        averages: Whether it holds averaged weights beside the live ones, as MMEngine's EMAHook writes them.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
-            ``deepspeed`` (version), ``layout``, ``checkpoint`` (path as text).
+            ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
         iteration: Training iterations done, None if the files don't say.
         epoch: Epochs done, None if the files don't say.
         config_text: ``meta.cfg`` as MMEngine dumped it (text of a Python config file), else None.
@@ -45,12 +49,13 @@ class CheckpointSource(SliceSource):
         CheckpointError: One line that names the file and what to do.
     """
 
-    def __init__(self, found: FoundCheckpoint) -> None:
+    def __init__(self, found: FoundCheckpoint, *, ema: bool = True) -> None:
         self.found = found
+        self.averages = False
         self.warnings: list[str] = []
         self._reader = PieceReader()
         if found.layout == 'file':
-            content, assembled = self._open_file()
+            content, assembled = self._open_file(ema)
         else:
             content, assembled = self._open_folder()
         self._tensors = {tensor.name: tensor for tensor in assembled.tensors}
@@ -132,11 +137,14 @@ class CheckpointSource(SliceSource):
         through = None if use_master else TORCH_DTYPES[stored.dtype]
         return self._reader.read_into(self.pieces(name, masters=masters), start, out, through)
 
-    def _open_file(self) -> tuple[Mapping[str, Any], Assembled]:
-        file = self.found.path
-        content, tensors = load_single_file(file)
+    def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
+        file = load_single_file(self.found.path)
+        self.averages = file.live is not None
         self.facts = self._facts('torch')
-        return content, from_state_dict(str(file), tensors, {})
+        if self.averages and ema:
+            self.facts['weights'] = 'averaged'
+        tensors = file.tensors if ema or file.live is None else file.live
+        return file.content, from_state_dict(str(self.found.path), tensors, {})
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
         models, optims = load_states(self.found)
@@ -154,7 +162,8 @@ class CheckpointSource(SliceSource):
     def _facts(
         self, engine: str, stage: int = 0, world_size: int | None = None, version: str | None = None
     ) -> dict[str, Any]:
-        facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'checkpoint': str(self.found.path)}
+        facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'weights': 'live'}
+        facts['checkpoint'] = str(self.found.path)
         if engine == 'deepspeed':
             facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': version}
         return facts

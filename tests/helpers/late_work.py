@@ -1,0 +1,48 @@
+"""Work in the background that needs its threads when the interpreter already shuts down.
+
+python tests/helpers/late_work.py RESULT raise|exit|end
+
+It needs nothing but the standard library, so that any Python can run it; tests/test_late_work.py does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).parents[2] / 'xhf_hooks'
+
+
+def load(path: str) -> ModuleType:
+    """A module by its file: the package itself imports torch."""
+    spec = importlib.util.spec_from_file_location(path.replace('/', '_'), PACKAGE / f'{path}.py')
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    result, how = Path(sys.argv[1]), sys.argv[2]
+    background = load('background').Background('late')
+    workers = load('verify/threads').WorkerThreads(3)
+
+    def work() -> None:
+        while threading.main_thread().is_alive():  # as long as the interpreter does not shut down
+            time.sleep(0.001)
+        result.write_text(str(sum(workers.run([lambda n=n: n for n in range(100)]))))
+        workers.close()
+
+    background.start(work)
+    load('exit_wait').ExitWait(lambda: background.wait(60))
+    if how == 'raise':
+        raise RuntimeError('training failed')
+    if how == 'exit':
+        sys.exit(3)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,340 @@
+"""Runs with MMEngine's EMAHook: what is exported is what was scored, and what CheckpointHook writes, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers.compare import assert_loads_clean, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
+from tests.helpers.scenarios import check, run_scenarios
+
+EMA = dict(type='EMAHook', momentum=0.1)
+EACH = dict(interval=2, by_epoch=False, max_keep_ckpts=-1)
+SCORES = [0.5, 0.7]
+#: MMEngine reads its own checkpoints with torch.load, which by default refuses them.
+ENV = {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
+
+#: Runs under DDP whose checkpoints hold the averaged weights: name to (EMAHook, other options of `run`).
+DDP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    'exponential': (EMA, {}),
+    'annealing': (dict(EMA, ema_type='MomentumAnnealingEMA', gamma=3), {}),
+    'stochastic': (dict(type='EMAHook', ema_type='StochasticWeightAverage'), {}),
+    'every_second': (dict(EMA, interval=2), {}),
+    'strict_load': (dict(EMA, strict_load=True), {}),
+    'begins_later': (dict(EMA, begin_iter=3), {}),
+    'begins_later_by_epoch': (
+        dict(EMA, begin_epoch=2),
+        dict(
+            epochs=2,
+            hook=dict(interval=1, by_epoch=True, max_keep_ckpts=-1),
+            checkpoint=dict(type='CheckpointHook', by_epoch=True, interval=1),
+        ),
+    ),
+    'buffers': (EMA, dict(model=dict(batch_norm=True))),
+    'averaged_buffers': (dict(EMA, update_buffers=True), dict(model=dict(batch_norm=True))),
+    'tied': (EMA, dict(model=dict(tied=True))),
+    'frozen': (EMA, dict(model=dict(freeze='embed_tokens'))),
+    'async': (EMA, dict(hook=dict(async_save=True, **EACH))),
+    'stream': (EMA, dict(hook=dict(writer='stream', **EACH))),
+}
+#: Runs under DeepSpeed, whose checkpoints do not hold them.
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    'zero0': dict(stage=0),
+    'zero1': dict(stage=1),
+    'zero2': dict(stage=2),
+    'zero2_async': dict(stage=2, hook=dict(async_save=True, **EACH)),
+    'zero2_tied_float32': dict(stage=2, hook=dict(dtype='float32', **EACH), model=dict(tied=True)),
+    'zero1_fp32_training': dict(stage=1, bf16=False),
+}
+#: Runs that must not begin: name to (options of `run`, in the message).
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    'zero3': (dict(stage=3), 'option ema: expected an EMAHook in a run whose parameters are whole'),
+    'zero3_persistent': (dict(stage=3, zero=dict(stage3_param_persistence_threshold=10**6)), 'partitioned by ZeRO-3'),
+    'after_ours': (
+        dict(stage=2, ema=dict(EMA, priority='LOWEST')),
+        'option custom_hooks: expected EMAHook before HFCheckpointHook',
+    ),
+    'after_ours_live': (
+        dict(stage=2, ema=dict(EMA, priority='LOWEST'), hook=dict(ema=False, **EACH)),
+        'option custom_hooks: expected EMAHook before HFCheckpointHook',
+    ),
+    'two': (dict(stage=2, more=[EMA]), 'option ema: expected one EMAHook in the run'),
+}
+
+
+def run(
+    work_dir: Path,
+    *,
+    ema: dict[str, Any] | None = EMA,
+    hook: dict[str, Any] | None = EACH,
+    more: list[dict[str, Any]] | None = None,
+    scores: list[float] | None = SCORES,
+    stage: int | None = None,
+    **options: Any,
+) -> str:
+    """A run, which notes the weights that validation scores; gives its log_dir. Runs on: all ranks."""
+    from tests.helpers.toy_run import run_config, train
+
+    _register_note()
+    if hook is not None and scores is not None:
+        hook = dict(hook, save_best='acc')
+    hooks = [*([] if ema is None else [ema]), dict(type='NoteScoredWeights'), *(more or [])]
+    return train(run_config(work_dir, hook=hook, stage=stage, hooks=hooks, scores=scores, **options)).log_dir
+
+
+def _register_note() -> None:
+    """Here, and not where the test process would have to import MMEngine."""
+    from mmengine.hooks import Hook
+    from mmengine.model import is_model_wrapper
+    from mmengine.registry import HOOKS
+
+    class NoteScoredWeights(Hook):
+        """Writes ``scored_<iteration>.pt``: the model while validation has its weights."""
+
+        priority = 'LOWEST'
+
+        def before_val_epoch(self, runner: Any) -> None:
+            model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+            if runner.rank == 0:
+                torch.save(model.llm.state_dict(), Path(runner.log_dir) / f'scored_{runner.iter}.pt')
+
+    HOOKS.register_module(module=NoteScoredWeights, force=True)
+
+
+def live(work_dir: Path, **options: Any) -> list[str]:
+    """With ``ema=False``, and without EMAHook. Runs on: all ranks."""
+    first = run(work_dir / 'with', hook=dict(ema=False, **EACH), **options)
+    return [first, run(work_dir / 'without', ema=None, **{**options, 'scores': None})]
+
+
+def resumed(work_dir: Path) -> list[str]:
+    """Two parts of one run. Runs on: all ranks."""
+    first = run(work_dir, ddp=True)
+    return [first, run(work_dir, ddp=True, max_iters=8, scores=[0.8, 0.9], resume=True)]
+
+
+def untouched(work_dir: Path) -> None:
+    """The same run with and without our hook. Runs on: all ranks."""
+    run(work_dir / 'with', ddp=True)
+    run(work_dir / 'without', ddp=True, hook=None)
+
+
+def refused(options: dict[str, Any], work_dir: Path) -> str:
+    """The message of a run that must not start. Runs on: all ranks."""
+    from tests.helpers.toy_run import ToyLM
+    from xhf_hooks.errors import OptionError
+
+    with (
+        mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
+        pytest.raises(OptionError) as caught,
+    ):
+        run(work_dir, **options)
+    return str(caught.value)
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp('averaged')
+    scenarios: dict[str, Any] = {
+        name: partial(run, root / name, ema=ema, ddp=True, **options) for name, (ema, options) in DDP.items()
+    }
+    scenarios |= {name: partial(run, root / name, **options) for name, options in DEEPSPEED.items()}
+    scenarios |= {name: partial(refused, options, root / name) for name, (options, _) in REFUSED.items()}
+    scenarios['live_ddp'] = partial(live, root / 'live_ddp', ddp=True)
+    scenarios['live_zero2'] = partial(live, root / 'live_zero2', stage=2)
+    scenarios['live_zero3'] = partial(live, root / 'live_zero3', stage=3, scores=None)
+    scenarios['lora'] = partial(run, root / 'lora', ddp=True, model=dict(lora=True))
+    scenarios['resumed'] = partial(resumed, root / 'resumed')
+    scenarios['untouched'] = partial(untouched, root / 'untouched')
+    return root, run_scenarios(scenarios, 2, timeout_secs=900, env=ENV)
+
+
+def saves(log_dir: Path) -> dict[Path, dict[str, Any]]:
+    """Each committed folder and its manifest."""
+    return {path.parent: json.loads(path.read_text()) for path in log_dir.glob('hf_model*/xhf_manifest.json')}
+
+
+def state_dicts(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What CheckpointHook has written of ``llm``, averaged and live."""
+    content = torch.load(checkpoint, weights_only=False)
+    averaged = {name.removeprefix('llm.'): tensor for name, tensor in content['state_dict'].items()}
+    live = {n.removeprefix('module.llm.'): t for n, t in content['ema_state_dict'].items() if n != 'steps'}
+    return averaged, live
+
+
+def assert_holds(folder: Path, expected: dict[str, torch.Tensor], *, loads: bool = True) -> None:
+    """These very bytes, which transformers loads."""
+    from transformers import LlamaForCausalLM
+
+    from tests.helpers.normed_llama import NormedLlama
+
+    found = folder_tensors(folder)
+    assert found, folder
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), f'{folder}: {name}'
+    if loads:
+        model = assert_loads_clean(folder, NormedLlama if 'logit_norm.weight' in expected else LlamaForCausalLM)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), f'{folder}: {name} as loaded'
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize('name', DDP)
+def test_what_checkpoint_hook_writes(finished, name):
+    log_dir = Path(check(finished[1], name)[0])
+    by_epoch = name == 'begins_later_by_epoch'
+    folders = {folder.name: folder for folder in saves(log_dir)}
+    last, before = ('epoch_2', 'epoch_1') if by_epoch else ('iter_4', 'iter_2')
+    begun = {folders['hf_model']: last}
+    if not name.startswith('begins_later'):
+        begun[folders[f'hf_model_{before}']] = before
+    for folder, label in begun.items():
+        averaged, live = state_dicts(log_dir.parent / f'{label}.pth')
+        assert_holds(folder, averaged)
+        assert len(differing(averaged, live)) > 5, 'the average is what is live: nothing is shown'
+        assert saves(log_dir)[folder]['weights'] == 'averaged'
+    if name.startswith('begins_later'):
+        averaged, live = state_dicts(log_dir.parent / f'{before}.pth')
+        assert not differing(averaged, live)
+        assert_holds(folders[f'hf_model_{before}'], averaged)
+
+
+@pytest.mark.parametrize('name', [*DDP, *DEEPSPEED])
+def test_the_best_is_what_was_scored(finished, name):
+    log_dir = Path(check(finished[1], name)[0])
+    manifest = saves(log_dir)[log_dir / 'hf_model_best']
+    assert manifest['weights'] == 'averaged'
+    scored = torch.load(log_dir / f'scored_{manifest["iteration"]}.pt')
+    if 'float32' in name:
+        scored = {key: tensor.float() for key, tensor in scored.items()}
+    assert_holds(log_dir / 'hf_model_best', scored, loads='float32' not in name)
+
+
+@pytest.mark.parametrize('name', DEEPSPEED)
+def test_deepspeed_saves_the_average_at_each_step(finished, name):
+    """The save of iteration 4 is of the weights that were scored then, and not the live ones of the checkpoint."""
+    log_dir = Path(check(finished[1], name)[0])
+    scored = torch.load(log_dir / 'scored_4.pt')
+    if 'float32' in name:
+        scored = {key: tensor.float() for key, tensor in scored.items()}
+    assert_holds(log_dir / 'hf_model', scored, loads='float32' not in name)
+    live = folder_tensors(convert(log_dir.parent / 'iter_4.pth', log_dir / 'live', '--base', log_dir / 'hf_model'))
+    assert sum(not torch.equal(tensor, scored[key].to(tensor.dtype)) for key, tensor in live.items()) > 5
+    log = (log_dir / f'{log_dir.name}.log').read_text()
+    assert 'weights averaged by EMAHook (ExponentialMovingAverage)' in log
+    assert "DeepSpeed's checkpoints do not hold the averaged weights" in log
+
+
+@pytest.mark.parametrize('name', ['live_ddp', 'live_zero2', 'live_zero3'])
+def test_the_live_ones_on_request(finished, name):
+    """Averaging does not change training: they are those of a run without it."""
+    averaging, plain = map(Path, check(finished[1], name)[0])
+    for folder in ('hf_model', 'hf_model_iter_2'):
+        assert folder_tensors(averaging / folder).keys() == folder_tensors(plain / folder).keys()
+        assert_same_files(averaging / folder, plain / folder)
+    assert {manifest['weights'] for log_dir in (averaging, plain) for manifest in saves(log_dir).values()} == {'live'}
+
+
+def test_an_adapter_is_averaged_too(finished):
+    log_dir = Path(check(finished[1], 'lora')[0])
+    averaged, live = state_dicts(log_dir.parent / 'iter_4.pth')
+    found = folder_tensors(log_dir / 'hf_model')
+    in_training = {name.replace('.weight', '.default.weight'): tensor for name, tensor in found.items()}
+    assert len(in_training) == 4 and all(torch.equal(t, averaged[name]) for name, t in in_training.items())
+    assert any(not torch.equal(t, live[name]) for name, t in in_training.items())
+
+
+def test_the_average_goes_on_after_a_resume(finished):
+    first, second = map(Path, check(finished[1], 'resumed')[0])
+    for log_dir, iteration in ((first, 4), (second, 8)):
+        averaged, _ = state_dicts(first.parent / f'iter_{iteration}.pth')
+        assert_holds(log_dir / 'hf_model', averaged)
+
+
+def test_training_is_untouched(finished):
+    check(finished[1], 'untouched')
+    with_hook, without = (state_dicts(finished[0] / 'untouched' / way / 'iter_4.pth') for way in ('with', 'without'))
+    for one, other in zip(with_hook, without, strict=True):
+        assert not differing(one, other)
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_refused_before_training(finished, name):
+    messages = check(finished[1], name)
+    assert messages[0] == messages[1] and REFUSED[name][1] in messages[0]
+
+
+#: Runs whose checkpoints hold both: name to pairs of a checkpoint and what the hook saved then.
+CONVERTED = {
+    'exponential': [('iter_4.pth', 'hf_model'), ('iter_2.pth', 'hf_model_iter_2')],
+    'stochastic': [('iter_4.pth', 'hf_model')],
+    'tied': [('iter_4.pth', 'hf_model')],
+    'begins_later': [('iter_2.pth', 'hf_model_iter_2')],
+}
+
+
+@pytest.mark.parametrize('name', CONVERTED)
+def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
+    from xhf_hooks.cli.verify import main as verify
+
+    log_dir = Path(check(finished[1], name)[0])
+    for checkpoint, folder in CONVERTED[name]:
+        out = convert(log_dir.parent / checkpoint, tmp_path / checkpoint, '--base', log_dir / folder, '--verify')
+        assert '(the averaged weights)' in capsys.readouterr().out
+        assert_same_files(out, log_dir / folder)
+        manifest = json.loads((out / 'xhf_manifest.json').read_text())
+        assert manifest['weights'] == 'averaged'
+        assert verify([str(log_dir / folder), str(log_dir.parent / checkpoint)]) == 0
+        capsys.readouterr()
+
+
+def test_conversion_gives_the_live_ones_on_request(finished, tmp_path, capsys):
+    from xhf_hooks.cli.verify import main as verify
+
+    log_dir = Path(check(finished[1], 'live_ddp')[0][0])
+    checkpoint, expected = log_dir.parent / 'iter_4.pth', log_dir / 'hf_model'
+    live = convert(checkpoint, tmp_path / 'live', '--base', expected, '--no-ema')
+    assert '(the live weights)' in capsys.readouterr().out
+    assert_same_files(live, expected)
+    assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
+    averaged = convert(checkpoint, tmp_path / 'averaged', '--base', expected)
+    assert differing(folder_tensors(averaged), folder_tensors(live))
+    assert verify([str(expected), str(checkpoint)]) == 0, 'the live ones of the checkpoint'
+    assert 'the live ones are compared' in capsys.readouterr().out
+    assert verify([str(averaged), str(checkpoint)]) == 0
+
+
+def test_conversion_of_a_deepspeed_run_tells_that_the_average_is_not_there(finished, tmp_path, capsys):
+    log_dir = Path(check(finished[1], 'zero2')[0])
+    live = convert(log_dir.parent / 'iter_4.pth', tmp_path / 'live', '--base', log_dir / 'hf_model')
+    assert 'the run averages its weights (EMAHook), but its checkpoints are of DeepSpeed' in capsys.readouterr().err
+    assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
+    convert(log_dir.parent / 'iter_4.pth', tmp_path / 'asked', '--base', log_dir / 'hf_model', '--no-ema')
+    assert 'averages' not in capsys.readouterr().err
+
+
+def test_conversion_of_a_published_checkpoint(finished, tmp_path, capsys):
+    """CheckpointHook's ``published_keys`` leave out ``ema_state_dict``: only the averaged weights are left."""
+    from xhf_hooks.cli.convert import BAD_INPUT, main
+
+    log_dir = Path(check(finished[1], 'exponential')[0])
+    content = torch.load(log_dir.parent / 'iter_4.pth', weights_only=False)
+    torch.save({key: content[key] for key in ('meta', 'state_dict')}, tmp_path / 'published.pth')
+    out = convert(tmp_path / 'published.pth', tmp_path / 'out', '--base', log_dir / 'hf_model')
+    assert_same_files(out, log_dir / 'hf_model')
+    assert json.loads((out / 'xhf_manifest.json').read_text())['weights'] == 'averaged'
+    capsys.readouterr()
+    live = [str(tmp_path / 'published.pth'), str(tmp_path / 'live'), '--base', str(out), '--no-ema']
+    assert main(live) == BAD_INPUT
+    assert 'option --no-ema: expected a checkpoint with the ema_state_dict of its run' in capsys.readouterr().err

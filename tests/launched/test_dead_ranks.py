@@ -1,0 +1,113 @@
+"""Ranks that die beside a save: the others learn of it at once or within a bound of its own, whoever it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_models import two_layers
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+#: Far less than two hours, and far more than what a busy machine needs.
+BOUND_SECS = 60
+
+
+def call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
+    """Save, lose a rank between two steps, save; returns what a survivor got. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import XhfError
+
+    model = two_layers()
+    save_hf(model, out_dir)
+    dist.barrier()
+    if dist.get_rank() == dead_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        save_hf(model, out_dir)
+    except XhfError as error:
+        return f'{type(error).__name__}: {error}', time.monotonic() - started
+    return 'no error', 0.0
+
+
+def first_call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
+    """The same before the first save: the survivors look for a rank that never comes."""
+    import torch.distributed as dist
+
+    from xhf_hooks import collective, save_hf
+    from xhf_hooks.errors import XhfError
+
+    model = two_layers()
+    dist.barrier()
+    if dist.get_rank() == dead_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    shorter = partial(collective.Collective.__init__, connect_timeout_secs=5.0)
+    try:
+        with mock.patch.object(collective.Collective, '__init__', lambda self: shorter(self)):
+            save_hf(model, out_dir)
+    except XhfError as error:
+        return f'{type(error).__name__}: {error}', time.monotonic() - started
+    return 'no error', 0.0
+
+
+@pytest.mark.parametrize('dead_rank', [0, 1])
+def test_a_rank_that_died_since_the_last_save_is_missed_at_once(tmp_path, dead_rank):
+    survivors = run_ranks(call_without, 2, dead_rank, tmp_path / 'hf_model', expected_deaths={dead_rank}, init='torch')
+    message, seconds = survivors[1 - dead_rank]
+    assert message.startswith(f'RankLostError: rank {1 - dead_rank} lost touch with the others'), message
+    assert seconds < BOUND_SECS
+
+
+@pytest.mark.parametrize('dead_rank', [0, 1])
+def test_a_rank_that_died_before_the_first_save_is_looked_for_for_a_while_only(tmp_path, dead_rank):
+    survivors = run_ranks(
+        first_call_without, 2, dead_rank, tmp_path / 'hf_model', expected_deaths={dead_rank}, init='torch'
+    )
+    message, seconds = survivors[1 - dead_rank]
+    assert message.startswith(f'RankLostError: rank {1 - dead_rank} found not all of the 2 ranks'), message
+    assert seconds < BOUND_SECS
+
+
+def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
+    """One dies between two agreements; returns what each survivor got. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.errors import RankLostError
+
+    ranks = Collective()
+    ranks.agree('before')
+    if dist.get_rank() == dead_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        for _ in range(3):
+            ranks.agree('after')
+    except RankLostError as error:
+        again = ''
+        try:
+            ranks.agree('again')
+        except RankLostError as second:
+            again = str(second)
+        return f'{error} / {again}', time.monotonic() - started
+    return 'no error', 0.0
+
+
+def test_all_others_learn_of_a_death_at_once_not_its_neighbours_alone():
+    found = run_ranks(lose_one_of_many, 7, 5, expected_deaths={5}, init='torch')
+    for rank in set(range(7)) - {5}:
+        message, seconds = found[rank]
+        assert f'rank {rank} lost touch with the others' in message, message
+        assert 'broke in an earlier one' in message, message
+        assert seconds < BOUND_SECS

@@ -1,0 +1,21 @@
+"""How the benchmark starts its processes: as in the virtual environment of this Python, entered or not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def torchrun(n_processes: int) -> list[str]:
+    """The command, up to the script."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--local-addr', 'localhost']
+    return [*command, '--nproc_per_node', str(n_processes)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """No GPU; and what ``use_env`` in env.sh sets: DeepSpeed compiles with the ninja that lies beside this Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [os.environ.get('PATH')])])
+    extensions = {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))}
+    ours = {'PATH': path, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
+    return extensions | os.environ | ours | variables

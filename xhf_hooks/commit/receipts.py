@@ -1,0 +1,60 @@
+"""Receipts packed for the way to rank 0, and put together on it: 32 bytes each, whatever the names in them.
+
+ZeRO-3 gives each rank a slice of each tensor, so N ranks write N times as many pieces as there are tensors. Those of
+neighbours are joined on the way (:meth:`xhf_hooks.collective.Collective.reduce`), so that nobody ever holds more
+records than there are tensors, and pieces that are next to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from xhf_hooks.checksum import combine
+from xhf_hooks.errors import IncompleteError
+from xhf_hooks.records import SavePlan, WriteReceipt
+
+#: Consecutive bytes of the placement of that number in ``SavePlan.placements``; the rest as in WriteReceipt.
+RECORD = np.dtype([('placement', 'u4'), ('crc32', 'u4'), ('start', 'u8'), ('nbytes', 'u8'), ('non_finite', 'u8')])
+
+
+def pack(plan: SavePlan, receipts: Iterable[WriteReceipt]) -> np.ndarray:
+    """Receipts as records, those of consecutive bytes joined. Runs on: all ranks.
+
+    Raises:
+        IncompleteError: Something was written that is not in the plan.
+    """
+    number_of = {(place.file, place.hf_name): number for number, place in enumerate(plan.placements)}
+    receipts = [receipt for receipt in receipts if receipt.nbytes]
+    unknown = sorted({(r.file, r.hf_name) for r in receipts} - number_of.keys())
+    if unknown:
+        raise IncompleteError(f'not planned, and yet written: {unknown[:5]}')
+    rows = [(number_of[r.file, r.hf_name], r.crc32, r.start, r.nbytes, r.non_finite) for r in receipts]
+    return _join(np.array(rows, RECORD))
+
+
+def merge(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """The records of two, those of consecutive bytes joined."""
+    return _join(np.concatenate([ours, theirs]))
+
+
+def _join(records: np.ndarray) -> np.ndarray:
+    """Sorted by placement and start; each begins where the one before ends becomes part of it."""
+    records = records[np.lexsort((records['start'], records['placement']))]
+    before, after = records[:-1], records[1:]
+    goes_on = (before['placement'] == after['placement']) & (before['start'] + before['nbytes'] == after['start'])
+    heads = np.flatnonzero(np.concatenate([np.ones(min(1, len(records)), bool), ~goes_on]))
+    if len(heads) == len(records):
+        return records
+    joined = records[heads]
+    for field in ('nbytes', 'non_finite'):
+        joined[field] = np.add.reduceat(records[field], heads)
+    tails = np.flatnonzero(goes_on) + 1
+    head_of_tail = np.searchsorted(heads, tails, side='right') - 1
+    crcs = joined['crc32'].tolist()
+    columns = (column.tolist() for column in (head_of_tail, records['crc32'][tails], records['nbytes'][tails]))
+    for head, crc, nbytes in zip(*columns, strict=True):
+        crcs[head] = combine(crcs[head], crc, nbytes)
+    joined['crc32'] = crcs
+    return joined

@@ -1,0 +1,34 @@
+"""How many files and connections this process may have open: raised as far as it goes, before they are needed."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from xhf_hooks.errors import LimitError
+
+_OPEN = Path('/proc/self/fd')
+#: For what else the process opens meanwhile: data, logs, libraries.
+_SPARE = 64
+
+
+def allow_open_files(n_files: int, what: str) -> None:
+    """Raise the soft limit, if need be, to what is open now and ``n_files`` more. Runs on: any rank.
+
+    The usual soft limit is 1024, and the hard one, up to which a process may raise it by itself, far more.
+
+    Raises:
+        LimitError: The hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = len(os.listdir(_OPEN)) if _OPEN.exists() else 0
+    needed = n_open + n_files + _SPARE
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LimitError(
+            f'a save needs {n_files} more open files ({what}) beside {n_open} of this process: expected a limit of '
+            f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or where the job is started'
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
