@@ -4,7 +4,7 @@ Source.specs()      what there is                     names and full shapes, no 
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
 own_slices()        what each rank has of a tensor     with writer='positional', where it is possible
-gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
+gather()            the rest, a bucket at a time
 Writer.write()      into a staging folder             while the next slice or bucket is read
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
@@ -266,7 +266,7 @@ class Saver:
     ) -> Iterator[Iterator[Chunk]]:
         """What this rank writes, out of the model. All ranks enter and leave together, whatever happens inside."""
         how = dict(masters=self._masters, meter=meter, to_host=to_host)
-        # What every rank has at hand needs no gathering, and DeepSpeed no getting ready for it
+        # What every rank has at hand needs no gathering, and a model no getting ready for it
         with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
             slices = own_slices(self.plan, self._source, **how)
             gathered = gather(self.plan, self._source, collective, **how)
