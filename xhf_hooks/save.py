@@ -4,7 +4,7 @@ Source.specs()      what there is                     names and full shapes, no 
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
 own_slices()        what each rank has of a tensor     with writer='positional', where it is possible
-gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
+gather()            the rest, a bucket at a time
 Writer.write()      into a staging folder             while the next slice or bucket is read
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
@@ -254,8 +254,10 @@ class Saver:
             self._in_background.close()
 
     def _renew_plan(self) -> None:
-        self._source = source_for(self._root)
-        if self._collective.any(self._source.specs() != self._specs):
+        with self._collective.stage('plan'):
+            self._source = source_for(self._root)
+            has_changed = self._source.specs() != self._specs
+        if self._collective.any(has_changed):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     @contextmanager
@@ -264,7 +266,7 @@ class Saver:
     ) -> Iterator[Iterator[Chunk]]:
         """What this rank writes, out of the model. All ranks enter and leave together, whatever happens inside."""
         how = dict(masters=self._masters, meter=meter, to_host=to_host)
-        # What every rank has at hand needs no gathering, and DeepSpeed no getting ready for it
+        # What every rank has at hand needs no gathering, and a model no getting ready for it
         with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
             slices = own_slices(self.plan, self._source, **how)
             gathered = gather(self.plan, self._source, collective, **how)
@@ -285,8 +287,10 @@ class Saver:
         writer = WRITERS.get(self._options.writer)
         if self._masters:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
+        entries = self.exporter.entries(specs, self._options.dtype)
+        self._source.require_readable({name for entry in entries for name in entry.reads})
         self.plan = make_plan(
-            self.exporter.entries(specs, self._options.dtype),
+            entries,
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=self._half_bucket,

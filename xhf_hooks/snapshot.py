@@ -22,6 +22,7 @@ class SnapshotMemory:
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._index = self._used = 0
+        self._on_their_way: set[torch.device] = set()
 
     @property
     def nbytes(self) -> int:
@@ -42,12 +43,15 @@ class SnapshotMemory:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         room = self._take(flat.numel())
         room.copy_(flat, non_blocking=True)
+        if flat.device.type != 'cpu':
+            self._on_their_way.add(flat.device)
         return memoryview(room.numpy())
 
     def synchronize(self) -> None:
-        """Return when all copies have arrived."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        """Return when all copies have arrived, from whichever devices."""
+        for device in self._on_their_way:
+            torch.get_device_module(device).synchronize(device)
+        self._on_their_way.clear()
 
     def _take(self, nbytes: int) -> torch.Tensor:
         while self._index < len(self._blocks) and self._used + nbytes > self._blocks[self._index].numel():

@@ -94,15 +94,16 @@ def failing_save(on_error: str, work_dir: Path) -> list[Any]:
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.sources import Zero3Source
 
-    calls = []
+    calls, gather = [], Zero3Source._gather
 
-    def fail_in_second_save(self: Any, tensors: Any, wanted: Any) -> dict[str, Any]:
-        calls.append(wanted)  # once a save: the toy is one bucket
+    def fail_in_second_save(*args: Any) -> dict[str, Any]:
+        calls.append(args)  # once a save: the toy is one bucket
+        found = gather(*args)
         if dist.get_rank() == 1 and len(calls) == 2:
             raise MemoryError('injected')
-        return {}
+        return found
 
-    with mock.patch.object(Zero3Source, '_masters', fail_in_second_save):
+    with mock.patch.object(Zero3Source, '_gather', fail_in_second_save):
         try:
             hook = dict(on_error=on_error, max_keep_ckpts=-1, writer='stream')
             log_dir = run(dict(hook=hook, stage=3, max_iters=6), work_dir)

@@ -47,6 +47,14 @@ class Source(ABC):
     def specs(self) -> list[TensorSpec]:
         """Every tensor that a state dict would hold, with its full shape. Touches no data."""
 
+    def require_readable(self, names: Collection[str]) -> None:
+        """Refuse what would not be saved as it was trained. Called when a save is planned, on all ranks.
+
+        Raises:
+            ModelError: One of them cannot be read.
+        """
+        return None
+
     def sliceable(self, masters: bool) -> set[str]:
         """Tensors of which :meth:`own_slice` works. The same on every rank, as long as the specs are."""
         return set()

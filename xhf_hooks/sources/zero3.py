@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.errors import RankLostError, TensorError
+from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
-from xhf_hooks.sources.module import ModuleSource, rank_and_world_size, share
+from xhf_hooks.sources.module import ModuleSource, rank_and_world_size
+from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_partition
 
 
 @SOURCES.register_module()
 class Zero3Source(ModuleSource):
-    """Gathers partitions under ``deepspeed.zero.GatheredParameters``, wherever they are offloaded to.
+    """Reads partitions where they are, in memory or on NVMe, and gathers them without DeepSpeed.
 
-    Between iterations a partitioned parameter has the shape ``[0]``; its full shape is ``ds_shape`` and
-    its identity ``ds_id`` (DeepSpeed ``runtime/zero/partition_parameters.py``). Buffers are never
-    partitioned. Needs no ``stage3_gather_16bit_weights_on_model_save``.
+    Between iterations a partitioned parameter has the shape ``[0]``; its full shape is ``ds_shape``, its identity
+    ``ds_id``, and ``ds_tensor`` holds this rank's partition (DeepSpeed ``runtime/zero/partition_parameters.py``),
+    which is what an optimizer step writes. Buffers are never partitioned. DeepSpeed's own gathering
+    (``GatheredParameters``) is not used: it changes the state of parameters, takes no more of them from NVMe than it
+    has buffers for, and one rank that fails in it leaves the others waiting.
     """
 
     memory_factor = 4  # measured by tools/bench.py
@@ -30,86 +33,92 @@ class Zero3Source(ModuleSource):
     def accepts(cls, model: nn.Module) -> bool:
         return any(_is_partitioned(parameter) for parameter in model.parameters())
 
+    def require_readable(self, names: Collection[str]) -> None:
+        quantized = [name for name in names if _is_quantized(self._tensors[name])]
+        if quantized:
+            raise ModelError(
+                f'DeepSpeed keeps {len(quantized)} frozen tensors in 8 bits ({quantized[0]} is the first), so a save '
+                f'would not hold what was loaded. Set zero_quantized_nontrainable_weights to False, or save the '
+                f"adapter alone (lora='adapter')"
+            )
+
     def sliceable(self, masters: bool) -> set[str]:
-        """What is in memory here, and spread over all ranks."""
-        return {name for name, tensor in self._tensors.items() if self._is_sliceable(tensor, masters)}
-
-    def _is_sliceable(self, tensor: torch.Tensor, masters: bool) -> bool:
-        import torch.distributed as dist
-        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-
-        if not _is_partitioned(tensor):
-            return True
-        if dist.get_world_size(tensor.ds_process_group) != rank_and_world_size()[1]:
-            return False
-        if masters and self._has_master(tensor):
-            return not tensor._z3_optimizer.swap_optimizer
-        return tensor.ds_tensor.final_location != OffloadDeviceEnum.nvme
+        """What is spread over all ranks."""
+        world_size = rank_and_world_size()[1]
+        return {
+            name
+            for name, tensor in self._tensors.items()
+            if not _is_partitioned(tensor) or dist.get_world_size(_partition_group(tensor)) == world_size
+        }
 
     def own_slice(self, name: str, masters: bool) -> Slice:
         tensor = self._tensors[name]
         if not _is_partitioned(tensor):
             return super().own_slice(name, masters)
-        rank, world_size = rank_and_world_size()
-        start, end = share(tensor.ds_numel, rank, world_size)
-        partition = tensor.ds_tensor.data
-        if masters and self._has_master(tensor):
-            from deepspeed.utils import safe_get_local_fp32_param
-
-            partition = safe_get_local_fp32_param(tensor)
-        each = share(tensor.ds_numel, 0, world_size)[1]
-        if partition.numel() != each:  # padded at its end where the parameter ends before
-            raise TensorError(
-                f'{name}: expected a partition of {each} elements on rank {rank}, found {partition.numel()}'
-            )
-        return Slice(start, partition.reshape(-1)[: end - start])
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """As DeepSpeed's own checkpoint code: drop what is gathered for training, restore it afterwards.
-
-        Source: ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
-        ``_zero3_consolidated_16bit_state_dict`` (``runtime/engine.py``).
-        """
-        optimizer = self._optimizer()
-        if optimizer is None:
-            yield
-            return
-        optimizer.checkpoint_event_prologue()
-        is_complete = True
-        try:
-            yield
-        except RankLostError:
-            is_complete = False  # and what follows would wait for that rank
-            raise
-        finally:
-            if is_complete:
-                optimizer.checkpoint_event_epilogue()
-                _wait_until_arrived(optimizer.persistent_parameters)  # training goes on with them
+        partition = self._partition(name, masters)
+        start = min(rank_and_world_size()[0] * partition.numel(), tensor.ds_numel)
+        return Slice(start, partition[: tensor.ds_numel - start])  # padded at its end where the parameter ends before
 
     @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], masters: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        import deepspeed
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+        whole = {n: self._tensors[n].detach() for n in names if n in wanted and not _is_partitioned(self._tensors[n])}
+        partitioned = [name for name in names if _is_partitioned(self._tensors[name])]
+        yield {**whole, **self._gather(partitioned, wanted, masters)}
 
-        tensors = {name: self._tensors[name] for name in names}
-        from_master = {n: t for n, t in tensors.items() if masters and self._has_master(t)}
-        others = {n: t for n, t in tensors.items() if n not in from_master}
-        # What is whole already (a persistent parameter of a model without optimizer) must stay so:
-        # GatheredParameters would partition it on leaving.
-        partitioned = {
-            n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
-        }
-        read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
-        with deepspeed.zero.GatheredParameters(list(partitioned.values())):
-            _wait_until_arrived(partitioned.values())
-            read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
-            yield {**read, **self._masters(from_master, wanted)}
+    def _gather(self, names: Sequence[str], wanted: Collection[str], masters: bool) -> dict[str, torch.Tensor]:
+        """Whole tensors. A rank that cannot read its partition takes part all the same, and raises afterwards.
 
-    def _optimizer(self) -> Any | None:
-        return next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
+        Otherwise the others would wait for it inside of a collective.
+        """
+        if not names:
+            return {}
+        from deepspeed.accelerator import get_accelerator
+
+        device = get_accelerator().current_device_name()
+        found, on_their_way, error = {}, [], None
+        for name in names:
+            tensor = self._tensors[name]
+            try:
+                partition = self._partition(name, masters)
+            except Exception as caught:
+                error = caught if error is None else error
+                dtype = torch.float32 if masters and self._has_master(tensor) else tensor.dtype
+                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=dtype)
+            partition, group = partition.to(device), _partition_group(tensor)
+            full = partition.new_empty(partition.numel() * dist.get_world_size(group))
+            on_their_way.append(dist.all_gather_into_tensor(full, partition, group=group, async_op=True))
+            if name in wanted:
+                found[name] = full[: tensor.ds_numel].view(tensor.ds_shape)
+        for work in on_their_way:
+            work.wait()
+        if error is not None:
+            raise error
+        return found
+
+    def _partition(self, name: str, masters: bool) -> torch.Tensor:
+        """This rank's elements, and padding. Without communication; may alias live memory."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        tensor = self._tensors[name]
+        expected = tensor.ds_tensor.ds_numel
+        if masters and self._has_master(tensor):
+            partition = read_swapped_master(tensor)
+            if partition is None:
+                from deepspeed.utils import safe_get_local_fp32_param
+
+                partition = safe_get_local_fp32_param(tensor)
+        elif tensor.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
+            partition = tensor.ds_tensor.data
+        else:
+            partition = read_swapped_partition(tensor)
+        if partition.numel() != expected:
+            raise TensorError(
+                f'{name}: expected a partition of {expected} elements on rank {rank_and_world_size()[0]}, '
+                f'found {partition.numel()}'
+            )
+        return partition.reshape(-1)
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.ds_shape) if _is_partitioned(tensor) else tuple(tensor.shape)
@@ -119,19 +128,14 @@ class Zero3Source(ModuleSource):
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
-    """Wait for all that DeepSpeed gathers of these. Runs on: all ranks.
-
-    It starts an asynchronous all-gather for each parameter, and waits for the last of them only
-    (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream keeps their
-    order; gloo's threads do not, but its barrier waits for all that was begun before.
-    """
-    import torch.distributed as dist
-
-    for group in dict.fromkeys(tensor.ds_process_group for tensor in partitioned):
-        if dist.get_backend(group) == dist.Backend.GLOO:
-            dist.barrier(group)
-
-
 def _is_partitioned(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, 'ds_id')
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    return _is_partitioned(tensor) and hasattr(tensor.ds_tensor, 'ds_quant_scale')
+
+
+def _partition_group(tensor: torch.Tensor) -> dist.ProcessGroup:
+    """The ranks that hold a parameter together; MiCS (DeepSpeed ``runtime/zero/mics.py``) has several such groups."""
+    return tensor.comm.param_shard_group if hasattr(tensor, 'comm') else tensor.ds_process_group

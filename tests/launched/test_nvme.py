@@ -1,0 +1,164 @@
+"""DeepSpeed ZeRO-3 with parameters and optimizer on NVMe: what is saved has really been read from there.
+
+DeepSpeed swaps partitions of at least 1 MiB, and parameters only beyond ``max_in_cpu`` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only  # only there the test run compiles what reads NVMe
+
+N_BUFFERS = 5  # DeepSpeed's default; fewer than there are parameters on NVMe
+PARAMETERS = dict(device='nvme', buffer_count=N_BUFFERS, buffer_size=2_200_000, max_in_cpu=0)
+MASTERS = dict(device='nvme', buffer_count=N_BUFFERS)
+#: Section zero_optimization, with nvme_path still to be set.
+ENGINES: dict[str, dict[str, Any]] = {
+    'in memory': {},
+    'parameters': dict(offload_param=PARAMETERS),
+    'masters': dict(offload_optimizer=MASTERS),
+    'masters, pipelined': dict(
+        offload_optimizer={**MASTERS, 'buffer_count': 14, 'pipeline_read': True, 'pipeline_write': True}
+    ),
+    'both': dict(offload_param={**PARAMETERS, 'buffer_size': 7_200_000}, offload_optimizer=MASTERS),
+}
+ON_NVME = [name for name in ENGINES if name != 'in memory']
+WAYS: dict[str, dict[str, Any]] = {
+    'stream, small buckets': dict(bucket_nbytes=100_000),
+    'stream, one bucket': dict(bucket_nbytes=10**9),
+    'stream, in the background': dict(in_background=True),
+    'positional': dict(writer='positional'),
+    'positional, in the background': dict(writer='positional', in_background=True),
+    'masters, stream': dict(dtype='F32', bucket_nbytes=10**9),
+    'masters, positional': dict(dtype='F32', writer='positional'),
+}
+
+
+def build_engine(name: str, root: Path) -> Any:
+    """Around a bf16 Llama with 11 parameters of 2 million elements, 4 of them frozen."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=4096,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+        )
+    ).to(torch.bfloat16)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_('embed' not in parameter_name and 'layers.0' not in parameter_name)
+    zero = {section: {**options, 'nvme_path': str(root / 'nvme' / name)} for section, options in ENGINES[name].items()}
+    # Nothing may be kept in a buffer for its next use, or training itself runs out of them
+    lean = dict(stage3_max_live_parameters=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+    return zero_engine(model, 3, sub_group_size=6_000_000, **lean, **zero)
+
+
+def train_one_step(engine: Any) -> None:
+    import torch
+
+    tokens = torch.arange(8).reshape(1, -1)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def count_on_nvme(engine: Any) -> dict[str, int]:
+    """Parameters, and sub groups of masters, that are on NVMe."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    swapped = [p for p in engine.module.parameters() if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE]
+    assert all(p.ds_tensor.numel() == 1 for p in swapped)
+    swapper = engine.optimizer.optimizer_swapper
+    masters = [] if swapper is None else [info.get_swap_paths()[0] for info in swapper.swap_params_info.values()]
+    return {'parameters': len(swapped), 'masters': sum(Path(path).exists() for path in masters)}
+
+
+def train_and_save(name: str, root: Path) -> dict[str, int]:
+    """Runs on: all ranks."""
+    engine = build_engine(name, root)
+    save_folder(engine.module, root / name / 'before training')
+    save_folder(engine.module, root / name / 'masters before training', dtype='F32')
+    train_one_step(engine)
+    found = count_on_nvme(engine)
+    for way, how in WAYS.items():
+        save_folder(engine.module, root / name / way, **how)
+    assert count_on_nvme(engine) == found
+    train_one_step(engine)
+    save_folder(engine.module, root / name / 'after the next step', dtype='F32')
+    engine.destroy()
+    return found
+
+
+def lose_a_swap_file(root: Path) -> dict[str, str]:
+    """Errors of saves while a swap file of rank 1 is gone; training and saving go on when it is back."""
+    import torch.distributed as dist
+
+    from xhf_hooks.errors import AgreedError
+
+    engine = build_engine('parameters', root / 'lost')
+    lost = engine.module.model.layers[1].mlp.up_proj.weight
+    path = Path(lost.nvme_swapper.get_path(lost, must_exist=True))
+    errors = {}
+    for writer in ('stream', 'positional'):
+        if dist.get_rank() == 1:
+            path.rename(path.with_suffix('.away'))
+        with pytest.raises(AgreedError) as caught:
+            save_folder(engine.module, root / 'lost' / writer, writer=writer)
+        errors[writer] = str(caught.value)
+        if dist.get_rank() == 1:
+            path.with_suffix('.away').rename(path)
+        save_folder(engine.module, root / 'lost' / writer, writer=writer)
+    train_one_step(engine)
+    engine.destroy()
+    return errors
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp('nvme')
+    scenarios: dict[str, Callable[[], Any]] = {name: partial(train_and_save, name, root) for name in ENGINES}
+    scenarios['lost'] = partial(lose_a_swap_file, root)
+    return root, run_scenarios(scenarios, 2, timeout_secs=900)
+
+
+@pytest.mark.parametrize('name', ON_NVME)
+def test_same_files_as_from_memory(saved, name):
+    root, results = saved
+    check(results, 'in memory')
+    found = check(results, name)
+    for rank in found:
+        assert rank['parameters'] == (11 if name in ('parameters', 'both') else 0)
+        assert (rank['masters'] > 1) == (name != 'parameters')
+    for way in ('before training', 'masters before training', *WAYS, 'after the next step'):
+        paths = [root / which / way / 'model.safetensors' for which in (name, 'in memory')]
+        assert paths[0].read_bytes() == paths[1].read_bytes(), way
+
+
+def test_the_masters_are_not_what_was_trained_with(saved):
+    root, results = saved
+    check(results, 'in memory')
+    nbytes = {
+        way: (root / 'in memory' / way / 'model.safetensors').stat().st_size
+        for way in ('positional', 'masters, positional')
+    }
+    assert nbytes['masters, positional'] > 1.9 * nbytes['positional']
+
+
+def test_a_lost_swap_file_is_an_error_on_every_rank(saved):
+    _, results = saved
+    for errors in check(results, 'lost'):
+        for error in errors.values():
+            assert 'failed on rank 1: FileNotFoundError' in error
+            assert '_param.tensor.swp' in error
