@@ -236,6 +236,13 @@ class Collective:
         if not self._is_shared:
             self._end()
 
+    def abandon(self) -> None:
+        """Close all connections, of a shared one, too: others that wait for this rank learn that it has gone.
+
+        Runs on: a rank that leaves in the middle, with an error that is not agreed.
+        """
+        self._end()
+
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
         # The time-out of a new group is that of looking for its ranks in the store, too: short for this, then long
         try:
