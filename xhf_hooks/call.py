@@ -9,7 +9,7 @@ from typing import Any
 
 from xhf_hooks import options
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import AgreedError, OptionError
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.records import CommittedCheckpoint, Step
 from xhf_hooks.report import RunLog
@@ -82,6 +82,11 @@ def save_hf(
     try:
         saves.prepare(None, when='now')
         saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)
+    except AgreedError:
+        raise
+    except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
+        shared.abandon()
+        raise
     finally:
         saves.close()
     return committed[0]

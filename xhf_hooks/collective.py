@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import BarrierOptions, _set_pg_timeout
 
 from xhf_hooks.errors import AgreedError, PlanError, RankLostError
 from xhf_hooks.open_files import allow_open_files
@@ -116,7 +116,9 @@ class Collective:
         """Until all ranks are here. Runs on: all ranks. Says nothing about failures; log2(N) steps."""
         if self.world_size > 1:
             with self._in_touch(stage):
-                dist.barrier(self._group)
+                options = BarrierOptions()
+                options.device = torch.device('cpu')  # dist.barrier would take the GPU to which the run is bound
+                self._group.barrier(options).wait()
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
         """Whether any rank says so. Runs on: all ranks."""
@@ -235,6 +237,13 @@ class Collective:
         """Give the group back; a shared one stays for the next. Runs on: all ranks."""
         if not self._is_shared:
             self._end()
+
+    def abandon(self) -> None:
+        """Close all connections, of a shared one, too: others that wait for this rank learn that it has gone.
+
+        Runs on: a rank that leaves in the middle, with an error that is not agreed.
+        """
+        self._end()
 
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
         # The time-out of a new group is that of looking for its ranks in the store, too: short for this, then long

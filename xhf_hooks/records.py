@@ -238,8 +238,10 @@ class SaveCost:
     """What a save cost. Memory is the extra anonymous memory of the busiest rank, in bytes.
 
     Attributes:
+        seconds: From its begin to its commit; of ``save_hf`` from the call on.
         stalled_secs: For how long training stood still; less than ``seconds`` for a save in the background.
-        stage_secs: Seconds by stage, in their order; the rest of ``seconds`` is agreement between ranks.
+        stage_secs: Seconds by stage, in their order, waiting for other ranks included. The first of ``save_hf`` is
+            'prepare': connecting, planning, claiming the folder, a trial of the files around the weights.
         free_before_nbytes: Free on the disk when the save began, on rank 0.
         free_after_nbytes: And when it was committed, and older ones deleted.
     """

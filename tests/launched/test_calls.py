@@ -62,6 +62,25 @@ def call_again(root: Path) -> dict[str, Any]:
     return found
 
 
+def interrupt_rank_0(root: Path) -> list[str]:
+    """Ctrl-C on rank 0 while the others wait for it; then they call again. Runs on: all ranks."""
+    from xhf_hooks import run_saves, save_hf
+
+    model, outcomes = two_layers(), []
+    with mock.patch.object(run_saves, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it
+        try:
+            save_hf(model, root / 'hf_model')
+        except BaseException as error:
+            outcomes.append(type(error).__name__)
+    save_hf(model, root / 'hf_model')
+    return outcomes
+
+
+def test_an_interrupted_call_is_told_to_the_others_and_the_next_one_works(tmp_path):
+    assert run_ranks(interrupt_rank_0, 2, tmp_path, init='torch') == [['KeyboardInterrupt'], ['RankLostError']]
+    assert_whole(tmp_path / 'hf_model')
+
+
 def test_groups_and_models_are_kept_and_the_whole_call_is_told(tmp_path):
     for found in run_ranks(call_again, 2, tmp_path, init='torch'):
         assert found['first'] == found['second'] == (1, 1)
