@@ -206,8 +206,10 @@ def test_memory_of_a_written_chunk_is_free_while_the_writer_is_open(tmp_path, me
 
 
 def test_full_disk_is_found_before_the_first_byte(small_disk):
+    writer = StreamWriter(10**6)
     with pytest.raises(OSError, match='No space left') as caught:
-        StreamWriter(10**6).create(plan_of(200_000), small_disk)
+        writer.create(plan_of(200_000), small_disk)
+    writer.abort()
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / 'model.safetensors'))
 
 

@@ -13,8 +13,9 @@ from types import FrameType
 class ExitWait:
     """Calls ``wait`` before the interpreter ends and before SIGTERM does its work, until :meth:`close`.
 
-    torchrun, SLURM and Kubernetes announce the end with SIGTERM and kill some time after it. A signal is
-    handled by the main thread, so only when that is where hooks run is it handled here.
+    torchrun, SLURM and Kubernetes announce the end with SIGTERM and kill some time after it (torchrun 30 s, or its
+    ``--shutdown-timeout``). A signal is handled by the main thread, so only when that is where hooks run is it handled
+    here. No thread can be started any more by what is waited for: it must have all that it needs.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:

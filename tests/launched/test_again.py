@@ -21,6 +21,7 @@ pytestmark = pytest.mark.modern_only
 
 WRITE_SECS = 0.02
 INTERRUPTED_AT, LAST = 3, 4
+EVERY_STEP = dict(async_save=True, save_strategy='steps', save_steps=1)
 
 
 @contextmanager
@@ -45,7 +46,9 @@ def groups() -> list[str]:
     return sorted(dist.distributed_c10d._world.pg_names.values())
 
 
-def make_trainer(root: Path, interrupt: list[BaseException], **arguments: Any) -> Any:
+def make_trainer(
+    root: Path, interrupt: list[BaseException], options: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
     """A Trainer with the callback, that saves at each step; ``interrupt`` is raised, each once, at step 3."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -70,7 +73,7 @@ def make_trainer(root: Path, interrupt: list[BaseException], **arguments: Any) -
             **{'max_steps': LAST, 'per_device_train_batch_size': 1, **arguments},
         ),
         train_dataset=doors.Sequences(),
-        callbacks=[HFCheckpointCallback(async_save=True, save_strategy='steps', save_steps=1), Interrupt()],
+        callbacks=[HFCheckpointCallback(**(options or EVERY_STEP)), Interrupt()],
     )
 
 
@@ -107,6 +110,41 @@ def auto_find_batch_size(root: Path) -> list[Any]:
         with mock.patch.object(trainer.model, 'forward', small_memory):
             trainer.train()
     return [sizes[0], sizes[-1], assert_whole(root / 'hf_model'), groups() == before]
+
+
+def never_due(root: Path) -> list[Any]:
+    """The callback saves every 500 steps of 4, with the last one and without. Runs on: all ranks."""
+    from xhf_hooks.errors import OptionError
+
+    told: list[Any] = []
+    with doors.fresh_accelerate():
+        for save_last in (True, False):
+            options = dict(save_strategy='steps', save_steps=500, save_last=save_last)
+            try:
+                with warnings_logged() as logged:
+                    make_trainer(root, [], options).train()
+            except OptionError as error:
+                told.append(str(error))
+            else:
+                told.append([text for text in logged if 'save_steps' in text])
+    return [*told, assert_whole(root / 'hf_model')]
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What the package warns of, without the name of what speaks."""
+    logged: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage().partition(': ')[2])
+
+    logger, listener = logging.getLogger('xhf_hooks'), Listener(logging.WARNING)
+    logger.addHandler(listener)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(listener)
 
 
 def runner_again(root: Path) -> list[Any]:
@@ -199,18 +237,8 @@ def no_tokenizer(root: Path) -> list[list[str]]:
     """What is returned, and what is logged, of a model that has none. Runs on: all ranks."""
     from xhf_hooks import save_hf
 
-    logged: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append(record.getMessage().removeprefix('save_hf: '))
-
-    logger, listener = logging.getLogger('xhf_hooks'), Listener(logging.WARNING)
-    logger.addHandler(listener)
-    try:
+    with warnings_logged() as logged:
         committed = save_hf(doors.tiny_llama(), root / 'hf_model')
-    finally:
-        logger.removeHandler(listener)
     return [list(committed.warnings), logged]
 
 
@@ -257,6 +285,7 @@ SCENARIOS = {
     'runner_again': runner_again,
     'two_hooks': two_hooks,
     'call_again': call_again,
+    'never_due': never_due,
     'no_tokenizer': no_tokenizer,
     'writer_cannot_be_chosen': writer_cannot_be_chosen,
     'one_rank_closes': one_rank_closes,
@@ -278,6 +307,13 @@ def test_trainer_again(results):
 def test_trainer_begins_again_with_a_smaller_batch(results):
     for first, last, step, no_more_groups in check(results, 'auto_find_batch_size'):
         assert (first, last, step, no_more_groups) == (8, 4, LAST, True)
+
+
+def test_steps_that_never_come_are_told_before_training(results):
+    warned, refused, saved = check(results, 'never_due')[0]
+    assert len(warned) == 1 and 'every 500 steps is never, for training ends after 4 steps' in warned[0]
+    assert 'option save_steps: expected a smaller one' in refused
+    assert saved == LAST
 
 
 def test_runner_again(results):

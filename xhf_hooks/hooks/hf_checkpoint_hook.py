@@ -72,7 +72,8 @@ class HFCheckpointHook(Hook):
         async_busy (str): 'wait' or 'skip' a save that is due while the one before is being written.
             Defaults to 'wait'.
         exit_wait_secs (float): How long the end of the process (an exception, SIGTERM) waits for a save that
-            is being written. Defaults to 600.
+            is being written. torchrun follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is
+            started with ``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s). Defaults to 600.
         verify (str): What is looked at before a save is committed: 'off', 'sizes' (file sizes and headers) or 'full'
             (every byte read back from the disk and compared with checksums taken from memory). Defaults to 'sizes'.
         on_error (str): 'continue' or 'raise', when a save fails. Defaults to 'continue'.

@@ -95,14 +95,16 @@ class HFCheckpointCallback(TrainerCallback):
         Raises:
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
+        self.close()
         if not self._save_last and self._strategy is None and args.save_strategy == 'no':
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
-        self.close()
+        log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
+        self._check_steps(state, log)
         self._saves = RunSaves(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             Path(self._out_dir or Path(args.output_dir) / 'hf_model').absolute(),
             self._options,
-            RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks')),
+            log,
             run=state,
         )
         self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
@@ -141,6 +143,15 @@ class HFCheckpointCallback(TrainerCallback):
         if self._saves is not None:
             self._saves.close()
             self._saves = None
+
+    def _check_steps(self, state: TrainerState, log: RunLog) -> None:
+        every = self._steps or state.save_steps
+        if self._strategy != 'steps' or every <= state.max_steps:
+            return
+        end = f'training ends after {state.max_steps} steps'
+        if not self._save_last:
+            raise OptionError('save_steps', f'a smaller one, or save_last: {end}, and nothing is ever saved', every)
+        log.warning(f'save_steps: every {every} steps is never, for {end}; set a smaller one')
 
     def _save(self, state: TrainerState) -> None:
         done = state.global_step
