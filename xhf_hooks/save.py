@@ -4,7 +4,7 @@ Source.specs()      what there is                     names and full shapes, no 
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
 own_slices()        what each rank has of a tensor     with writer='positional', where it is possible
-gather()            the rest, a bucket at a time
+gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.errors import ModelError, TensorError
+from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
 from xhf_hooks.sources.module import ModuleSource, rank_and_world_size
@@ -18,13 +18,12 @@ from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_pa
 
 @SOURCES.register_module()
 class Zero3Source(ModuleSource):
-    """Reads partitions where they are, in memory or on NVMe, and gathers them without DeepSpeed.
+    """Gathers partitions under ``deepspeed.zero.GatheredParameters``, wherever they are offloaded to.
 
     Between iterations a partitioned parameter has the shape ``[0]``; its full shape is ``ds_shape``, its identity
     ``ds_id``, and ``ds_tensor`` holds this rank's partition (DeepSpeed ``runtime/zero/partition_parameters.py``),
-    which is what an optimizer step writes. Buffers are never partitioned. DeepSpeed's own gathering
-    (``GatheredParameters``) is not used: it changes the state of parameters, takes no more of them from NVMe than it
-    has buffers for, and one rank that fails in it leaves the others waiting.
+    which is what an optimizer step writes. Buffers are never partitioned. Needs no
+    ``stage3_gather_16bit_weights_on_model_save``.
     """
 
     memory_factor = 4  # measured by tools/bench.py
@@ -60,17 +59,59 @@ class Zero3Source(ModuleSource):
         return Slice(start, partition[: tensor.ds_numel - start])  # padded at its end where the parameter ends before
 
     @contextmanager
+    def opened(self) -> Iterator[None]:
+        """As DeepSpeed's own checkpoint code: drop what is gathered for training, restore it afterwards.
+
+        Source: ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
+        ``_zero3_consolidated_16bit_state_dict`` (``runtime/engine.py``).
+        """
+        optimizer = next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
+        if optimizer is None:
+            yield
+            return
+        optimizer.checkpoint_event_prologue()
+        is_complete = True
+        try:
+            yield
+        except RankLostError:
+            is_complete = False  # and what follows would wait for that rank
+            raise
+        finally:
+            if is_complete:
+                optimizer.checkpoint_event_epilogue()
+                _wait_until_arrived(optimizer.persistent_parameters)  # training goes on with them
+
+    @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], masters: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        whole = {n: self._tensors[n].detach() for n in names if n in wanted and not _is_partitioned(self._tensors[n])}
-        partitioned = [name for name in names if _is_partitioned(self._tensors[name])]
-        yield {**whole, **self._gather(partitioned, wanted, masters)}
+        import deepspeed
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    def _gather(self, names: Sequence[str], wanted: Collection[str], masters: bool) -> dict[str, torch.Tensor]:
-        """Whole tensors. A rank that cannot read its partition takes part all the same, and raises afterwards.
+        tensors = {name: self._tensors[name] for name in names}
+        from_master = [n for n, t in tensors.items() if masters and self._has_master(t)]
+        # What is whole already (a persistent parameter of a model without optimizer) must stay so:
+        # GatheredParameters would partition it on leaving.
+        others = {n: t for n, t in tensors.items() if n not in from_master}
+        partitioned = {
+            n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
+        }
+        read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
+        *first, last = _within_swap_buffers(partitioned)
+        for some in first:
+            with deepspeed.zero.GatheredParameters(list(some.values())):
+                _wait_until_arrived(some.values())
+                read.update((n, t.data.clone()) for n, t in some.items() if n in wanted)
+        with deepspeed.zero.GatheredParameters(list(last.values())):
+            _wait_until_arrived(last.values())
+            read.update((n, t.data) for n, t in last.items() if n in wanted)
+            yield {**read, **self._gather_masters(from_master, wanted)}
 
-        Otherwise the others would wait for it inside of a collective.
+    def _gather_masters(self, names: Sequence[str], wanted: Collection[str]) -> dict[str, torch.Tensor]:
+        """Whole fp32 masters. A rank that cannot read its partition takes part all the same, and raises afterwards.
+
+        Otherwise the others would wait for it inside of a collective. Not by DeepSpeed's
+        ``safe_get_full_fp32_param``, which gives none of an optimizer that is swapped to NVMe in a pipeline.
         """
         if not names:
             return {}
@@ -81,11 +122,10 @@ class Zero3Source(ModuleSource):
         for name in names:
             tensor = self._tensors[name]
             try:
-                partition = self._partition(name, masters)
+                partition = self._partition(name, masters=True)
             except Exception as caught:
                 error = caught if error is None else error
-                dtype = torch.float32 if masters and self._has_master(tensor) else tensor.dtype
-                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=dtype)
+                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=torch.float32)
             partition, group = partition.to(device), _partition_group(tensor)
             full = partition.new_empty(partition.numel() * dist.get_world_size(group))
             on_their_way.append(dist.all_gather_into_tensor(full, partition, group=group, async_op=True))
@@ -126,6 +166,43 @@ class Zero3Source(ModuleSource):
     def _has_master(self, tensor: torch.Tensor) -> bool:
         trained = hasattr(tensor, '_z3_optimizer') and tensor.requires_grad
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _within_swap_buffers(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Parameters by name, cut into as many at once as DeepSpeed has buffers for to read them from NVMe.
+
+    Raises:
+        TensorError: It has none free.
+    """
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    batches, n_swapped = [{}], 0
+    for name, tensor in tensors.items():
+        if tensor.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE:
+            n_buffers = tensor.nvme_swapper.available_swap_in_buffers()
+            if n_buffers == 0:
+                raise TensorError(
+                    f'{name}: expected a free buffer of DeepSpeed to read it from NVMe, found none; raise buffer_count '
+                    f'in offload_param'
+                )
+            if n_swapped == n_buffers:
+                batches.append({})
+                n_swapped = 0
+            n_swapped += 1
+        batches[-1][name] = tensor
+    return batches
+
+
+def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
+    """Wait for all that DeepSpeed gathers of these. Runs on: all ranks.
+
+    It starts an asynchronous all-gather for each parameter, and waits for the last of them only
+    (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream keeps their
+    order; gloo's threads do not, but its barrier waits for all that was begun before.
+    """
+    for group in dict.fromkeys(tensor.ds_process_group for tensor in partitioned):
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            dist.barrier(group)
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:
