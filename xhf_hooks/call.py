@@ -76,17 +76,18 @@ def save_hf(
     committed: list[CommittedCheckpoint] = []
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
     shared = Collective.shared()  # connections to all ranks: made at the first call
-    saves = RunSaves(
-        unwrap(model), folder.absolute(), run_options, log, on_committed=committed.append, collective=shared
-    )
     try:
-        saves.prepare(None, when='now')
-        saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)
+        saves = RunSaves(
+            unwrap(model), folder.absolute(), run_options, log, on_committed=committed.append, collective=shared
+        )
+        try:
+            saves.prepare(None, when='now')
+            saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)
+        finally:
+            saves.close()
     except AgreedError:
         raise
     except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
         shared.abandon()
         raise
-    finally:
-        saves.close()
     return committed[0]
