@@ -224,7 +224,7 @@ def test_a_new_run_competes_where_it_would_replace(finished):
 def test_a_score_of_which_the_folder_is_gone_counts(finished):
     first, second = map(Path, check(finished[1], 'gone')[0])
     assert (best_in(first), best_in(second)) == ({}, {})
-    assert 'best acc so far is 0.9000, as the checkpoint says, in no folder that is there now' in log_of(second)
+    assert 'best acc so far is 0.9000, as the checkpoint says; no folder is known that holds it' in log_of(second)
 
 
 def test_a_folder_without_a_score(finished):

@@ -8,6 +8,7 @@ from mmengine.dataset import DefaultSampler
 from mmengine.hooks import (
     CheckpointHook,
     DistSamplerSeedHook,
+    EMAHook,
     IterTimerHook,
     LoggerHook,
     ParamSchedulerHook,
@@ -57,6 +58,7 @@ warmup_iters = 1
 save_steps = 2
 save_total_limit = -1  # Maximum checkpoints to keep (-1 means unlimited)
 with_xtuner_hook = False  # XTuner's own hook, too, which needs DeepSpeed
+with_ema = False
 
 #######################################################################
 #                      PART 2  Model & Tokenizer                      #
@@ -137,6 +139,8 @@ custom_hooks = [
 
 if with_xtuner_hook:
     custom_hooks += [dict(type=XTunerHFCheckpointHook)]
+if with_ema:
+    custom_hooks += [dict(type=EMAHook, momentum=0.1)]
 
 # configure default hooks
 default_hooks = dict(

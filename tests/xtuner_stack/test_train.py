@@ -28,7 +28,9 @@ LAUNCHES = {
     'zero3_offload': Launch('llama', 'deepspeed_zero3_offload'),
     'qwen2_zero3': Launch('qwen2', PARTITIONED, BESIDE_XTUNERS),
     'no_deepspeed': Launch('llama', None),
+    'averaging': Launch('llama', None, {'with_ema': True}),
 }
+WITHOUT_DEEPSPEED = ('no_deepspeed', 'averaging')
 RESUMED = 'qwen2_zero3'
 RESULTS = [*LAUNCHES, 'resumed']
 
@@ -72,7 +74,7 @@ def test_weights_are_those_of_the_checkpoint(runs, name):
     if name in ('qwen2_zero3', 'resumed'):  # tied
         assert torch.equal(expected.pop('lm_head.weight'), expected['model.embed_tokens.weight'])
     assert saved.keys() == expected.keys()
-    dtype = torch.float32 if name == 'no_deepspeed' else torch.bfloat16
+    dtype = torch.float32 if name in WITHOUT_DEEPSPEED else torch.bfloat16
     for key, tensor in saved.items():
         assert tensor.dtype == dtype, key
         assert torch.equal(tensor, expected[key].to(dtype)), key
@@ -85,7 +87,7 @@ def test_zero3_partitioned_what_was_saved(runs, name, n_whole):
     assert re.findall(r'Total persistent parameters: \d+ in (\d+) params', output) == [str(n_whole)]
 
 
-@pytest.mark.parametrize('name', [name for name in LAUNCHES if name != 'no_deepspeed'])
+@pytest.mark.parametrize('name', [name for name in LAUNCHES if name not in WITHOUT_DEEPSPEED])
 def test_training_moved_every_weight(runs, name):
     """Else equal weights would prove little."""
     work_dir = runs.work_dir(name)
@@ -93,7 +95,7 @@ def test_training_moved_every_weight(runs, name):
     assert [key for key, tensor in base.items() if torch.equal(trained[key], tensor.to(torch.bfloat16))] == []
 
 
-@pytest.mark.parametrize('name', [name for name, launch in LAUNCHES.items() if launch.settings])
+@pytest.mark.parametrize('name', [name for name, launch in LAUNCHES.items() if launch.settings == BESIDE_XTUNERS])
 def test_same_bytes_as_xtuners_own_hook(runs, name):
     work_dir = runs.work_dir(name)
     assert_same_folder_tensors(export_of(work_dir), work_dir / 'hf_model')
@@ -110,6 +112,13 @@ def test_loads_and_generates(runs, name):
     prompt = tokenizer('The sum of 3 and 4 is', return_tensors='pt')
     generated = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert generated.shape[1] == prompt['input_ids'].shape[1] + 5
+
+
+def test_averaged_weights_are_not_the_live_ones(runs):
+    """Those of the checkpoint's ``state_dict``, with which the export is compared above."""
+    live = torch.load(runs.work_dir('averaging') / f'iter_{LAST}.pth', weights_only=False)['ema_state_dict']
+    saved = folder_tensors(export_of(runs.work_dir('averaging')))
+    assert sum(not torch.equal(tensor, live[f'module.llm.{name}']) for name, tensor in saved.items()) > 5
 
 
 @pytest.mark.parametrize('name', RESULTS)

@@ -14,7 +14,7 @@ from xhf_hooks.hooks.best_folders import BestFolder, describe_best
 
 #: In the message hub: the folders of the newest save of this run and of all that it goes on from.
 _FOLDERS_KEY = 'hf_checkpoint_folders'
-_NOWHERE = 'as the checkpoint says, in no folder that is there now'
+_NOWHERE = 'as the checkpoint says; no folder is known that holds it'
 
 
 class BestMetric(CheckpointHook):

@@ -40,7 +40,8 @@ class HFCheckpointHook(Hook):
         save_begin (int): Epoch or iteration at which saving begins. Defaults to 0.
         save_last (bool): Save when training ends, regardless of ``interval``. Defaults to True.
         save_best (str, List[str], optional): As in CheckpointHook; writes ``hf_model_best``
-            (``hf_model_best_<metric>`` for several). Defaults to None.
+            (``hf_model_best_<metric>`` for several). What is in that folder, and in those of the runs that a
+            resumed checkpoint comes from, is only replaced or followed by a better one. Defaults to None.
         rule (str, List[str], optional): As in CheckpointHook. Defaults to None.
         max_keep_ckpts (int): How many saves to keep, the newest included; the older ones are named
             ``hf_model_iter_500``. -1 keeps all. Defaults to 1.
