@@ -99,8 +99,8 @@ class MooseFS:
         Raises:
             StartError: It does not mount.
         """
-        caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsattr')]
-        options = (*caches, 'mfsnegentrycacheto=0', *options)
+        caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsnegentry', 'mfsattr')]
+        options = (*caches, *options)
         script = 'hostname "$1" && shift && exec "$@"'
         mount = ['mfsmount', self.mounted, '-f', '-H', _ADDRESS, '-o', ','.join(options)]
         log = self._folder / f'{name}.log'
