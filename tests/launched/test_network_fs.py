@@ -50,6 +50,8 @@ ROWS: dict[str, tuple[tuple[str, ...], list[Way]]] = {
 NUMBERS = range(1, 6)
 #: A run is killed before its n-th rename of the third save.
 RENAMES = (0, 1, 2)
+#: DeepSpeed's own saves fail on such a file system: each rank trusts that it sees the folder which another has made.
+NO_CHECKPOINTS = dict(type='CheckpointHook', by_epoch=False, interval=-1, save_last=False)
 HOOK = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
 HOOKS = {'sync': dict(HOOK), 'async': dict(HOOK, async_save=True)}
 
@@ -331,7 +333,8 @@ def train_here_and_there(there: Path, here: Path) -> None:
 
     for root in (here, there):
         for name, hook in HOOKS.items():
-            train(run_config(root / name, hook=hook, stage=3, max_iters=NUMBERS[-1]))
+            config = run_config(root / name, hook=hook, checkpoint=NO_CHECKPOINTS, stage=3, max_iters=NUMBERS[-1])
+            train(config)
 
 
 @pytest.fixture(scope='module')
