@@ -15,12 +15,10 @@ from tests.helpers.moosefs import Host
 from tests.helpers.network_saves import Way, judged, tell, wait_for
 
 
-def save_until_death(host: Host, victim: int, before: int, parent: Path) -> str:
+def save_until_death(host: Host, victim: int, parent: Path) -> str:
     """Two saves, and a third in which the host of a rank goes. Runs on: all ranks; returns what a survivor got.
 
-    Args:
-        before: It goes before the write of this number. When it has written, the server lets no other host write into
-            the same part of the file for two minutes.
+    It goes before it writes. When it has written, the server lets nobody else write there for two minutes.
     """
     import torch.distributed as dist
 
@@ -31,11 +29,10 @@ def save_until_death(host: Host, victim: int, before: int, parent: Path) -> str:
     for number in (1, 2):
         saves.set_weights(model, number)
         saves.call_save(model, way, parent, number)
-    write, calls = OutputFile.write, []
+    write = OutputFile.write
 
     def write_or_die(self: OutputFile, *args: Any) -> None:
-        calls.append(args)
-        if dist.get_rank() == victim and len(calls) == before:
+        if dist.get_rank() == victim:
             host.die()
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, *args)

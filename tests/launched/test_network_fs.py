@@ -110,7 +110,7 @@ def test_a_host_believes_an_old_name(fs):
 def without_host_of_rank_0(fs):
     parent = new_folder(fs, 'rank_0_died')
     said = launch(
-        fs, ('doomed0', 'host1'), lost_hosts.save_until_death, fs.hosts['doomed0'], 0, 5, parent, expected_deaths={0}
+        fs, ('doomed0', 'host1'), lost_hosts.save_until_death, fs.hosts['doomed0'], 0, parent, expected_deaths={0}
     )
     return parent, said
 
@@ -124,7 +124,7 @@ def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs, without_host_of
 def test_when_another_host_dies_the_next_run_goes_on(fs):
     parent = new_folder(fs, 'rank_1_died')
     said = launch(
-        fs, ('host0', 'doomed1'), lost_hosts.save_until_death, fs.hosts['doomed1'], 1, 1, parent, expected_deaths={1}
+        fs, ('host0', 'doomed1'), lost_hosts.save_until_death, fs.hosts['doomed1'], 1, parent, expected_deaths={1}
     )
     assert said[1] is None and said[0].startswith(('RankLostError', 'AgreedError')), said
     assert look(fs, parent, 2).damage == []
