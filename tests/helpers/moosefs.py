@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.helpers.namespaces import enter
-from tests.helpers.processes import started, wait_until
+from tests.helpers.processes import absent, run, started, wait_until
 
 _ADDRESS = '10.77.0.1'
 PACKAGES = ('moosefs-master', 'moosefs-chunkserver', 'moosefs-client')
@@ -100,8 +99,8 @@ class MooseFS:
         Raises:
             StartError: It does not mount.
         """
-        caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsattr')]
-        options = (*caches, 'mfsnegentrycacheto=0', *options)
+        caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsnegentry', 'mfsattr')]
+        options = (*caches, *options)
         script = 'hostname "$1" && shift && exec "$@"'
         mount = ['mfsmount', self.mounted, '-f', '-H', _ADDRESS, '-o', ','.join(options)]
         log = self._folder / f'{name}.log'
@@ -122,7 +121,7 @@ class MooseFS:
     def _keep_one_copy(self, host: Host) -> None:
         """There is one disk: a file that is to have two copies lets its second writer wait for 30 s at each turn."""
         inside = ['nsenter', f'--net=/proc/{host.pid}/ns/net', f'--mount=/proc/{host.pid}/ns/mnt']
-        subprocess.run([*inside, 'mfssetgoal', '1', self.mounted], check=True, capture_output=True)
+        run(*inside, 'mfssetgoal', '1', self.mounted)
 
 
 def missing() -> str | None:
@@ -131,9 +130,8 @@ def missing() -> str | None:
         return 'only root can mount it'
     if not os.access('/dev/fuse', os.R_OK | os.W_OK):
         return 'there is no /dev/fuse'
-    absent = [program for program in _PROGRAMS if not shutil.which(program)]
-    if absent:
-        return f'{", ".join(absent)} not found (on Debian: apt-get install {" ".join(PACKAGES)})'
+    if lacking := absent(_PROGRAMS):
+        return f'{", ".join(lacking)} not found (on Debian: apt-get install {" ".join(PACKAGES)})'
     tried = subprocess.run(['unshare', '--net', '--mount', '--uts', 'true'], capture_output=True, text=True)
     return f'no namespaces here: {tried.stderr.strip()}' if tried.returncode else None
 
@@ -157,7 +155,7 @@ def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
         wait_until(lambda: os.readlink(of_namespace) != own, namespace, folder / 'net.log', 'there was a network')
         inside = ['nsenter', f'--net={of_namespace}']
         for command in (['link', 'set', 'lo', 'up'], ['addr', 'add', f'{_ADDRESS}/24', 'dev', 'lo']):
-            subprocess.run([*inside, 'ip', *command], check=True, capture_output=True)
+            run(*inside, 'ip', *command)
         master, chunks, disk = folder / 'master', folder / 'chunks', folder / 'disk'
         for made in (master, chunks, disk):
             made.mkdir()

@@ -6,17 +6,15 @@ import ctypes
 import os
 from pathlib import Path
 
-_CLONE_FS = 0x200
-#: By the names of /proc/PID/ns.
-KINDS = {'mnt': 0x20000, 'uts': 0x4000000, 'net': 0x40000000}
+_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(pid: int, *kinds: str) -> None:
-    """Make this thread, and all that it starts from now on, one of another process's namespaces.
+    """Join namespaces of another process: this thread, and all that it starts from now on.
 
     Args:
-        kinds: Of :data:`KINDS`.
+        kinds: Names of files in /proc/PID/ns, such as ``mnt``.
 
     Raises:
         OSError: The process is gone, or this one is not root.
@@ -24,11 +22,25 @@ def enter(pid: int, *kinds: str) -> None:
     fds = [os.open(Path('/proc', str(pid), 'ns', kind), os.O_RDONLY) for kind in kinds]
     try:
         _check(_LIBC.unshare(_CLONE_FS))  # a thread that shares these cannot change its mounts
-        for kind, fd in zip(kinds, fds, strict=True):
-            _check(_LIBC.setns(fd, KINDS[kind]))
+        for fd in fds:
+            _check(_LIBC.setns(fd, 0))
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def enter_named_network(name: str) -> None:
+    """The same for a network namespace that ``ip netns`` made."""
+    fd = os.open(Path('/run/netns', name), os.O_RDONLY)
+    try:
+        _check(_LIBC.setns(fd, 0))
+    finally:
+        os.close(fd)
+
+
+def leave_mounts() -> None:
+    """Give this process mounts of its own."""
+    _check(_LIBC.unshare(_CLONE_NEWNS))
 
 
 def _check(status: int) -> None:

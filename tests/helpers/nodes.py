@@ -7,17 +7,16 @@ told apart by their ranks alone.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers import namespaces
+
 RANKS_PER_NODE = 2
 _ADDRESSES = ('10.77.0.1', '10.77.0.2')
-_CLONE_FS, _CLONE_NEWNS, _CLONE_NEWNET = 0x200, 0x20000, 0x40000000
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ def move_in(names: list[str] | None) -> int:
     os.environ |= {'GROUP_RANK': str(node), 'NODE_RANK': str(node)}
     if names is not None:
         os.environ |= {'MASTER_ADDR': _ADDRESSES[0], 'GLOO_SOCKET_IFNAME': 'veth'}
-        _setns(Path('/run/netns', names[node]), _CLONE_NEWNET)
+        namespaces.enter_named_network(names[node])
     return node
 
 
@@ -67,7 +66,7 @@ def mount_own_disk(folder: Path, meeting: Path) -> None:
         meeting: A file outside of it, by which the ranks find each other.
     """
     if os.environ['LOCAL_RANK'] == '0':
-        _check(_LIBC.unshare(_CLONE_NEWNS))
+        namespaces.leave_mounts()
         subprocess.run(['mount', '--make-rprivate', '/'], check=True)
         subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', folder], check=True)
         meeting.with_suffix('.tmp').write_text(str(os.getpid()))
@@ -78,23 +77,8 @@ def mount_own_disk(folder: Path, meeting: Path) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f'{meeting} did not appear')
         time.sleep(0.02)
-    _check(_LIBC.unshare(_CLONE_FS))  # a thread that shares these cannot change its mounts
-    _setns(Path('/proc', meeting.read_text(), 'ns', 'mnt'), _CLONE_NEWNS)
+    namespaces.enter(int(meeting.read_text()), 'mnt')
 
 
 def _ip(*arguments: str) -> None:
     subprocess.run(['ip', *arguments], check=True, capture_output=True, text=True)
-
-
-def _setns(path: Path, kind: int) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        _check(_LIBC.setns(fd, kind))
-    finally:
-        os.close(fd)
-
-
-def _check(status: int) -> None:
-    if status:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +12,27 @@ from pathlib import Path
 
 #: What a busy machine may take to start a program.
 START_SECS = 120.0
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the folders of system programs on its path, which a user's may lack."""
+    return os.environ | {'PATH': os.pathsep.join([os.environ.get('PATH', os.defpath), '/usr/sbin', '/sbin'])}
+
+
+def absent(programs: Sequence[str]) -> list[str]:
+    """Those that this machine lacks."""
+    return [program for program in programs if not shutil.which(program, path=environment()['PATH'])]
+
+
+def run(*command: str | Path) -> None:
+    """Run a program to its end.
+
+    Raises:
+        StartError: It failed.
+    """
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise StartError(f'{command[0]} ended with {done.returncode}: {done.stderr}{done.stdout}')
 
 
 class StartError(AssertionError):
@@ -21,7 +44,11 @@ def started(command: Sequence[str | Path], log: Path) -> Iterator[subprocess.Pop
     """A process that ends with the block, and with this process, however that ends."""
     with log.open('wb') as output:
         process = subprocess.Popen(
-            ['setpriv', '--pdeathsig', 'KILL', *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            ['setpriv', '--pdeathsig', 'KILL', *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(),
         )
     try:
         yield process

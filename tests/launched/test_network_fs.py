@@ -6,21 +6,19 @@ judged; tools/network_fs_test.py does the same at length.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
+from tests.helpers import lost_hosts
 from tests.helpers import network_saves as saves
 from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.moosefs import Host, MooseFS, missing, moosefs
-from tests.helpers.network_saves import NAME, Way, judged, tell, wait_for
+from tests.helpers.moosefs import MooseFS, missing, moosefs
+from tests.helpers.network_saves import NAME, Way, judged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check
 from tests.launched.conftest import NOT_TESTED
@@ -63,6 +61,9 @@ def fs(tmp_path_factory):
             fs.add_host(name, CACHE_SECS)
         for name in ('deaf0', 'deaf1'):
             fs.add_host(name, CACHE_SECS, 'mfsnobsdlocks')
+        # MMEngine and DeepSpeed trust that a rank sees at once what another has made
+        for name in ('trainer0', 'trainer1'):
+            fs.add_host(name, CACHE_SECS, 'mfsnegentrycacheto=0')
         yield fs
 
 
@@ -108,43 +109,10 @@ def test_a_host_believes_an_old_name(fs):
 @pytest.fixture(scope='module')
 def without_host_of_rank_0(fs):
     parent = new_folder(fs, 'rank_0_died')
-    said = launch(fs, ('doomed0', 'host1'), save_until_death, fs.hosts['doomed0'], 0, 5, parent, expected_deaths={0})
+    said = launch(
+        fs, ('doomed0', 'host1'), lost_hosts.save_until_death, fs.hosts['doomed0'], 0, parent, expected_deaths={0}
+    )
     return parent, said
-
-
-def save_until_death(host: Host, victim: int, before: int, parent: Path) -> str:
-    """Two saves, and a third in which the host of a rank goes. Runs on: all ranks; returns what a survivor got.
-
-    Args:
-        before: It goes before the write of this number. When it has written, the server lets no other host write into
-            the same part of the file for two minutes.
-    """
-    import torch.distributed as dist
-
-    from tests.helpers.lives import tiny_model
-    from xhf_hooks.errors import XhfError
-    from xhf_hooks.writers.output_file import OutputFile
-
-    model, way = tiny_model(zero3=True), Way('positional', 'call')
-    for number in (1, 2):
-        saves.set_weights(model, number)
-        saves.call_save(model, way, parent, number)
-    write, calls = OutputFile.write, []
-
-    def write_or_die(self: OutputFile, *args: Any) -> None:
-        calls.append(args)
-        if dist.get_rank() == victim and len(calls) == before:
-            host.die()
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, *args)
-
-    saves.set_weights(model, 3)
-    with mock.patch.object(OutputFile, 'write', write_or_die):
-        try:
-            saves.call_save(model, way, parent, 3)
-        except XhfError as error:
-            return f'{type(error).__name__}: {error}'
-    return 'no error'
 
 
 def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs, without_host_of_rank_0):
@@ -155,7 +123,9 @@ def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs, without_host_of
 
 def test_when_another_host_dies_the_next_run_goes_on(fs):
     parent = new_folder(fs, 'rank_1_died')
-    said = launch(fs, ('host0', 'doomed1'), save_until_death, fs.hosts['doomed1'], 1, 1, parent, expected_deaths={1})
+    said = launch(
+        fs, ('host0', 'doomed1'), lost_hosts.save_until_death, fs.hosts['doomed1'], 1, parent, expected_deaths={1}
+    )
     assert said[1] is None and said[0].startswith(('RankLostError', 'AgreedError')), said
     assert look(fs, parent, 2).damage == []
     (seen, last), _ = launch(
@@ -195,40 +165,10 @@ def test_five_saves_in_a_row(rows, row, way):
 # What a killed run left, found by another host
 
 
-def save_until_rename(before: int, parent: Path) -> str:
-    """Two saves, and a third that ends before a rename. Runs on: all ranks; returns what a survivor got."""
-    import torch.distributed as dist
-
-    from tests.helpers.lives import tiny_model
-    from xhf_hooks.errors import XhfError
-
-    model, way = tiny_model(zero3=True), Way('positional', 'run', 2)
-    run = saves.run_of(model, way, parent)
-    rename, calls = os.rename, []
-
-    def rename_or_die(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        if len(calls) > before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(*args, **kwargs)
-
-    for number in (1, 2, 3):
-        saves.set_weights(model, number)
-        if number < 3 or dist.get_rank() != 0:
-            try:
-                saves.save_in_run(run, number)
-            except XhfError as error:
-                return f'{type(error).__name__}: {error}'
-            continue
-        with mock.patch('os.rename', rename_or_die):
-            saves.save_in_run(run, number)
-    return 'no error'
-
-
 @pytest.mark.parametrize('before', RENAMES)
 def test_another_host_puts_right_what_a_killed_run_left(fs, before):
     parent = new_folder(fs, f'killed_before_{before}')
-    said = launch(fs, ('host0', 'host1'), save_until_rename, before, parent, expected_deaths={0, 1})
+    said = launch(fs, ('host0', 'host1'), lost_hosts.save_until_rename, before, parent, expected_deaths={0, 1})
     assert said[0] is None, f'the save has fewer than {before + 1} renames'
     visible = {path.name for path in fs.hosts['judge'].sees(parent).iterdir() if not path.name.startswith('.')}
     assert visible, 'no save is left'
@@ -243,80 +183,19 @@ def test_another_host_puts_right_what_a_killed_run_left(fs, before):
 # Two runs, one folder
 
 
-def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> Any:
-    """Rank 0 is one run, rank 1 another. Runs on: all ranks, without a process group between them."""
-    import torch
-
-    from tests.helpers.lives import tiny_model
-    from xhf_hooks.errors import XhfError
-
-    first = os.environ['RANK'] == '0'
-    hosts[int(os.environ['RANK'])].enter()
-    torch.set_num_threads(1)
-    model, way = tiny_model(zero3=False).to(torch.bfloat16), Way('positional', 'run')
-    if first:
-        run = saves.run_of(model, way, parent)
-        for number in (1, 2):
-            saves.set_weights(model, number)
-            saves.save_in_run(run, number)
-        tell(signs / 'saved')
-        wait_for(signs / 'refused')
-        seen = [judged(judge.sees(parent), 2)]
-        saves.set_weights(model, 3)
-        saves.save_in_run(run, 3)
-        seen.append(judged(judge.sees(parent), 3))
-        run.close()
-        tell(signs / 'ended')
-        return seen
-    saves.set_weights(model, 10)
-    wait_for(signs / 'saved')
-    try:
-        saves.call_save(model, way, parent, 10)
-        error = 'no error'
-    except XhfError as refused:
-        error = str(refused)
-    tell(signs / 'refused')
-    wait_for(signs / 'ended')
-    saves.set_weights(model, 11)
-    saves.call_save(model, way, parent, 11)
-    return error, judged(judge.sees(parent), 11)
-
-
 def test_a_second_run_on_another_host_is_refused_while_the_first_lives(fs, tmp_path):
     parent = new_folder(fs, 'two_runs')
     hosts = [fs.hosts[name] for name in ('host0', 'host1')]
-    seen, (error, last) = run_ranks(two_runs, 2, hosts, parent, tmp_path, fs.hosts['judge'], init=None)
+    seen, (error, last) = run_ranks(lost_hosts.two_runs, 2, hosts, parent, tmp_path, fs.hosts['judge'], init=None)
     assert 'is in use by' in error
     for one in (*seen, last):
         assert_sound(one)
 
 
-def two_runs_at_once(hosts: Sequence[Host], parent: Path, signs: Path) -> list[str]:
-    """As `two_runs`, both saving all the time where locks do not reach from host to host; returns their errors."""
-    import torch
-
-    from tests.helpers.lives import tiny_model
-    from xhf_hooks.errors import XhfError
-
-    rank = int(os.environ['RANK'])
-    hosts[rank].enter()
-    torch.set_num_threads(1)
-    model, errors = tiny_model(zero3=False).to(torch.bfloat16), []
-    tell(signs / f'ready{rank}')
-    wait_for(signs / f'ready{1 - rank}')
-    for number in range(1 + 100 * rank, 11 + 100 * rank):
-        saves.set_weights(model, number)
-        try:
-            saves.call_save(model, Way('positional', 'call'), parent, number)
-        except XhfError as error:
-            errors.append(str(error))
-    return errors
-
-
 def test_two_runs_that_cannot_see_each_others_locks_damage_nothing(fs, tmp_path):
     parent = new_folder(fs, 'two_deaf_runs')
     hosts = [fs.hosts[name] for name in ('deaf0', 'deaf1')]
-    errors = run_ranks(two_runs_at_once, 2, hosts, parent, tmp_path, init=None)
+    errors = run_ranks(lost_hosts.two_runs_at_once, 2, hosts, parent, tmp_path, init=None)
     print(f'errors of the two runs: {errors}')
     seen = [look(fs, parent, number) for number in (10, 110)]
     assert any(one.damage == [] for one in seen), seen
@@ -337,7 +216,7 @@ def train_here_and_there(there: Path, here: Path) -> None:
 @pytest.fixture(scope='module')
 def trained(fs, tmp_path_factory):
     there, here = new_folder(fs, 'trained'), tmp_path_factory.mktemp('trained')
-    launch(fs, ('host0', 'host1'), train_here_and_there, there, here)
+    launch(fs, ('trainer0', 'trainer1'), train_here_and_there, there, here)
     return fs.hosts['judge'].sees(there), here
 
 
