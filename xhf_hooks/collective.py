@@ -9,6 +9,7 @@ What is small goes up a binomial tree to rank 0 and comes back by broadcast, so 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -295,8 +296,9 @@ class Collective:
     def _end(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
-            dist.destroy_process_group(group)
-        if self._is_shared:
+            with contextlib.suppress(ValueError):  # it went with the default group, as in a notebook
+                dist.destroy_process_group(group)
+        if self._is_shared and dist.group.WORLD is not None:
             _SHARED.pop(dist.group.WORLD, None)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.helpers import doors
 from tests.helpers.whole import assert_whole
 from xhf_hooks import options
-from xhf_hooks.commit.lock import RunLock
+from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.records import Step
 from xhf_hooks.report import RunLog
@@ -81,7 +81,7 @@ def main() -> None:
         'ended': become(lambda: None),
         'closed': become(saves.close),
         'forgot': become(forget),
-        'lock_is_held': not RunLock(folder).acquire(),
+        'lock_is_held': RunLock(folder).acquire() is Answer.HELD,
         'handler_is_there': callable(signal.getsignal(signal.SIGTERM)),
         'committed_before': folder.exists(),
     }

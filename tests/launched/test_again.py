@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers import doors
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.whole import assert_whole
 
@@ -39,11 +41,14 @@ def slow_disk() -> Iterator[None]:
         yield
 
 
-def groups() -> list[str]:
-    """The process groups that this process has."""
+def groups() -> int:
+    """How many process groups this process has, with the one that calls of ``save_hf`` share. Runs on: all ranks."""
     import torch.distributed as dist
 
-    return sorted(dist.distributed_c10d._world.pg_names.values())
+    from xhf_hooks.collective import Collective
+
+    Collective.shared()
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def make_trainer(
@@ -255,27 +260,56 @@ def writer_cannot_be_chosen(root: Path) -> list[Any]:
     return ['nothing was wrong']
 
 
-def one_rank_closes(root: Path) -> int:
-    """Rank 1 ends its run while rank 0 does something else. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from xhf_hooks import options, save_hf
+def run_saves(root: Path, run: object | None = None) -> Any:
+    """Saves of a run, in the background, ready. Runs on: all ranks."""
+    from xhf_hooks import options
     from xhf_hooks.preflight import unwrap
     from xhf_hooks.report import RunLog
     from xhf_hooks.run_saves import RunSaves
 
-    model, defaults = doors.tiny_llama(), dict(module=None, lora=None, llava_format=None, tokenizer=None, dtype=None)
+    model = dict(module=None, lora=None, llava_format=None, tokenizer=None, dtype=None)
     sizes = dict(max_keep_ckpts=1, max_shard_size='5GB', bucket_size='1MB', writer='auto')
-    parsed = options.parse_run(**defaults, **sizes, async_save=True)
+    parsed = options.parse_run(**model, **sizes, async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
-    saves = RunSaves(unwrap(model), root / 'hf_model', parsed, log)
+    saves = RunSaves(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
     saves.prepare(None, when='now')
-    closers = (1, 0)
-    for rank in closers:
+    return saves
+
+
+def one_rank_closes(root: Path) -> int:
+    """Rank 1 ends its run while rank 0 does something else. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+
+    saves = run_saves(root)
+    for rank in (1, 0):
         if dist.get_rank() == rank:
             saves.close()
         dist.barrier()
-    save_hf(model, root / 'hf_model', step=5)
+    save_hf(doors.tiny_llama(), root / 'hf_model', step=5)
+    return assert_whole(root / 'hf_model')
+
+
+def processes_regrouped(root: Path) -> int:
+    """A run is interrupted, and the next one begins with another default group. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.records import Step
+
+    runs, saves = [doors.Sequences(), doors.Sequences()], []  # any two objects
+    for number, run in enumerate(runs):
+        where = f'file://{root}/store_{number}'
+        dist.init_process_group('gloo', init_method=where, rank=int(os.environ['RANK']), world_size=2)
+        saves.append(run_saves(root, run))
+        saves[-1].save(Step('iter', number, number))
+        if number == 0:
+            saves[-1].collect()
+            dist.destroy_process_group()
+    saves[-1].collect()
+    saves[-1].close()
+    dist.barrier()
+    dist.destroy_process_group()
     return assert_whole(root / 'hf_model')
 
 
@@ -342,3 +376,7 @@ def test_nothing_is_left_of_a_run_that_could_not_choose_its_writer(results):
 
 def test_closing_needs_no_other_rank(results):
     assert check(results, 'one_rank_closes') == [5, 5]
+
+
+def test_the_process_group_may_have_changed(tmp_path):
+    assert run_ranks(processes_regrouped, 2, tmp_path, init=None) == [1, 1]
