@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers.ranks import PRELOADED
+from tests.helpers.ranks import HANG_SECS, PRELOADED
 from tests.helpers.whole import check_all, hidden, weight_of
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 NAME = 'hf_model'
 WORLD_SIZE = 2
-#: However busy the machine is, what lasts longer hangs. No test waits for it to pass.
-HANG_SECS = 900.0
 #: A save of these models takes about so long here; a kill comes at a random instant of that and a little more.
 SAVE_SECS = 0.12
 _CONTEXT = multiprocessing.get_context('forkserver')
