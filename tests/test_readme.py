@@ -14,13 +14,17 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 MEASURED = ['verify', 'save', 'stall', 'plan', 'convert']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
-CHECKS = ['python tools/kill_test.py --kills 240', 'python tools/verify.py DIR', 'python tools/verify.py A B']
+LONG_RUNS = ['python tools/kill_test.py --kills 240', 'python tools/network_fs_test.py --saves 200']
+VERIFYING = ['python tools/verify.py DIR', 'python tools/verify.py A B']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
-COMMANDS = ['bash tools/demo.sh', 'bash tools/test.sh', *CHECKS, *BENCHMARKS[:4], *CONVERSIONS, XTUNERS, BENCHMARKS[4]]
+COMMANDS = [
+    *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *LONG_RUNS, *VERIFYING),
+    *(*BENCHMARKS[:4], *CONVERSIONS, XTUNERS, BENCHMARKS[4]),
+]
 
 
 def blocks(language: str) -> list[str]:
@@ -215,7 +219,7 @@ def test_the_tests_that_are_named_are_there():
 
 @pytest.mark.modern_only
 def test_the_kill_command_runs():
-    command = [sys.executable, *CHECKS[0].split()[1:-1], '4']
+    command = [sys.executable, *LONG_RUNS[0].split()[1:-1], '4']
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert '4 runs killed' in finished.stdout and '0 lost, 0 partial' in finished.stdout
