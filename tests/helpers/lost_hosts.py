@@ -75,8 +75,16 @@ def save_until_rename(before: int, parent: Path) -> str:
     return 'no error'
 
 
-def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> Any:
-    """Rank 0 is one run, rank 1 another. Runs on: all ranks, without a process group between them."""
+#: What the host of a run knows of another run's lock, when it comes to ask for it.
+REMEMBERED = ('nothing', 'no lock', 'an older lock')
+
+
+def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, remembered: str) -> Any:
+    """Rank 0 is one run, rank 1 another. Runs on: all ranks, without a process group between them.
+
+    Args:
+        remembered: By the host of rank 1; one of :data:`REMEMBERED`.
+    """
     import torch
 
     from xhf_hooks.errors import XhfError
@@ -86,6 +94,12 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> A
     torch.set_num_threads(1)
     model, way = tiny_model(zero3=False).to(torch.bfloat16), Way('positional', 'run')
     if first:
+        if remembered == 'an older lock':
+            older = saves.run_of(model, way, parent)
+            tell(signs / 'locked')
+            wait_for(signs / 'looked')
+            older.close()
+        wait_for(signs / 'looked')
         run = saves.run_of(model, way, parent)
         for number in (1, 2):
             saves.set_weights(model, number)
@@ -99,6 +113,12 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> A
         run.close()
         tell(signs / 'ended')
         return seen
+    if remembered == 'an older lock':
+        wait_for(signs / 'locked')
+    if remembered != 'nothing':
+        there = (parent / f'.{saves.NAME}.lock').exists()
+        assert there == (remembered == 'an older lock')
+    tell(signs / 'looked')
     saves.set_weights(model, 10)
     wait_for(signs / 'saved')
     try:

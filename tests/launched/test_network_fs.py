@@ -183,10 +183,13 @@ def test_another_host_puts_right_what_a_killed_run_left(fs, before):
 # Two runs, one folder
 
 
-def test_a_second_run_on_another_host_is_refused_while_the_first_lives(fs, tmp_path):
-    parent = new_folder(fs, 'two_runs')
+@pytest.mark.parametrize('remembered', lost_hosts.REMEMBERED)
+def test_a_second_run_on_another_host_is_refused_while_the_first_lives(fs, tmp_path, remembered):
+    parent = new_folder(fs, f'two_runs_{remembered}')
     hosts = [fs.hosts[name] for name in ('host0', 'host1')]
-    seen, (error, last) = run_ranks(lost_hosts.two_runs, 2, hosts, parent, tmp_path, fs.hosts['judge'], init=None)
+    seen, (error, last) = run_ranks(
+        lost_hosts.two_runs, 2, hosts, parent, tmp_path, fs.hosts['judge'], remembered, init=None
+    )
     assert 'is in use by' in error
     for one in (*seen, last):
         assert_sound(one)
