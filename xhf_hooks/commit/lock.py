@@ -109,6 +109,8 @@ class RunLock:
     def _try(self, may_watch: bool) -> Answer | None:
         """None: the holder removed the file between our open and our lock."""
         fd = _open_current(self.path)
+        if fd is None:
+            return Answer.HELD
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,11 +171,16 @@ class RunLock:
         threading.Thread(target=beat, args=(os.dup(fd),), name='xhf-lock', daemon=True).start()
 
 
-def _open_current(path: Path) -> int:
-    """Open what the name stands for now, or make it; exclusively first, which asks the server (fresh_name.py)."""
-    with contextlib.suppress(FileExistsError):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def _open_current(path: Path) -> int | None:
+    """Open what the name stands for now, or make it; exclusively first, which asks the server (fresh_name.py).
+
+    Returns:
+        None: another host has made it, and this one does not see it yet.
+    """
+    for flags in (os.O_EXCL, 0):
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    return None
 
 
 def _sign() -> str:
