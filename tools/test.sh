@@ -21,8 +21,8 @@ need_debian_packages() {
     missing=$(for package in "$@"; do dpkg -s "$package" &>/dev/null || echo "$package"; done)
     [[ $missing ]] || return 0
     echo "== Debian packages:" $missing
-    if ! command -v apt-get >/dev/null; then
-        echo 'There is no apt-get here: install what they hold in your own way, or the tests that need it fail.'
+    if ! command -v apt-get >/dev/null || ((EUID != 0)); then
+        echo 'No apt-get here, or not root: install what they hold in your own way. What is not tested without, the end says.'
         return
     fi
     apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
@@ -61,7 +61,8 @@ test_xtuner() {
     python -m pytest -q -m 'not modern_only'
 }
 
-need_debian_packages libaio-dev # what DeepSpeed reads NVMe with
+# What DeepSpeed reads NVMe with, a network file system, and file systems to be mounted
+need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
 make_env .venv modern test
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
