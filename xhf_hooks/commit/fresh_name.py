@@ -7,7 +7,7 @@ before, and deleting it would delete that. So, before rank 0 acts on a name that
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 from pathlib import Path
 
@@ -15,23 +15,18 @@ from pathlib import Path
 def look_up(path: Path) -> os.stat_result | None:
     """What the server has under a name, itself and not what it links to; None: nothing. Runs on: rank 0.
 
-    Making something new must ask the server whether the name is free, and what the client remembers is put right on the
-    way (Linux: LOOKUP_EXCL in fuse_dentry_revalidate, fs/fuse/dir.c, and in nfs_do_lookup_revalidate, fs/nfs/dir.c).
-    A name that the client knows to be free needs no asking: it is given to something else by a rename, which asks.
+    Making something new must ask the server what the name stands for, and what the client remembers is put right on the
+    way (Linux: LOOKUP_EXCL in fuse_dentry_revalidate, fs/fuse/dir.c, and in nfs_do_lookup_revalidate, fs/nfs/dir.c). A
+    hard link to a folder is something new that is never made: every system refuses it, but only after that.
+
+    What the client remembers not to exist may be there: then the rename that follows is refused by the server.
 
     Raises:
-        OSError: The folder that it is in cannot be read or written.
+        OSError: The folder that it is in cannot be read.
     """
+    with contextlib.suppress(OSError):
+        os.link(path.parent, path)
     try:
-        os.lstat(path)
+        return os.lstat(path)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        if error.errno != errno.ESTALE:  # what it stood for is deleted
-            raise
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        return os.lstat(path)
-    os.rmdir(path)  # it was gone
-    return None
