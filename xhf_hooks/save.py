@@ -6,6 +6,7 @@ make_plan()         where each byte will lie          digest compared across ran
 own_slices()        what each rank has of a tensor     with writer='positional', where it is possible
 gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
+require_samples()   some of it, seen by others     before it is committed
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
 
