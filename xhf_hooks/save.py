@@ -51,7 +51,7 @@ from xhf_hooks.sources import source_for
 from xhf_hooks.verify.threads import WorkerThreads, default_workers
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
-from xhf_hooks.writers.evidence import require_samples
+from xhf_hooks.writers.evidence import require_samples, some_samples
 from xhf_hooks.writers.output_file import FileIdentity
 
 #: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (slices.py, writers/).
@@ -402,11 +402,11 @@ class Saver:
 
     def _look(self, writer: Writer, staging: Path, files: Mapping[str, FileIdentity], collective: Collective) -> None:
         """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
-        samples = writer.samples
+        samples = some_samples(writer.samples, collective.rank)
         if writer.all_ranks:
             # The next rank, or the one half way round: one of them is on another host, if there is another
             distances = sorted({1, max(1, collective.world_size // 2)})
-            samples = [sample for distance in distances for sample in collective.exchange(writer.samples, distance)]
+            samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
         with collective.stage('look'):
             require_samples(staging, files, samples)
 
