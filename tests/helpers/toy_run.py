@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,8 @@ def train(config: dict[str, Any]) -> Any:
 
     cfg = Config(config)
     import_modules_from_strings(**cfg.custom_imports)  # as Config.fromfile does
+    while Path(cfg.work_dir, time.strftime('%Y%m%d_%H%M%S')).exists():
+        time.sleep(0.05)  # the run before began in this second: MMEngine would give this one the same folder
     if 'runner_type' not in cfg:
         runner = Runner.from_cfg(cfg)
     else:

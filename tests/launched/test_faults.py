@@ -25,7 +25,7 @@ STAGES = {
     'plan': ('xhf_hooks.save.make_plan', 'any'),
     'staging': ('xhf_hooks.commit.staging.CheckpointFolder.open_staging', 'rank 0'),
     'sidecar': ('xhf_hooks.exporters.sidecar.write', 'rank 0'),
-    'gather': ('xhf_hooks.sources.zero3.Zero3Source._partition', 'any'),
+    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any'),
     'check': ('xhf_hooks.gather._check', 'rank 0'),
     'open': ('xhf_hooks.writers.output_file.os.ftruncate', 'rank 0'),
     'write': ('xhf_hooks.writers.output_file.os.pwrite', 'rank 0'),

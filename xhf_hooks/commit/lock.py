@@ -96,7 +96,7 @@ class RunLock:
 
     def changed_lately(self, path: Path) -> bool:
         """Whether a file, or anything in a folder, was changed within ``lifeless_secs``, by the server's clock."""
-        probe = self.path.with_name(f'{self.path.name}.clock-{os.urandom(6).hex()}')
+        probe = self.path.with_name(f'{self.path.name}.clock-{os.urandom(4).hex()}')
         probe.touch()
         now = probe.stat().st_mtime
         probe.unlink()

@@ -36,7 +36,7 @@ from xhf_hooks.verify.threads import WorkerThreads
 VERIFY_LEVELS = ('off', 'sizes', 'full')
 
 #: Bytes beside the final name: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
-_MOST_ADDED_TO_NAME = 28
+_MOST_ADDED_TO_NAME = 24
 #: And behind it: ``/adapter/model-00001-of-00002.safetensors``, and room for files of remote code.
 _MOST_ADDED_TO_PATH = 128
 
