@@ -3,13 +3,17 @@
 #
 #     bash tools/test.sh [PYTEST OPTIONS, for the modern stack alone]
 #
-# Both stacks are tested at the same time; what XTuner's has to say is shown when it has ended.
+# Two runs of pytest go on at the same time: the modern stack's, and XTuner's, which ends sooner and is followed by the rest
+# of the modern stack's. What the second one has to say is shown when it has ended.
 #
 # Needs Python 3.11 or 3.12, a C++ compiler, and root (small file systems are mounted, and Debian's packages that tests
 # need are installed). Says how much it will download; a machine without a GPU needs a sixth of that: docs/versions.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
+
+# Tests of the modern stack that come after XTuner's
+REST=(tests/launched/test_{network_fs,local_fs,nvme,zero_plus_plus,zoo}.py)
 
 logs=$(mktemp -d)
 # Each job in the background has a process group of its own
@@ -61,6 +65,12 @@ test_xtuner() {
     python -m pytest -q -m 'not modern_only'
 }
 
+test_rest() {
+    use_env .venv
+    echo '== the rest of the tests, modern stack'
+    python -m pytest -q "${REST[@]}"
+}
+
 # What DeepSpeed reads NVMe with, a network file system, and file systems to be mounted
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
 make_env .venv modern test
@@ -72,17 +82,26 @@ if [[ $# -gt 0 ]]; then
     exit
 fi
 
-(test_xtuner) >"$logs/xtuner.log" 2>&1 &
-xtuner=$!
+# Never in a condition, where bash would go on after a step that failed
+set +e
+(
+    (set -e; test_xtuner) >"$logs/xtuner.log" 2>&1
+    xtuner=$?
+    (set -e; test_rest) >"$logs/rest.log" 2>&1
+    exit $((2 * ($? != 0) + (xtuner != 0)))
+) &
+second=$!
 set +m
 failed=()
-# Not in a condition, where bash would go on after a step that failed
-set +e
-(set -e; test_modern) 2>&1 | tee "$logs/modern.log"
+(set -e; test_modern "${REST[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
 ((PIPESTATUS[0] == 0)) || failed+=(modern)
-wait $xtuner || failed+=(xtuner)
+wait $second
+status=$?
+((status & 1)) && failed+=(xtuner)
+((status & 2)) && failed+=(rest)
+((status > 3)) && failed+=(xtuner rest) # it was killed
 set -e
-cat "$logs/xtuner.log"
+cat "$logs/xtuner.log" "$logs/rest.log"
 for stack in "${failed[@]}"; do
     echo "== failed: $stack"
     grep -E '^(FAILED|ERROR) ' "$logs/$stack.log" || tail -n 50 "$logs/$stack.log"
