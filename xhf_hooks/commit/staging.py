@@ -224,7 +224,7 @@ class CheckpointFolder:
             check_folder(self.staging, manifest, 'full', threads=threads)
         write_manifest(self.staging, manifest)
         _fsync_folder(self.staging)
-        self._publish(read_commit(self.staging))
+        self._publish(Commit(number, step.iteration, step, files=None))
         with contextlib.suppress(OSError):
             self._delete_outdated()
         return tensors
