@@ -41,16 +41,29 @@ def from_zero12(model: ModelState, optims: Sequence[OptimState]) -> Assembled:
     What an overridden ``state_dict()`` has left out of the model file is taken from the masters, and at
     stage 2 from the frozen parameters, which lie in the same file once more.
     """
+    return _from_zero12(model, zero12_regions(model.shapes or (), [o.groups for o in optims], optims[0].paddings))
+
+
+def from_masters(models: Sequence[ModelState], masters: Regions) -> Assembled:
+    """Universal checkpoints: each master is whole; all else is in the model files, of which ZeRO-3 has one a rank."""
+    if models[0].file.name.startswith('zero_pp_rank_'):
+        return _from_zero3(models, masters)
+    return _from_zero12(models[0], masters)
+
+
+def _from_zero12(model: ModelState, masters: Regions) -> Assembled:
     file = str(model.file)
-    masters = zero12_regions(model.shapes or (), [optim.groups for optim in optims], optims[0].paddings)
     frozen = {name: _region(file, name, tensor) for name, tensor in model.fragments.items()}
     return _assemble(file, model.module, masters, frozen, model.shared, _trained_dtype(model))
 
 
 def from_zero3(models: Sequence[ModelState], optims: Sequence[OptimState]) -> Assembled:
     """ZeRO-3: slices of everything on all ranks; the state dict names the element types, and holds buffers."""
+    return _from_zero3(models, zero3_regions(models[0].shapes or (), [optim.groups for optim in optims]))
+
+
+def _from_zero3(models: Sequence[ModelState], masters: Regions) -> Assembled:
     first = models[0]
-    masters = zero3_regions(first.shapes or (), [optim.groups for optim in optims])
     frozen = {}
     for name, shape in first.frozen_shapes.items():
         lacking = [model.file for model in models if name not in model.fragments]

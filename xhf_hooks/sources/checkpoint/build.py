@@ -33,8 +33,9 @@ class Builder:
         """What calling ``function`` would have made; it is compared, never called."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise UnsafePickle(f'a {kind_of(function)} is called with a {kind_of(args)}')
+        state = None
         if function.module == 'torch._tensor' and function.name == '_rebuild_from_type_v2' and len(args) == 4:
-            function, _, args, _ = args  # a tensor with Python attributes
+            function, _, args, state = args  # a tensor with Python attributes, or of a class of its own
             if not isinstance(function, Global) or not isinstance(args, tuple):
                 raise UnsafePickle(f'a tensor is rebuilt by a {kind_of(function)}')
         if function.module == 'torch._utils':
@@ -48,7 +49,9 @@ class Builder:
             return self._copy(tuple, args[0])
         if function.module in _BUILTINS:
             return self._builtin(function, args)
-        return Inert(function, args)
+        made = Inert(function, args)
+        made.state = state
+        return made
 
     def _builtin(self, function: Global, args: tuple[Any, ...]) -> Any:
         plain = {'set': set, 'frozenset': frozenset, 'list': list, 'tuple': tuple}.get(function.name)

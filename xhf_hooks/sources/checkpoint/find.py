@@ -1,8 +1,4 @@
-"""Finds the checkpoint that a path means, by the names of its files alone.
-
-The names are those of DeepSpeed ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
-``_get_expert_ckpt_name``, ``_get_optimizer_ckpt_name``) and ``runtime/pipe/module.py`` (``ckpt_layer_path``).
-"""
+"""Finds the checkpoint that a path means, by the names of its files."""
 
 from __future__ import annotations
 
@@ -11,21 +7,34 @@ from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.tag_folder import find_parts, is_part, is_universal, refuse_unsupported
 
-_MODEL = re.compile(r'(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt')
-_OPTIM = re.compile(r'(?P<prefix>\w+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt')
+_NUMBER = '(0|[1-9][0-9]{0,14})'
+_NUMBERED = re.compile(rf'(?:iter_|epoch_|checkpoint-){_NUMBER}(?:\.pth)?')
+#: Of torch.distributed.checkpoint (``filesystem.py``), and of one rank of MMEngine's FSDPStrategy.
+_DCP_INDEX, _DCP_FILE = '.metadata', re.compile(r'[^/]+\.distcp')
+_FSDP_RANK = re.compile(r'rank(0|[1-9][0-9]{0,6})\.pth')
+#: Of Accelerate (``utils/fsdp_utils.py``, ``save_fsdp_model``): a folder, or one file with all weights.
+_FSDP_FOLDER, _FSDP_WHOLE = re.compile(rf'pytorch_model_fsdp_{_NUMBER}'), 'pytorch_model_fsdp.bin'
 _UNSUPPORTED = (
-    (re.compile(r'layer_\d+_expert_\d+_.*|expp_rank_\d+_.*'), 'expert parallelism'),
-    (re.compile(r'layer_\d+-.*model_states\.pt'), 'pipeline parallelism'),
-    (re.compile(r'(?:zero_pp_rank_\d+_)?mp_rank_(?!00_)\d+_model_states\.pt'), 'tensor parallelism'),
-    (re.compile(r'rank\d+\.pth'), "MMEngine's FSDPStrategy with local state dicts"),
-    (re.compile(r'.*\.distcp'), 'torch.distributed.checkpoint'),
+    (
+        re.compile(r'pytorch_model_fsdp_(?:[0-9]+_)?rank[0-9]+\.bin'),
+        "one rank's part of an FSDP model, saved without torch.distributed.checkpoint; Accelerate's load_state reads "
+        'it. Save what it has loaded with the state dict type SHARDED_STATE_DICT or FULL_STATE_DICT',
+    ),
+    (
+        re.compile(r'__[0-9]+\.metadata'),
+        "one rank's index of torch.distributed.checkpoint, saved with use_collectives=False; torch's own load reads "
+        'it. Save what it has loaded with one index for all ranks',
+    ),
 )
 _SHOWN = 5
 
 
 def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     """The checkpoint at ``path``: a work folder, a tag folder, a folder around one, or a file.
+
+    Files are opened only to tell what is missing from what is left over.
 
     Raises:
         CheckpointError: There is none, or several; or a file is missing, as the numbers of the others tell.
@@ -38,34 +47,53 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     target = _follow(given)
     if target.is_file():
         return _single_file(given, target)
-    return _tag_folder(given, target)
+    names = sorted(entry.name for entry in target.iterdir())
+    if any(_is_of_dcp(name) for name in names):
+        return _dcp(given, target, names)
+    if any(_FSDP_RANK.fullmatch(name) for name in names):
+        return _fsdp(given, target, names)
+    return find_parts(given, target)
 
 
 def _single_file(given: Path, file: Path) -> FoundCheckpoint:
-    if _MODEL.fullmatch(file.name) or _OPTIM.fullmatch(file.name):
+    if is_part(file.name):
         raise CheckpointError(f'{file}: one part of a DeepSpeed checkpoint; give its folder {file.parent}')
+    if _is_of_dcp(file.name):
+        raise CheckpointError(f'{file}: one part of a checkpoint; give its folder {file.parent}')
+    if _FSDP_RANK.fullmatch(file.name) and file.parent.suffix == '.pth':
+        raise CheckpointError(f"{file}: one part of a checkpoint of MMEngine's FSDPStrategy; give {file.parent}")
+    _refuse_unsupported(file)
     if file.suffix == '.safetensors':
         raise CheckpointError(f'{file}: holds safetensors already; give a checkpoint of torch.save or DeepSpeed')
     return FoundCheckpoint(given, file, 'file', (file,))
 
 
+def _is_of_dcp(name: str) -> bool:
+    return name == _DCP_INDEX or _DCP_FILE.fullmatch(name) is not None
+
+
 def _follow(folder: Path) -> Path:
     """From the folder that was given to the tag folder or file in it."""
     names = sorted(entry.name for entry in folder.iterdir())
-    if any(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) for name in names):
-        return folder
     for name in names:
         _refuse_unsupported(folder / name)
+    if any(is_part(name) or _is_of_dcp(name) or _FSDP_RANK.fullmatch(name) for name in names) or is_universal(folder):
+        return folder
+    if folder.name == 'zero' and is_universal(folder.parent):
+        raise CheckpointError(f'{folder}: one part of a universal checkpoint of DeepSpeed; give {folder.parent}')
     if 'last_checkpoint' in names:
         return _last_checkpoint(folder)
     # Accelerate's tags; with several models `latest` is that of the one that was saved last
     models = [name for name in names if name.startswith('pytorch_model') and (folder / name).is_dir()]
-    if 'latest' in names and len(models) < 2:
-        tag = _text(folder / 'latest')
-        if tag not in names or not (folder / tag).is_dir():
-            raise CheckpointError(f'{folder / "latest"}: names {tag[:80]!r}, no folder beside it; give a tag folder')
-        return folder / tag
-    candidates = models or _candidates(folder, names)
+    if len(models) < 2:
+        for pointer in ('latest', 'latest_universal'):
+            if pointer in names:
+                return _tag(folder, pointer, names)
+        if models and _FSDP_FOLDER.fullmatch(models[0]):
+            return folder / models[0]
+        if _FSDP_WHOLE in names:
+            return folder / _FSDP_WHOLE
+    candidates = models or _candidates(names)
     if candidates:
         shown = ', '.join(candidates[-_SHOWN:])
         raise CheckpointError(f'{folder}: holds {len(candidates)} checkpoints ({shown}); give one of them')
@@ -75,9 +103,16 @@ def _follow(folder: Path) -> Path:
     )
 
 
-def _candidates(folder: Path, names: list[str]) -> list[str]:
+def _tag(folder: Path, pointer: str, names: list[str]) -> Path:
+    tag = _text(folder / pointer)
+    if tag not in names or not (folder / tag).is_dir():
+        raise CheckpointError(f'{folder / pointer}: names {tag[:80]!r}, no folder beside it; give a tag folder')
+    return folder / tag
+
+
+def _candidates(names: list[str]) -> list[str]:
     """What the user may have meant, oldest first."""
-    numbered = [(int(m[1]), n) for n in names if (m := re.fullmatch(r'(?:iter_|epoch_|checkpoint-)(\d+)(?:\.pth)?', n))]
+    numbered = [(int(match[1]), name) for name in names if (match := _NUMBERED.fullmatch(name))]
     return [name for _, name in sorted(numbered)]
 
 
@@ -105,56 +140,21 @@ def _text(path: Path) -> str:
 
 
 def _refuse_unsupported(path: Path) -> None:
+    refuse_unsupported(path)
     for pattern, what in _UNSUPPORTED:
         if pattern.fullmatch(path.name):
-            raise CheckpointError(
-                f'{path}: a file of {what}, which is not supported; save without it, or export with HFCheckpointHook'
-            )
+            raise CheckpointError(f'{path}: {what}')
 
 
-def _tag_folder(given: Path, folder: Path) -> FoundCheckpoint:
-    models: dict[str, Path] = {}
-    optims: dict[str, Path] = {}
-    prefixes: dict[str, Path] = {}
-    for file in sorted(folder.iterdir()):
-        _refuse_unsupported(file)
-        if match := _MODEL.fullmatch(file.name):
-            models[match['rank'] or ''] = file
-        elif match := _OPTIM.fullmatch(file.name):
-            optims[match['rank']] = file
-            prefixes[match['prefix'] or ''] = file
-    if not models and not optims:
-        raise CheckpointError(f'{folder}: not a checkpoint: holds no *_model_states.pt; give one that does')
-    if '' in models and len(models) > 1:
-        raise CheckpointError(f'{models[""]}: ZeRO-3 files lie beside it, left by another run; remove one or the other')
-    if len(prefixes) > 1:
-        one, other = list(prefixes.values())[:2]
-        raise CheckpointError(f'{one}: {other.name} is of another precision; remove what another run has left')
-    layout = _layout(folder)
-    if '' in models:
-        model_files = (models[''],)
-    else:
-        world_size = 1 + max(map(int, [*models, *optims]))
-        model_files = _all_ranks(folder, models, world_size, 'zero_pp_rank_{}_mp_rank_00_model_states.pt')
-        _all_ranks(folder, optims, world_size, '*zero_pp_rank_{}_mp_rank_00_optim_states.pt')
-    n_optims = 1 + max(map(int, optims), default=-1)
-    optim_files = _all_ranks(folder, optims, n_optims, '*zero_pp_rank_{}_mp_rank_00_optim_states.pt')
-    return FoundCheckpoint(given, folder, layout, model_files, optim_files)
+def _dcp(given: Path, folder: Path, names: list[str]) -> FoundCheckpoint:
+    if _DCP_INDEX not in names:
+        raise CheckpointError(
+            f'{folder / _DCP_INDEX}: missing, though files of torch.distributed.checkpoint are there; copy it, too'
+        )
+    files = tuple(folder / name for name in names if _DCP_FILE.fullmatch(name))
+    return FoundCheckpoint(given, folder, 'dcp', files)
 
 
-def _all_ranks(folder: Path, files: dict[str, Path], n_ranks: int, pattern: str) -> tuple[Path, ...]:
-    by_rank = {int(rank): file for rank, file in files.items()}
-    for rank in range(n_ranks):
-        if rank not in by_rank:
-            raise CheckpointError(
-                f'{folder / pattern.format(rank)}: missing, though {n_ranks} ranks wrote; copy it, too'
-            )
-    return tuple(by_rank[rank] for rank in range(n_ranks))
-
-
-def _layout(folder: Path) -> str:
-    if folder.suffix == '.pth':
-        return 'mmengine'
-    if re.fullmatch(r'checkpoint-\d+', folder.absolute().parent.name):
-        return 'trainer'
-    return 'accelerate' if folder.name.startswith('pytorch_model') else 'deepspeed'
+def _fsdp(given: Path, folder: Path, names: list[str]) -> FoundCheckpoint:
+    files = {int(match[1]): folder / name for name in names if (match := _FSDP_RANK.fullmatch(name))}
+    return FoundCheckpoint(given, folder, 'fsdp', tuple(files[rank] for rank in sorted(files)))

@@ -13,11 +13,14 @@ from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.records import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
+from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
+from xhf_hooks.sources.checkpoint.universal import load_universal
 from xhf_hooks.sources.slices import SliceSource
 
 #: Values that are compared to find files of different iterations: of so many tensors, so many elements each.
@@ -56,6 +59,8 @@ class CheckpointSource(SliceSource):
         self._reader = PieceReader()
         if found.layout == 'file':
             content, assembled = self._open_file(ema)
+        elif found.layout in ('dcp', 'fsdp'):
+            content, assembled = self._open_sharded()
         else:
             content, assembled = self._open_folder()
         self._tensors = {tensor.name: tensor for tensor in assembled.tensors}
@@ -146,7 +151,17 @@ class CheckpointSource(SliceSource):
         tensors = file.tensors if ema or file.live is None else file.live
         return file.content, from_state_dict(str(self.found.path), tensors, {})
 
+    def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
+        self.facts = self._facts('torch')
+        if self.found.layout == 'dcp':
+            return {}, load_dcp(self.found)
+        return load_fsdp_ranks(self.found)
+
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
+        if self.found.layout == 'universal':
+            models, assembled = load_universal(self.found)
+            self.facts = self._facts('deepspeed', *_stage_and_ranks(models, ()), models[0].version)
+            return models[0].content, assembled
         models, optims = load_states(self.found)
         self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].version)
         if not optims:
@@ -207,12 +222,11 @@ def _stage_and_ranks(models: Sequence[ModelState], optims: Sequence[OptimState])
 
 
 def _number_in(found: FoundCheckpoint) -> int | None:
-    """The iteration that a folder or file is named after; epochs are another unit."""
-    for name in (found.path.name, found.path.absolute().parent.name if found.layout == 'trainer' else ''):
-        match = re.fullmatch(r'(?:iter_|checkpoint-)(\d+)(?:\.pth)?', name)
-        if match:
-            return int(match[1])
-    return None
+    """The iteration that a folder or file is named after, or Trainer's folder around it; epochs are another unit."""
+    number = '(0|[1-9][0-9]{0,14})'
+    match = re.fullmatch(rf'(?:iter_|checkpoint-){number}(?:\.pth)?', found.path.name)
+    match = match or re.fullmatch(f'checkpoint-{number}', found.path.absolute().parent.name)
+    return int(match[1]) if match else None
 
 
 def _first_int(*values: Any) -> int | None:

@@ -145,7 +145,8 @@ def load_states(found: FoundCheckpoint) -> tuple[list[ModelState], list[OptimSta
     """
     models = [load_model_state(file) for file in found.model_files]
     optims = [load_optim_state(file) for file in found.optim_files]
-    _check_ranks(models, optims)
+    if found.layout != 'universal':  # its model files lie beside the masters of all ranks
+        _check_ranks(models, optims)
     _same('optimizer step', [(o.file, o.step) for o in optims])
     _same('global_steps', [(m.file, m.steps) for m in models])
     _same('DeepSpeed version', [(state.file, state.version) for state in (*models, *optims)])

@@ -7,6 +7,7 @@ each storage its number of elements (8 bytes) and its bytes (``_legacy_load``).
 
 from __future__ import annotations
 
+import io
 import mmap
 import struct
 import zipfile
@@ -27,17 +28,44 @@ _LOCAL_HEADER = struct.Struct('<4s5H3I2H')
 _COPY_HINT = 'copy or download it again, or take another iteration'
 
 
-def load_torch_file(path: Path) -> Any:
+def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
     """The object in a file of ``torch.save``, with :class:`LazyTensor` for tensors. Executes nothing.
+
+    Args:
+        window: Where in the file a zip file of ``torch.save`` begins, and how many bytes it has; None: it is the file.
 
     Raises:
         CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
     """
     data = _map(path)
     try:
+        if window is not None:
+            start, nbytes = window
+            if start + nbytes > len(data):
+                raise CheckpointError(f'{path}: is truncated: byte {start + nbytes} of {len(data)}; {_COPY_HINT}')
+            return _ZipFile(path, memoryview(data)[start : start + nbytes], start).load()
         if data[:4] == b'PK\x03\x04':
             return _ZipFile(path, data).load()
         return _load_legacy(path, data)
+    except (UnsafePickle, BadTensor) as error:
+        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
+
+
+def load_pickle_file(path: Path) -> Any:
+    """The object in a plain file of ``pickle.dump``. Executes nothing.
+
+    Raises:
+        CheckpointError: The file is missing, empty, too large, damaged, or refers to storages.
+    """
+    data = _map(path)
+    if len(data) > MAX_PICKLE_NBYTES:
+        raise CheckpointError(f'{path}: has {len(data)} bytes, more than the {MAX_PICKLE_NBYTES} allowed')
+
+    def persistent(pid: Any) -> Any:
+        raise BadTensor('a persistent id, which only files of torch.save have')
+
+    try:
+        return load_pickle(memoryview(data), persistent)[0]
     except (UnsafePickle, BadTensor) as error:
         raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
 
@@ -73,10 +101,12 @@ def zip_root(path: Path) -> str | None:
 
 
 class _ZipFile:
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path, self._data = path, data
+    """Args: ``data`` is the zip file, which begins at byte ``start`` of the file ``path``."""
+
+    def __init__(self, path: Path, data: mmap.mmap | memoryview, start: int = 0) -> None:
+        self._path, self._data, self._start = path, data, start
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(_Window(memoryview(data))) as archive:
                 infos = archive.infolist()
         # All that zipfile raises on odd bytes, depending on which they are
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError, struct.error) as error:
@@ -103,7 +133,7 @@ class _ZipFile:
         return load_pickle(pickled, self._persistent)[0]
 
     def locate(self, key: str) -> int:
-        return self._offset(self._entries[f'{self._folder}/data/{key}'])
+        return self._start + self._offset(self._entries[f'{self._folder}/data/{key}'])
 
     def _find_folder(self) -> str:
         folders = [name[: -len('/data.pkl')] for name in self._entries if name.endswith('/data.pkl')]
@@ -118,7 +148,7 @@ class _ZipFile:
         if info is None:
             return default
         start = self._offset(info)
-        return self._data[start : start + min(info.file_size, 100)]
+        return bytes(self._data[start : start + min(info.file_size, 100)])
 
     def _offset(self, info: zipfile.ZipInfo) -> int:
         """Where the content of a part begins: behind its local header, whose padding aligns it."""
@@ -151,6 +181,30 @@ class _ZipFile:
             raise BadTensor(f'storage {key!r} has {info.file_size} bytes, {storage.nbytes} are recorded')
         self._storages[key] = storage
         return storage
+
+
+class _Window(io.RawIOBase):
+    """Part of a mapped file, as a file."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._position = data, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        found = self._data[self._position : self._position + len(buffer)]
+        buffer[: len(found)] = found
+        self._position += len(found)
+        return len(found)
 
 
 def _load_legacy(path: Path, data: mmap.mmap) -> Any:

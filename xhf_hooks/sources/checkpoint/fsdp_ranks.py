@@ -1,0 +1,113 @@
+"""Checkpoints of MMEngine's FSDPStrategy with a file for each rank: ``iter_500.pth/rank0.pth`` and so on.
+
+Which state dicts they hold: mmengine ``_strategy/fsdp.py`` (``save_checkpoint``); torch ``fsdp/_state_dict_utils.py``.
+SHARDED_STATE_DICT has, under each name, a ShardedTensor, which tells the place of each of its shards. LOCAL_STATE_DICT
+has flat parameters, whose parts have no shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict
+from xhf_hooks.sources.checkpoint.chunks import Chunk, as_dtype, as_sizes, attributes, contiguous_piece, join
+from xhf_hooks.sources.checkpoint.inert import Global, Inert
+from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+
+_FLAT = '_flat_param'
+_READER = (
+    "MMEngine's own FSDPStrategy.load_checkpoint reads it, in a run with as many ranks. Save what it has loaded with "
+    "state_dict_cfg='full', or export it with HFCheckpointHook"
+)
+
+
+def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assembled]:
+    """The first file's content, and the tensors of all.
+
+    Raises:
+        CheckpointError: Files are missing, of several saves, or of LOCAL_STATE_DICT.
+    """
+    contents = [_content(file) for file in found.model_files]
+    states = [content['state_dict'] for content in contents]
+    _require_one_save(found.model_files, contents)
+    names = [name for name in states[0] if isinstance(name, str)]
+    sharded = {name: states[0][name] for name in names if _is_sharded(states[0][name])}
+    tensors = {name: _joined(found.path, name, value, found.model_files, states) for name, value in sharded.items()}
+    whole = {name: states[0][name] for name in names if isinstance(states[0][name], LazyTensor)}  # the same on all
+    buffers = {tensor.name: tensor for tensor in from_state_dict(str(found.model_files[0]), whole, {}).tensors}
+    both = tensors | buffers
+    return contents[0], Assembled(tuple(both[name] for name in names if name in both))
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    content = load_torch_file(file)
+    state = content.get('state_dict') if isinstance(content, dict) else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: not a rank's file of MMEngine's FSDPStrategy; give another checkpoint")
+    if any(isinstance(name, str) and name.rpartition('.')[2] == _FLAT for name in state):
+        raise CheckpointError(
+            f"{file}: of MMEngine's FSDPStrategy with state_dict_cfg='local', whose flat parameters do not tell their "
+            f'shapes; {_READER}'
+        )
+    for name, value in state.items():
+        if isinstance(value, Inert) and not _is_sharded(value):
+            raise CheckpointError(
+                f"{file}: of MMEngine's FSDPStrategy, with {str(name)[:80]!r} as an object that is not known here; "
+                f'{_READER}'
+            )
+    return content
+
+
+def _require_one_save(files: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
+    saved_at = []
+    for content in contents:
+        meta = content['meta'] if isinstance(content.get('meta'), dict) else {}
+        saved_at.append([value if type(value) is int else None for value in (meta.get('iter'), meta.get('epoch'))])
+    for file, content, at in zip(files, contents, saved_at, strict=True):
+        if at != saved_at[0]:
+            raise CheckpointError(
+                f'{file}: was saved at iteration and epoch {at}, {files[0].name} at {saved_at[0]}; put the files of '
+                f'one save together'
+            )
+        if content['state_dict'].keys() != contents[0]['state_dict'].keys():
+            raise CheckpointError(f'{file}: has other names than {files[0].name}; put the files of one save together')
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, Inert) and bool(value.args) and (
+        isinstance(value.args[0], Global) and value.args[0].name == 'ShardedTensor'
+    )  # fmt: skip
+
+
+def _joined(folder: Path, name: str, first: Inert, files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> Any:
+    dtype = as_dtype(first.args[1]) if len(first.args) > 2 else None
+    shape = as_sizes(first.args[2]) if len(first.args) > 2 else None
+    if dtype is None or shape is None:
+        raise CheckpointError(f'{files[0]}: does not say what {name} is; take another checkpoint')
+    chunks = []
+    for file, state in zip(files, states, strict=True):
+        value = state[name]
+        if not _is_sharded(value) or as_sizes(value.args[2]) != shape:
+            raise CheckpointError(f'{file}: {name} is not of shape {shape}; put the files of one save together')
+        shards = value.state[0] if isinstance(value.state, tuple) and value.state else None
+        for shard in shards if isinstance(shards, list) else ():
+            chunks.append(_chunk(file, name, dtype, attributes(shard, 'Shard')))
+    return join(str(folder), name, shape, dtype, [chunk for chunk in chunks if chunk is not None])
+
+
+def _chunk(file: Path, name: str, dtype: str, shard: Mapping[str, Any]) -> Chunk | None:
+    box = attributes(shard.get('metadata'), 'ShardMetadata')
+    offsets, sizes = as_sizes(box.get('shard_offsets')), as_sizes(box.get('shard_sizes'))
+    if offsets is None or sizes is None:
+        raise CheckpointError(f'{file}: a part of {name} does not tell its place; take another checkpoint')
+    if 0 in sizes:
+        return None
+    piece = contiguous_piece(shard.get('tensor'), sizes, dtype)
+    if piece is None:
+        raise CheckpointError(f'{file}: a part of {name} is not what it says it is; take another checkpoint')
+    return Chunk(offsets, sizes, piece)
