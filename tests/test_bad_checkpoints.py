@@ -79,7 +79,7 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'rank missing at 3': (3, remove(optim(2)), optim(2), 'missing'),
     'model file of a rank missing': (3, remove(model3(1)), model3(1), 'missing'),
     'last rank missing at 3': (3, lambda f: (remove(optim(2))(f), remove(model3(2))(f)), optim(2), 'missing'),
-    'model file missing': (1, remove(MODEL), model3(0), 'missing'),
+    'model file missing': (1, remove(MODEL), MODEL, 'missing'),
     'all optimizer files missing': (3, lambda f: [remove(optim(r))(f) for r in range(3)], optim(0), 'missing'),
     'truncated': (3, cut(optim(1), 0.7), optim(1), 'truncated'),
     'truncated model file': (1, cut(MODEL, 0.5), MODEL, 'truncated'),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.made_checkpoint import MadeCheckpoint
+from tests.helpers.read_checkpoint import open_checkpoint
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint import find_checkpoint
 
@@ -93,8 +96,17 @@ REFUSED = {
     'several of Trainer': ('', ['checkpoint-2/x', 'checkpoint-10/x'], r'\(checkpoint-2, checkpoint-10\)'),
     'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a DeepSpeed checkpoint'),
     'safetensors': ('m.safetensors', ['m.safetensors'], 'holds safetensors already'),
-    'FSDP of MMEngine': ('iter_2.pth', ['iter_2.pth/rank0.pth'], 'FSDPStrategy'),
-    'DCP': ('', ['__0_0.distcp', '.metadata'], 'torch.distributed.checkpoint'),
+    'a part of FSDPStrategy': ('iter_2.pth/rank0.pth', ['iter_2.pth/rank0.pth'], r'FSDPStrategy; give .*iter_2\.pth$'),
+    'a part of DCP': ('a/__0_0.distcp', ['a/__0_0.distcp', 'a/.metadata'], 'one part of a checkpoint; give its folder'),
+    'DCP without its index': ('', ['__0_0.distcp'], r'/\.metadata: missing.*torch\.distributed\.checkpoint'),
+    'DCP by rank': ('', ['__0_0.distcp', '__0.metadata'], r"use_collectives=False; torch's own load reads it"),
+    'FSDP models of Accelerate': (
+        '', ['pytorch_model_fsdp_0/x', 'pytorch_model_fsdp_1/x'], r'2 checkpoints \(pytorch_model_fsdp_0,'),
+    'parts of Accelerate': ('', ['pytorch_model_fsdp_rank0.bin'], "Accelerate's load_state reads it"),
+    'universal, not finished': ('', ['zero/a.weight/fp32.pt'], 'ds_to_universal.py did not finish here'),
+    'stages of a pipeline': ('', ['layer_00-model_states.pt', 'mp_rank_00_model_states.pt'], 'pipeline parallelism'),
+    'tensor parallelism': ('', ['mp_rank_00_model_states.pt', 'mp_rank_01_model_states.pt'], 'tensor parallelism'),
+    'tensor parallelism at ZeRO-3': ('', ['bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt'], 'tensor parallelism'),
     'experts': ('', ['mp_rank_00_model_states.pt', 'expp_rank_0_mp_rank_00_optim_states.pt'], 'expert parallelism'),
 }  # fmt: skip
 
@@ -106,6 +118,67 @@ def test_is_refused(tmp_path, case):
     with pytest.raises(CheckpointError, match=words) as caught:
         find_checkpoint(tmp_path / given)
     assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
+    assert 'save without it' not in str(caught.value), 'the run is over'
+
+
+#: Names of a rank's file that DeepSpeed cannot have written.
+ODD_NAMES = {
+    'a zero too many': 'zero_pp_rank_01_mp_rank_00_model_states.pt',
+    'a zero too many, optimizer': 'bf16_zero_pp_rank_01_mp_rank_00_optim_states.pt',
+    'Arabic digits': 'zero_pp_rank_\u0661_mp_rank_00_model_states.pt',
+    'more ranks than there can be': f'zero_pp_rank_{10**180}_mp_rank_00_optim_states.pt',
+    'a sign': 'zero_pp_rank_+1_mp_rank_00_model_states.pt',
+    'another prefix': 'old_zero_pp_rank_1_mp_rank_00_optim_states.pt',
+    'another model rank': 'zero_pp_rank_1_mp_rank_0_model_states.pt',
+}
+
+
+@pytest.mark.parametrize('case', ODD_NAMES)
+def test_names_that_deepspeed_does_not_write(tmp_path, case):
+    zero3(tmp_path, 2)
+    put(tmp_path, ODD_NAMES[case])
+    with pytest.raises(CheckpointError, match='DeepSpeed writes no file of this name') as caught:
+        find_checkpoint(tmp_path)
+    assert ODD_NAMES[case] in str(caught.value)
+
+
+def test_numbers_without_end(tmp_path):
+    put(tmp_path, f'iter_{"9" * 200}.pth', f'checkpoint-{"1" * 200}/x', 'iter_\u0665.pth')
+    with pytest.raises(CheckpointError, match='not a checkpoint'):
+        find_checkpoint(tmp_path)
+    put(tmp_path, 'iter_5.pth', 'iter_05.pth')
+    with pytest.raises(CheckpointError, match=r'holds 1 checkpoints \(iter_5\.pth\)'):
+        find_checkpoint(tmp_path)
+    (tmp_path / 'last_checkpoint').write_text('9' * 4000)
+    with pytest.raises(CheckpointError, match='which is not there'):
+        find_checkpoint(tmp_path)
+
+
+def test_fsdp_of_accelerate_and_trainer(tmp_path):
+    folder = tmp_path / 'checkpoint-500'
+    put(folder, 'pytorch_model_fsdp_0/.metadata', 'pytorch_model_fsdp_0/__0_0.distcp', 'optimizer_0/.metadata')
+    assert found(folder) == found(folder / 'pytorch_model_fsdp_0') == ('dcp', 'pytorch_model_fsdp_0')
+    whole = put(tmp_path / 'state', 'pytorch_model_fsdp.bin', 'optimizer.bin', 'random_states_0.pkl')
+    assert found(whole) == ('file', 'pytorch_model_fsdp.bin')
+
+
+def test_fsdp_of_mmengine(tmp_path):
+    put(tmp_path, *(f'iter_2.pth/rank{rank}.pth' for rank in range(11)))
+    (tmp_path / 'last_checkpoint').write_text('iter_2.pth')
+    assert found(tmp_path) == ('fsdp', 'iter_2.pth')
+    files = find_checkpoint(tmp_path / 'iter_2.pth').model_files
+    assert [file.name for file in files] == [f'rank{rank}.pth' for rank in range(11)]
+
+
+def test_universal(tmp_path):
+    folder = put(tmp_path / 'global_step5_universal', 'zero/a.weight/fp32.pt', 'zero/optimizer_state.pt')
+    put(folder, 'mp_rank_00_model_states.pt')
+    (tmp_path / 'latest_universal').write_text(folder.name)
+    assert found(tmp_path) == found(folder) == ('universal', folder.name)
+    assert find_checkpoint(folder).parameter_files == {'a.weight': folder / 'zero/a.weight/fp32.pt'}
+    zero3(tmp_path / 'global_step5')  # what it was made of, as long as that is there
+    (tmp_path / 'latest').write_text('global_step5')
+    assert found(tmp_path) == ('deepspeed', 'global_step5')
 
 
 @pytest.mark.parametrize('text', ['gone', '../elsewhere', '/no/such', '', 'x' * 9999])
@@ -116,3 +189,49 @@ def test_a_pointer_that_points_nowhere(tmp_path, pointer, text):
     (folder / pointer).write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(str(folder))):
         find_checkpoint(folder)
+
+
+def model3(rank: int) -> str:
+    return f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt'
+
+
+def optim(rank: int) -> str:
+    return f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'
+
+
+#: Of a run of two ranks: the stage, files that lie about beside its own, the one that is named.
+LEFT_OVER: dict[str, tuple[int, list[str], str]] = {
+    'optimizer file at 1': (1, [optim(2)], optim(2)),
+    'optimizer file at 1, with a gap': (1, [optim(5)], optim(5)),
+    'optimizer file at 3': (3, [optim(2)], optim(2)),
+    'model file at 3': (3, [model3(2)], model3(2)),
+    'both at 3': (3, [model3(2), optim(2)], optim(2)),
+    'several at 3, with gaps': (3, [model3(9), optim(7), optim(12)], model3(9)),
+}
+
+
+@pytest.mark.parametrize('case', LEFT_OVER)
+def test_what_is_left_over_is_named(tmp_path, case):
+    stage, names, named = LEFT_OVER[case]
+    folder = MadeCheckpoint(stage=stage, world_size=2).write(tmp_path / 'global_step5')
+    for name in names:
+        shutil.copy(folder / (optim(1) if 'optim' in name else model3(1)), folder / name)
+    with pytest.raises(CheckpointError, match=r'left (by another run|from a run)') as caught:
+        open_checkpoint(folder)
+    assert str(caught.value).startswith(f'{folder / named}: '), str(caught.value)
+    assert 'ranks wrote' not in str(caught.value)
+
+
+def test_what_is_missing_is_named_as_it_was(tmp_path):
+    for stage, removed, words in (
+        (1, ['mp_rank_00_model_states.pt'], r'/mp_rank_00_model_states\.pt: missing: ZeRO-1 writes one'),
+        (3, [model3(1)], rf'/{model3(1)}: missing: 3 ranks wrote'),
+        (3, [model3(0), model3(1), model3(2)], rf'/{model3(0)}: missing: 3 ranks wrote'),
+        (3, [optim(0), optim(2)], rf'/{optim(0)}: missing: 3 ranks wrote'),
+        (3, [optim(0), optim(1), optim(2)], rf'/{optim(0)}: missing: 3 ranks wrote'),
+    ):
+        folder = MadeCheckpoint(stage=stage, world_size=3).write(tmp_path / f'{stage}-{len(list(tmp_path.iterdir()))}')
+        for name in removed:
+            (folder / name).unlink()
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(folder)

@@ -111,7 +111,7 @@ def _check_complete(
     needed += [] if universal or (whole is not None and not optims) else [optims]
     if all(files.keys() == set(range(n_ranks)) for files in needed):
         return
-    teller, n_ranks = _number_of_ranks(models, optims)
+    teller, n_ranks, stage = _number_of_ranks(models, optims)
     if teller is None:
         ranks = ', '.join(map(str, sorted({*models, *optims})))
         raise CheckpointError(
@@ -120,6 +120,10 @@ def _check_complete(
         )
     for file in (files[rank] for files in (models, optims) for rank in sorted(files) if rank >= n_ranks):
         raise CheckpointError(f'{file}: left by another run, since {teller.name} is of {n_ranks} rank(s); remove it')
+    if whole is None and not models and stage != 3:
+        raise CheckpointError(
+            f'{folder / "mp_rank_00_model_states.pt"}: missing: ZeRO-{stage} writes one; copy it, too'
+        )
     for files in needed:
         for rank in range(n_ranks):
             if rank not in files:
@@ -129,21 +133,22 @@ def _check_complete(
                 )
 
 
-def _number_of_ranks(models: Files, optims: Files) -> tuple[Path | None, int]:
-    """The first file that tells it, and what it tells."""
+def _number_of_ranks(models: Files, optims: Files) -> tuple[Path | None, int, int]:
+    """The first file that tells it, what it tells, and the ZeRO stage."""
     for rank in sorted(optims):
         try:
-            return optims[rank], load_optim_state(optims[rank]).world_size
+            state = load_optim_state(optims[rank])
         except CheckpointError:  # the next one may tell
             continue
+        return optims[rank], state.world_size, state.stage
     for rank in sorted(models):
         try:
             n_ranks = load_model_state(models[rank]).content.get('dp_world_size')
         except CheckpointError:
             continue
         if type(n_ranks) is int and n_ranks > 0:
-            return models[rank], n_ranks
-    return None, 0
+            return models[rank], n_ranks, 3
+    return None, 0, 0
 
 
 def _parameter_files(folder: Path) -> dict[str, Path]:

@@ -1,0 +1,123 @@
+"""Checkpoints of FSDP runs as trainers write them, with the hook's own export beside each. Runs on: all ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import doors
+
+
+def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
+    """A trained model under FSDP1 or FSDP2; each decoder layer is a unit of its own.
+
+    Args:
+        kind: ``'untied'``, ``'tied'``, ``'lora'`` or ``'bf16'``.
+        columns: Matrices are split along their second dimension where that is even.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.tensor import Shard
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = doors.tiny_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
+    if version == 1:
+        policy = ModuleWrapPolicy({LlamaDecoderLayer})
+        model = FullyShardedDataParallel(
+            model, device_id=torch.device('cpu'), use_orig_params=True, auto_wrap_policy=policy
+        )
+    else:
+        world_size = dist.get_world_size()
+        options: dict[str, Any] = {'mesh': init_device_mesh('cpu', (world_size,))}
+        if columns:
+            options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % world_size == 0 else None
+        for module in [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]:
+            fully_shard(module, **options)
+        fully_shard(model, **options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    doors.train_steps(model, optimizer)
+    return model, optimizer
+
+
+def accelerates(kind: str, version: int, state_dict_type: str, folder: Path, **options: Any) -> None:
+    """What ``accelerator.save_state(folder/state)`` makes of an FSDP model, by the functions that it calls.
+
+    Accelerate itself wraps a model in FSDP only on a machine with a GPU. With ``use_dcp=False`` each rank saves a file.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    from xhf_hooks import save_hf
+
+    model, optimizer = sharded(kind, version)
+    save_hf(model, folder / 'hook')
+    with doors.fresh_accelerate(ACCELERATE_USE_CPU='true'):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=state_dict_type)
+        accelerator = Accelerator(cpu=True)
+        save_fsdp_model(plugin, accelerator, model, str(folder / 'state'), **options)
+        if state_dict_type == 'SHARDED_STATE_DICT' and not options:
+            save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder / 'state'))
+
+
+def plain_dcp(kind: str, folder: Path, *, columns: bool = False, all_in_one: bool = False) -> None:
+    """``torch.distributed.checkpoint.save`` of FSDP2's state dict; with ``all_in_one`` beside the optimizer's."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from xhf_hooks import save_hf
+
+    model, optimizer = sharded(kind, 2, columns=columns)
+    save_hf(model, folder / 'hook')
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if all_in_one:
+        dcp.save({'app': {'model': model_state, 'optimizer': optimizer_state}}, checkpoint_id=folder / 'state')
+    else:
+        dcp.save(model_state, checkpoint_id=folder / 'state')
+
+
+def strategy_run(kind: str, folder: Path) -> None:
+    """MMEngine's FSDPStrategy; ``kind`` is ``'full'``, ``'sharded'``, ``'local'`` or ``'local_flat'``."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
+    from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
+
+    from tests.helpers.toy_run import run_config, train
+
+    # As state_dict_cfg='full', but for rank0_only and offload_to_cpu, with which torch's FSDP1 crashes on a CPU
+    state: Any = dict(
+        state_dict_type='FULL_STATE_DICT',
+        state_dict_config=FullStateDictConfig(),
+        optim_state_dict_config=FullOptimStateDictConfig(),
+    )
+    if kind == 'sharded':
+        state = dict(
+            state_dict_type='SHARDED_STATE_DICT',
+            state_dict_config=ShardedStateDictConfig(),
+            optim_state_dict_config=ShardedOptimStateDictConfig(),
+        )
+    elif kind != 'full':
+        state = 'local'
+    os.environ['LOCAL_RANK'] = str(dist.get_rank())
+    wrapper = dict(
+        type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=kind != 'local_flat'
+    )
+    hook = dict(interval=4, by_epoch=False, out_dir=str(folder / 'hook')) if kind != 'local_flat' else None
+    config = run_config(folder / 'run', hook=hook, stage=None)
+    strategy = dict(type='FSDPStrategy', model_wrapper=wrapper, state_dict_cfg=state)
+    train(config | dict(runner_type='FlexibleRunner', strategy=strategy))
+
+
+def config_alone(export: Path, folder: Path) -> Path:
+    """A base model without weights, so that nothing can be read from there."""
+    folder.mkdir(parents=True)
+    for name in ('config.json', 'adapter_config.json'):
+        if (export / name).is_file():
+            shutil.copy(export / name, folder)
+    return folder
