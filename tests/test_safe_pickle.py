@@ -20,7 +20,7 @@ import torch
 from tests.helpers.hostile_pickles import HOSTILE, TRACE
 from tests.helpers.torch_zip import write_torch_zip
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_int
+from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
@@ -129,7 +129,25 @@ def test_stages_of_zero_are_numbers():
     assert as_int(Inert(made_by, (3,))) == 3
     assert as_int(Global(made_by.module, 'ZeroStageEnum.gradients')) == 2  # Python 3.11
     assert as_int(2) == 2
-    assert [as_int(v) for v in (True, '3', None, Inert(made_by, ()), Global('x', 'Other.weights'))] == [None] * 5
+    assert [as_int(v) for v in (True, '3', None, Inert(made_by, ()), Global('x', 'Other.weights'), 2**63)] == [None] * 6
+
+
+def test_plain_trees():
+    """Of what is shared, copies; of what has no end, an error; of a class of its own, something that compares."""
+    inner = [1]
+    tree = as_data({'a': inner, 'b': (inner, {'c': inner})}, 'x: config')
+    assert tree == {'a': [1], 'b': ([1], {'c': [1]})} and tree['a'] is not tree['b'][0]
+    config_dict, other = Inert(Global('mmengine.config.config', 'ConfigDict'), ({'a': inner},)), Global('a', 'B')
+    assert as_data({'x': config_dict}, '') == {'x': {'a': [1]}}
+    assert as_data([Inert(other, (1,))], '') == as_data([Inert(other, (1,))], '') != as_data([Inert(other, (2,))], '')
+    own: list = [1]
+    own += [own, own, own]
+    laughs: list = ['ha']
+    for _ in range(40):
+        laughs = [laughs, laughs]
+    for endless in (own, laughs, {'a': {'b': own}}, [Inert(other, (laughs,))]):
+        with pytest.raises(CheckpointError, match=r'^x: config: .*(2000000 parts|holds itself)'):
+            as_data(endless, 'x: config')
 
 
 def test_parameters_and_tensors_with_attributes(tmp_path):

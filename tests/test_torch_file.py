@@ -14,7 +14,7 @@ from tests.helpers.made_checkpoint import MadeCheckpoint
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 from tests.helpers.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file, zip_root
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -173,3 +173,14 @@ def test_reads_nothing_but_what_is_asked_for(tmp_path):
     path.write_bytes(data.replace(torch.full((4,), 7.0).numpy().tobytes(), b'x' * 16))
     assert_same_tensors(read_all(open_checkpoint(path)), {'w': torch.ones(3)})
     assert load_torch_file(path)['optimizer']['m'].numel == 4
+
+
+def test_the_name_that_a_file_was_saved_under(tmp_path):
+    """Evidence of a file that was renamed."""
+    for name, root in {'rank_1.optim.pt': 'rank_1.optim', 'x': 'x', 'ä.pt': 'archive'}.items():
+        torch.save({}, tmp_path / name)
+        assert zip_root((tmp_path / name).rename(tmp_path / 'renamed.pt')) == root
+    with (tmp_path / 'opened.pt').open('wb') as file:
+        torch.save({}, file)
+    assert zip_root(tmp_path / 'opened.pt') == 'archive'
+    assert zip_root(save(tmp_path / 'old.pt', {}, 'old')) is None

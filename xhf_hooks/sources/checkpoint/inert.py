@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from xhf_hooks.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class Global:
@@ -40,25 +42,56 @@ class Inert:
     def __repr__(self) -> str:
         return f'<{self.made_by}>'  # the data may be endless
 
+    def plain(self) -> Any:
+        """The dict that it is a copy of, else a tuple of its attributes."""
+        given = self.args[0] if len(self.args) == 1 else {}
+        if isinstance(given, dict) and (given or self.entries):
+            return {**given, **self.entries}
+        return self.made_by, self.args, self.state, self.items, self.entries
 
-_DEEPEST_DATA = 20
+
+_DEEPEST_DATA = 50
+#: In a file of 100,000 parameters, their shapes are some 500,000.
+_MOST_DATA = 2_000_000
 
 
-def as_data(value: Any, depth: int = 0) -> Any:
-    """Dicts of a class of their own, as MMEngine's ConfigDict, as plain dicts; all else as it is.
+def as_data(value: Any, where: str) -> Any:
+    """A value of a pickle as a plain tree: no container is in it twice, so that walks and ``==`` take linear time.
 
-    ConfigDict is pickled as ``ConfigDict({...})`` (mmengine ``config/config.py``, ``__reduce_ex__``).
+    A pickle may name one list again and again, or put it into itself; each mention becomes a copy. Dicts of a class
+    of their own, as MMEngine's ConfigDict, become plain dicts: ConfigDict is pickled as ``ConfigDict({...})``
+    (mmengine ``config/config.py``, ``__reduce_ex__``). Other objects become ``(class, args, state, items, entries)``,
+    since two :class:`Inert` are never equal. Sets, names of classes and tensors stay as they are: a set holds keys.
+
+    Args:
+        where: File and field, for the message.
+
+    Raises:
+        CheckpointError: It holds itself, is nested deeper than 50 levels, or has more than 2 million parts.
     """
-    if depth > _DEEPEST_DATA:  # it may hold itself
+    return _Tree(where).copy(value, 0)
+
+
+class _Tree:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._left = _MOST_DATA
+
+    def copy(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise CheckpointError(f'{self._where}: has more than {_MOST_DATA} parts; take another checkpoint')
+        if depth > _DEEPEST_DATA:
+            raise CheckpointError(
+                f'{self._where}: is nested deeper than {_DEEPEST_DATA} levels, or holds itself; take another checkpoint'
+            )
+        if isinstance(value, Inert):
+            value = value.plain()
+        if isinstance(value, dict):
+            return {key: self.copy(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.copy(item, depth + 1) for item in value])
         return value
-    if isinstance(value, Inert):
-        given = value.args[0] if len(value.args) == 1 else {}
-        if not isinstance(given, dict) or not (given or value.entries):
-            return value
-        value = {**given, **value.entries}
-    if isinstance(value, dict):
-        return {key: as_data(item, depth + 1) for key, item in value.items()}
-    return value
 
 
 #: Members of DeepSpeed's ZeroStageEnum, for pickles of Python 3.11, which store members by name.
@@ -66,7 +99,7 @@ _ZERO_STAGES = {'disabled': 0, 'optimizer_states': 1, 'gradients': 2, 'weights':
 
 
 def as_int(value: Any) -> int | None:
-    """The number behind an int or an enum member; None for anything else.
+    """The number behind an int of at most 64 bits or an enum member; None for anything else.
 
     Enum members are pickled as ``Class(value)``, by Python 3.11 as ``getattr(Class, 'member')``.
     """
@@ -75,4 +108,4 @@ def as_int(value: Any) -> int | None:
     if isinstance(value, Global):
         owner, _, member = value.name.rpartition('.')
         return _ZERO_STAGES.get(member) if owner == 'ZeroStageEnum' else None
-    return value if type(value) is int else None
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None

@@ -91,7 +91,7 @@ def load_model_state(file: Path) -> ModelState:
         raise CheckpointError(
             f'{file}: has no state dict of the module (pipeline parallelism?), which is not supported'
         )
-    content['ds_config'] = as_data(content.get('ds_config'))
+    content['ds_config'] = as_data(content.get('ds_config'), f'{file}: ds_config')
     shapes = content.get('param_shapes')
     frozen = content.get('frozen_param_shapes')
     return ModelState(

@@ -33,21 +33,43 @@ def load_torch_file(path: Path) -> Any:
     Raises:
         CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
     """
-    try:
-        with path.open('rb') as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(
-            f'{path}: cannot be read ({error.strerror or error}); check its name and rights'
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f'{path}: is empty; {_COPY_HINT}') from error
+    data = _map(path)
     try:
         if data[:4] == b'PK\x03\x04':
             return _ZipFile(path, data).load()
         return _load_legacy(path, data)
     except (UnsafePickle, BadTensor) as error:
         raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open('rb') as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(
+            f'{path}: cannot be read ({error.strerror or error}); check its name and rights'
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f'{path}: is empty; {_COPY_HINT}') from error
+
+
+def zip_root(path: Path) -> str | None:
+    """The folder inside a zip file that :func:`load_torch_file` has read; None for a file of the older format.
+
+    ``torch.save(obj, path)`` names it after the file, without folder and last suffix (torch ``serialization.py``,
+    ``_open_zipfile_writer_file``; C++ ``PyTorchStreamWriter``). It is ``'archive'`` when torch was given an open
+    file, or a path that is not ASCII. It therefore tells a file that was renamed later, unless it is ``'archive'``.
+
+    Raises:
+        CheckpointError: The file cannot be read any more.
+    """
+    data = _map(path)
+    if data[:4] != b'PK\x03\x04' or len(data) < _LOCAL_HEADER.size:
+        return None
+    name_nbytes = _LOCAL_HEADER.unpack(data[: _LOCAL_HEADER.size])[-2]
+    folder, slash, _ = data[_LOCAL_HEADER.size : _LOCAL_HEADER.size + name_nbytes].partition(b'/')
+    return folder.decode(errors='replace') if slash else None
 
 
 class _ZipFile:
