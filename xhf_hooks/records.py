@@ -25,6 +25,7 @@ class TensorSpec:
     Attributes:
         aliases: The other names of the same parameter (tied weights), found by identity.
         has_master: Whether an fp32 master copy exists, as it does for trained 16-bit parameters.
+        master_lost: A 16-bit tensor of a checkpoint that was trained, or may have been, and has none there.
     """
 
     name: str
@@ -32,6 +33,7 @@ class TensorSpec:
     dtype: str
     aliases: tuple[str, ...] = ()
     has_master: bool = False
+    master_lost: bool = False
 
     @property
     def nbytes(self) -> int:

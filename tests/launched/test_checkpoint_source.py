@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 from tests.helpers.scenarios import Outcome, check, run_scenarios
 from tests.launched.test_one_answer import build_model
+from xhf_hooks.errors import CheckpointError
 
 STEPS = 2
+TAG = 'saved'
 FP32_GRADIENTS = dict(data_types=dict(grad_accum_dtype='fp32'))
+CLIPPED = dict(gradient_clipping=0.01)
 OLD_FILES = dict(checkpoint=dict(checkpoint_serialization=False))
 #: Model, and how it is trained.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +45,8 @@ MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     'frozen-fp32_gradients_zero1': ('frozen', dict(stage=1, sections=FP32_GRADIENTS)),
     'tied-two_groups_zero2': ('tied', dict(stage=2, two_groups=True)),
     'frozen-two_groups_zero3': ('frozen', dict(stage=3, two_groups=True)),
+    'tied-clipped_zero1': ('tied', dict(stage=1, sections=CLIPPED)),
+    'tied-clipped_zero3': ('tied', dict(stage=3, sections=CLIPPED)),
     'tied-old_files_zero1': ('tied', dict(stage=1, sections=OLD_FILES)),
     'frozen-old_files_zero3': ('frozen', dict(stage=3, sections=OLD_FILES)),
 }
@@ -65,7 +72,7 @@ def train_and_save(kind: str, options: dict[str, Any], folder: Path) -> None:
         tokens = torch.arange(8).reshape(1, 8) + 3 * step
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
-    engine.save_checkpoint(str(folder / 'checkpoint'))
+        engine.save_checkpoint(str(folder / ('earlier' if step + 1 < STEPS else 'checkpoint')), tag=TAG)
     save_folder(engine.module, folder / 'as_trained')
     save_folder(engine.module, folder / 'float32', dtype='F32')
     if hasattr(engine.optimizer, 'fp32_groups'):
@@ -135,7 +142,7 @@ def test_masters_are_what_zero_to_fp32_gives(saved, world_size, case):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     kind, options = CASES_OF[world_size][case]
-    if 'sections' in options:  # read by us, and not by zero_to_fp32
+    if 'sections' in options and 'clipped' not in case:  # read by us, and not by zero_to_fp32
         with pytest.raises((ValueError, RuntimeError), match=r'is not a zero checkpoint|mmap can only be used'):
             get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
         return
@@ -145,3 +152,91 @@ def test_masters_are_what_zero_to_fp32_gives(saved, world_size, case):
     assert_same_tensors(
         {name: ours[name].float() for name in theirs}, {name: tensor.float() for name, tensor in theirs.items()}
     )
+
+
+def optims(folder: Path) -> list[Path]:
+    return sorted(folder.glob('*optim_states.pt'))
+
+
+def models(folder: Path) -> list[Path]:
+    return sorted(folder.glob('*model_states.pt'))
+
+
+def swap(files: list[Path]) -> None:
+    """The first rank's and the last's."""
+    files[0].rename(files[0].with_suffix('.x'))
+    files[-1].rename(files[0])
+    files[0].with_suffix('.x').rename(files[-1])
+
+
+def put(files: list[Path], folder: Path) -> None:
+    for file in files:
+        shutil.copy(file, folder)
+
+
+#: What is done to a folder, with the same run's files of an earlier step at hand.
+MIXES: dict[str, Callable[[Path, Path], Any]] = {
+    'optimizer files swapped': lambda folder, earlier: swap(optims(folder)),
+    'model files swapped': lambda folder, earlier: swap(models(folder)),
+    'both swapped': lambda folder, earlier: (swap(optims(folder)), swap(models(folder))),
+    'optimizer files of an earlier step': lambda folder, earlier: put(optims(earlier), folder),
+    'model files of an earlier step': lambda folder, earlier: put(models(earlier), folder),
+    'one optimizer file of an earlier step': lambda folder, earlier: put(optims(earlier)[1:2], folder),
+    'one model file of an earlier step': lambda folder, earlier: put(models(earlier)[1:2], folder),
+}
+MIXED = [
+    pytest.param(n, case, mix, named, id=f'{n}ranks-{case}-{mix}-{"named" if named else "nameless"}')
+    for n in (2, 3)
+    for case in CASES
+    for mix in MIXES
+    for named in (True, False)
+    if not case.endswith('zero0') and ('zero3' in case or mix.startswith('optim') or 'model files of' in mix)
+]
+
+
+def read_or_refuse(folder: Path, masters: bool) -> dict[str, Any] | None:
+    try:
+        return read_all(open_checkpoint(folder), masters=masters)
+    except CheckpointError as error:
+        assert str(folder) in str(error) and '\n' not in str(error)
+        return None
+
+
+def forget_names(folder: Path) -> None:
+    """Save the files as through a stream, which has no name."""
+    import torch
+
+    for file in folder.glob('*_states.pt'):
+        state = torch.load(file, weights_only=False)
+        with file.open('wb') as stream:
+            torch.save(state, stream)
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize(('world_size', 'case', 'mix', 'named'), MIXED)
+def test_files_of_other_ranks_and_steps_are_refused(saved, world_size, case, mix, named, tmp_path):
+    folder, earlier = (shutil.copytree(saved / name / TAG, tmp_path / name) for name in ('checkpoint', 'earlier'))
+    if not named:
+        forget_names(folder)
+        forget_names(earlier)
+    proven = open_checkpoint(folder).ranks_proven
+    assert proven == (named or 'zero3' not in case)
+    MIXES[mix](folder, earlier)
+    for masters in (False, True):
+        found = read_or_refuse(folder, masters)
+        if mix == 'model files swapped' and 'frozen' in case and not named:
+            assert not proven  # nothing tells frozen slices of different ranks apart, and the user is told
+        else:
+            assert found is None
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('stage', [1, 3])
+def test_one_rank_of_another_run_is_refused(launch, stage, tmp_path):
+    """Of the same model, ranks and step; the other run had another ``gradient_clipping``."""
+    root, results = launch(2)
+    check(results, f'tied-zero{stage}'), check(results, f'tied-clipped_zero{stage}')
+    folder = shutil.copytree(root / f'tied-zero{stage}' / 'checkpoint' / TAG, tmp_path / 'x')
+    put(optims(root / f'tied-clipped_zero{stage}' / 'checkpoint' / TAG)[1:], folder)
+    assert read_or_refuse(folder, masters=False) is None
+    assert read_or_refuse(folder, masters=True) is None

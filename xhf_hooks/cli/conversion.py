@@ -10,7 +10,7 @@ from xhf_hooks.convert import Converter, ConvertOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.reward import has_head
-from xhf_hooks.records import CommittedCheckpoint, Step
+from xhf_hooks.records import CommittedCheckpoint, SavePlan, Step, TensorSpec
 from xhf_hooks.skeleton import RunConfig, build_skeleton, find_run_config, fit
 from xhf_hooks.skeleton.tokenizer import find_tokenizer
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
@@ -44,9 +44,10 @@ class Conversion:
         workers: int,
         verify: bool,
         trust_remote_code: bool,
+        optimizer_restarted: bool,
     ) -> None:
         self._found = find_checkpoint(checkpoint)
-        self._source = CheckpointSource(self._found, ema=ema)
+        self._source = CheckpointSource(self._found, ema=ema, optimizer_restarted=optimizer_restarted)
         self.averages = self._source.averages
         self._specs = self._source.specs()
         self._base, self._trust = base, trust_remote_code
@@ -60,9 +61,12 @@ class Conversion:
             self._skeleton.module, module, lora=lora, llava_format=llava_format, reward_token_id=self._reward_token_id()
         )
         self._weights, weights_notes = _which_weights(self._source, self._config, ema)
-        facts = {**self._source.facts, 'weights': self._weights}
+        facts = {**self._source.facts, 'weights': self._weights}  # and what the plan tells
         options = ConvertOptions(dtype, max_shard_nbytes, workers, verify, facts=facts)
         self.converter = Converter(fitted, exporter, options)
+        self._widened = _widened(self.converter.plan) if dtype == 'F32' else 0
+        if self._widened:
+            facts['widened_tensors'] = self._widened
         self.warnings = [*self._source.warnings, *weights_notes, *notes, *exporter.notes]
         if exporter.left_out:
             some = ', '.join(exporter.left_out[:3]) + (', ...' if len(exporter.left_out) > 3 else '')
@@ -88,12 +92,23 @@ class Conversion:
             engine += f' ZeRO-{facts["zero_stage"]}, {facts.get("world_size")} rank(s)'
         which = f' (the {self._weights} weights)' if self.averages else ''
         iteration = 'unknown' if self._source.iteration is None else self._source.iteration
+        by_name = '' if self._source.ranks_proven else '; which rank wrote which file is told by their names alone'
         return [
             f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
-            f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB',
+            f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB{by_name}',
             f'model {self._skeleton.described_by}; {type(self.converter.exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
             f'{", ".join(file.name for file in plan.files)}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
+            *self._notes_on_float32(),
+        ]
+
+    def _notes_on_float32(self) -> list[str]:
+        if not self._widened:
+            return []
+        n_tensors = len(_read_specs(self.converter.plan))
+        return [
+            f'float32: {self._widened} of {n_tensors} tensors have no fp32 master weights in this checkpoint; they are '
+            f'the 16-bit weights, widened'
         ]
 
     def run(self, out: Path, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
@@ -111,7 +126,17 @@ class Conversion:
             committed = self.converter.convert(folder, self.step, tokenizer, stop_token_ids, on_progress)
         finally:
             folder.release()
-        return CommittedCheckpoint(committed.path, committed.step, committed.cost, (*notes, *committed.warnings))
+        warnings = (*notes, *committed.warnings, *self._notes_on_float32())
+        return CommittedCheckpoint(committed.path, committed.step, committed.cost, warnings)
+
+
+def _read_specs(plan: SavePlan) -> set[TensorSpec]:
+    return {spec for group in (*plan.sliced, *plan.gathered) for spec in group.reads}
+
+
+def _widened(plan: SavePlan) -> int:
+    """Tensors of a float32 plan that were rounded to 16 bits before."""
+    return sum(spec.master_lost for spec in _read_specs(plan))
 
 
 def _which_weights(source: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:

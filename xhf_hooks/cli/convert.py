@@ -49,7 +49,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         '--dtype',
         choices=list(_DTYPES),
         default='keep',
-        help="keep: the training dtype, as the hook saves it. float32: the exact master weights. Default: 'keep'",
+        help='keep: the training dtype, as the hook saves it. float32: the exact master weights, where there are any. '
+        "Default: 'keep'",
     )
     add(
         '--no-ema',
@@ -70,6 +71,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')
     add('--workers', type=_count, metavar='N', help='threads that read and write; default: one for each core')
+    add(
+        '--optimizer-restarted',
+        action='store_true',
+        help="of a ZeRO-3 run that was resumed without its optimizer's state: that has made fewer steps than the run",
+    )
     add('--verify', action='store_true', help='read everything back and compare, before OUT gets its name')
     add('--overwrite', action='store_true', help='replace OUT, if this package wrote it')
     add('--dry-run', action='store_true', help='say what was found and what would be written')
@@ -119,6 +125,7 @@ def _run(args: argparse.Namespace) -> int:
             workers=args.workers or min(_MOST_WORKERS, _cores()),
             verify=args.verify,
             trust_remote_code=args.trust_remote_code,
+            optimizer_restarted=args.optimizer_restarted,
         )
     for line in conversion.description():
         print(line)

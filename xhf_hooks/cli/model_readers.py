@@ -56,7 +56,7 @@ def _is_folder_of_weights(path: Path) -> bool:
 def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
     from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
-    sources = [CheckpointSource(find_checkpoint(path)) for path in (a, b)]
+    sources = [CheckpointSource(find_checkpoint(path), optimizer_restarted=True) for path in (a, b)]
     names = [[name for spec in source.specs() for name in (spec.name, *spec.aliases)] for source in sources]
     prefixes = common_prefixes(names[0], names[1], strip_others=True)
     readers = [
@@ -71,7 +71,7 @@ def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, opti
     from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
     ema = not _is_live(folder_path)
-    source = CheckpointSource(find_checkpoint(path), ema=ema)
+    source = CheckpointSource(find_checkpoint(path), ema=ema, optimizer_restarted=True)
     names = [name for spec in source.specs() for name in (spec.name, *spec.aliases)]
     bases = [options.base]
     if options.base is None and (folder_path / 'config.json').is_file():
@@ -130,6 +130,7 @@ def _converted(
         workers=1,
         verify=False,
         trust_remote_code=options.trust_remote_code,
+        optimizer_restarted=True,  # the values are compared, whatever steps they are of
     )
     notes = list(conversion.warnings)
     if conversion.averages:

@@ -87,6 +87,22 @@ def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]
     return found
 
 
+def zero3_paddings(shapes: Sequence[Shapes], n_ranks: int, most: int) -> list[list[tuple[int, int]]]:
+    """Where each rank's vector has padding at ZeRO-3, as ranges of elements; at most ``most`` elements of each rank."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
+    left = [most] * n_ranks
+    position = 0
+    for shape in {name: shape for group in shapes for name, shape in group.items()}.values():
+        numel, share = math.prod(shape), _slice_numel(shape, n_ranks)
+        for rank in range(numel // share if share else n_ranks, n_ranks):
+            start, end = max(0, numel - rank * share), share
+            if start < end <= start + left[rank]:
+                found[rank].append((position + start, position + end))
+                left[rank] -= end - start
+        position += share
+    return found
+
+
 def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[LazyTensor]) -> Region:
     """Where a frozen parameter is at ZeRO-3: a slice in each rank's model file.
 

@@ -14,7 +14,7 @@ import torch
 from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.records import Piece
+from xhf_hooks.sources.checkpoint.records import Piece, StoredTensor
 
 #: Elements that are cast at once: small enough to stay in a core's cache.
 _CHUNK = 1 << 18
@@ -32,18 +32,25 @@ class PieceReader:
         return PieceReader, ()
 
     def read_into(
-        self, pieces: Sequence[Piece], start: int, out: torch.Tensor, through: torch.dtype | None = None
+        self,
+        pieces: Sequence[Piece],
+        start: int,
+        out: torch.Tensor,
+        through: torch.dtype | None = None,
+        *,
+        beside: StoredTensor | None = None,
     ) -> int:
         """Fill ``out`` (flat) with the elements from ``start`` on of what the pieces make up together.
 
         Args:
             through: Round to this element type first.
+            beside: A tensor whose master the pieces are: what is read, rounded, must be its values as trained.
 
         Returns:
             How many finite elements became infinite.
 
         Raises:
-            CheckpointError: A file is gone, or shorter than it was.
+            CheckpointError: A file is gone, or shorter than it was; or two files disagree.
         """
         overflows = 0
         done = 0
@@ -52,8 +59,24 @@ class PieceReader:
             source = part if through in (None, part.dtype, target.dtype) else part.to(through)
             target.copy_(source)
             overflows += _overflows(part, target)
+            if beside is not None:
+                self._require_rounded(part, start + done, beside)
             done += part.numel()
         return overflows
+
+    def _require_rounded(self, masters: torch.Tensor, start: int, tensor: StoredTensor) -> None:
+        """The masters from element ``start`` on, rounded, are the tensor's values as trained."""
+        done = 0
+        for trained in self._parts(tensor.trained, start, masters.numel()):
+            rounded = masters[done : done + trained.numel()].to(trained.dtype)
+            if not _same_bits(rounded, trained):
+                ends = accumulate(piece.numel for piece in tensor.master or ())
+                piece = next(p for p, end in zip(tensor.master or (), ends, strict=True) if end > start + done)
+                raise CheckpointError(
+                    f'{piece.file}: {tensor.name} is not what {tensor.trained[0].file.name} says: '
+                    f'of another iteration, or of another rank; put the files of one save together'
+                )
+            done += trained.numel()
 
     def _parts(self, pieces: Sequence[Piece], start: int, numel: int) -> Iterator[torch.Tensor]:
         """Views of the files, or small copies, of at most ``_CHUNK`` elements."""
@@ -100,6 +123,14 @@ class PieceReader:
                 except OSError as error:
                     raise CheckpointError(f'{file}: cannot be read any more ({error.strerror})') from error
             return self._maps[file]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of 16-bit numbers; not-a-numbers are alike."""
+    if torch.equal(one.view(torch.int16), other.view(torch.int16)):
+        return True
+    differ = one.view(torch.int16) != other.view(torch.int16)
+    return bool((one[differ].isnan() & other[differ].isnan()).all())
 
 
 def _overflows(source: torch.Tensor, target: torch.Tensor) -> int:

@@ -17,14 +17,14 @@ from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
+from xhf_hooks.sources.checkpoint.rounded import require_rounded
+from xhf_hooks.sources.checkpoint.same_save import ranks_are_proven, require_one_save
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
 from xhf_hooks.sources.checkpoint.universal import load_universal
 from xhf_hooks.sources.slices import SliceSource
 
-#: Values that are compared to find files of different iterations: of so many tensors, so many elements each.
-_COMPARED_TENSORS, _COMPARED_ELEMENTS = 16, 2048
 _SHOWN = 5
 
 
@@ -35,10 +35,13 @@ class CheckpointSource(SliceSource):
 
     Args:
         ema: Of a checkpoint that holds averaged weights beside the live ones, the averaged.
+        optimizer_restarted: The optimizer may have made other numbers of steps than the run (ZeRO-3); see
+            :func:`.same_save.require_one_save`.
 
     Attributes:
         found: The checkpoint that is read.
         averages: Whether it holds averaged weights beside the live ones, as MMEngine's EMAHook writes them.
+        ranks_proven: Whether more than the names of the files tells which rank wrote which.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
             ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
         iteration: Training iterations done, None if the files don't say.
@@ -52,8 +55,11 @@ class CheckpointSource(SliceSource):
         CheckpointError: One line that names the file and what to do.
     """
 
-    def __init__(self, found: FoundCheckpoint, *, ema: bool = True) -> None:
+    def __init__(self, found: FoundCheckpoint, *, ema: bool = True, optimizer_restarted: bool = False) -> None:
         self.found = found
+        self.ranks_proven = True
+        self._optimizer_restarted = optimizer_restarted
+        self._never_trained: frozenset[str] = frozenset()
         self.averages = False
         self.warnings: list[str] = []
         self._reader = PieceReader()
@@ -67,7 +73,7 @@ class CheckpointSource(SliceSource):
         if not self._tensors:
             raise CheckpointError(f'{found.path}: holds no weights; take another checkpoint')
         self._check_sizes()
-        self._check_masters()
+        require_rounded(self._tensors.values(), self._reader)
         if assembled.named_only:
             shown = ', '.join(assembled.named_only[:_SHOWN])
             self.warnings.append(
@@ -84,9 +90,18 @@ class CheckpointSource(SliceSource):
         """Every tensor with data in the checkpoint, in state-dict order, under its first name.
 
         ``dtype`` is the training dtype. ``has_master``: an fp32 copy is in the files, and the training dtype is
-        16-bit. ``aliases``: tied names (``shared_params``, or names of one storage).
+        16-bit. ``master_lost``: none is, though training had one. ``aliases``: tied names (``shared_params``, or
+        names of one storage).
         """
-        return [TensorSpec(t.name, t.shape, t.dtype, t.aliases, t.master is not None) for t in self._tensors.values()]
+        return [
+            TensorSpec(t.name, t.shape, t.dtype, t.aliases, t.master is not None, self._has_lost_master(t))
+            for t in self._tensors.values()
+        ]
+
+    def _has_lost_master(self, tensor: StoredTensor) -> bool:
+        if tensor.master is not None or tensor.dtype not in ('BF16', 'F16'):
+            return False
+        return self._never_trained.isdisjoint((tensor.name, *tensor.aliases))
 
     def pieces(self, name: str, *, masters: bool) -> tuple[Piece, ...]:
         """Where the values lie; one after the other they are the row-major tensor.
@@ -138,9 +153,10 @@ class CheckpointSource(SliceSource):
 
     def _read(self, name: str, start: int, out: torch.Tensor, *, masters: bool) -> int:
         stored = self._tensors[name]
-        use_master = masters and stored.master is not None
-        through = None if use_master else TORCH_DTYPES[stored.dtype]
-        return self._reader.read_into(self.pieces(name, masters=masters), start, out, through)
+        if not masters or stored.master is None:
+            return self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
+        beside = stored if stored.trained != stored.master else None
+        return self._reader.read_into(stored.master, start, out, beside=beside)
 
     def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
         file = load_single_file(self.found.path)
@@ -158,13 +174,17 @@ class CheckpointSource(SliceSource):
         return load_fsdp_ranks(self.found)
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
-        if self.found.layout == 'universal':
-            models, assembled = load_universal(self.found)
-            self.facts = self._facts('deepspeed', *_stage_and_ranks(models, ()), models[0].version)
-            return models[0].content, assembled
         models, optims = load_states(self.found)
-        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].version)
-        if not optims:
+        universal = self.found.layout == 'universal'
+        require_one_save(
+            models, optims, self._reader, optimizer_restarted=self._optimizer_restarted, universal=universal
+        )
+        self.ranks_proven = ranks_are_proven(models, optims)
+        self._never_trained = _never_trained(models[0])
+        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].evidence.version)
+        if universal:
+            assembled = load_universal(self.found, models)
+        elif not optims:
             masters, warning = stage0_masters(models[0], self._reader)
             self.warnings += [warning] if warning else []
             assembled = from_state_dict(str(models[0].file), models[0].module, masters)
@@ -194,23 +214,6 @@ class CheckpointSource(SliceSource):
                         f'{tensor.numel}; take another checkpoint'
                     )
 
-    def _check_masters(self) -> None:
-        """Weights as trained are the masters, rounded; if not, the files are of different iterations."""
-        both = [tensor for tensor in self._tensors.values() if tensor.master and tensor.trained != tensor.master]
-        for tensor in both[:: max(1, len(both) // _COMPARED_TENSORS)]:
-            if not self._agree(tensor):
-                raise CheckpointError(
-                    f'{tensor.master[0].file}: {tensor.name} is not what {tensor.trained[0].file.name} says: '
-                    f'of another iteration; put the files of one save together'
-                )
-
-    def _agree(self, tensor: StoredTensor) -> bool:
-        trained = torch.empty(min(tensor.numel, _COMPARED_ELEMENTS), dtype=TORCH_DTYPES[tensor.dtype])
-        rounded = torch.empty_like(trained)
-        self._reader.read_into(tensor.trained, 0, trained)
-        self._reader.read_into(tensor.master, 0, rounded)
-        return torch.equal(trained.view(torch.int16), rounded.view(torch.int16))
-
 
 def _stage_and_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tuple[int, int | None]:
     """Stage 0 with BF16_Optimizer has the files of stage 1; the config tells."""
@@ -219,6 +222,15 @@ def _stage_and_ranks(models: Sequence[ModelState], optims: Sequence[OptimState])
     stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
     ranks = optims[0].world_size if optims else _first_int(content.get('dp_world_size'))
     return stage, ranks
+
+
+def _never_trained(model: ModelState) -> frozenset[str]:
+    """Buffers, and parameters that are in no optimizer group. Without ZeRO nothing tells the latter."""
+    if model.shapes is None:
+        return model.buffer_names
+    trained = {name for group in model.shapes for name in group}
+    trained |= {alias for alias, name in model.shared.items() if name in trained}
+    return model.buffer_names | (model.module.keys() | model.frozen_shapes.keys()) - trained
 
 
 def _number_in(found: FoundCheckpoint) -> int | None:

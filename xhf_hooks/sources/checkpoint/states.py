@@ -1,4 +1,4 @@
-"""The states that DeepSpeed writes, file by file, checked to be of one save.
+"""The states that DeepSpeed writes, file by file.
 
 Keys: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``) and the optimizers'
 ``state_dict``; see :mod:`.flat_groups`.
@@ -6,13 +6,13 @@ Keys: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoi
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint.evidence import ModelEvidence, OptimEvidence, model_evidence, optim_evidence
 from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
@@ -42,18 +42,7 @@ class ModelState:
     frozen_shapes: Shapes
     fragments: dict[str, LazyTensor]
     shared: dict[str, str]
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps done."""
-        steps = self.content.get('global_steps')
-        return steps if type(steps) is int else None
-
-    @property
-    def version(self) -> str | None:
-        """Of DeepSpeed."""
-        version = self.content.get('ds_version')
-        return version if isinstance(version, str) else None
+    evidence: ModelEvidence
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,6 @@ class OptimState:
 
     Attributes:
         paddings: Of each group, elements behind each parameter; None if there are none.
-        step: Of the optimizer, None if it has none.
     """
 
     file: Path
@@ -70,8 +58,7 @@ class OptimState:
     world_size: int
     groups: tuple[LazyTensor, ...]
     paddings: tuple[tuple[int, ...], ...] | None
-    step: float | None
-    version: str | None
+    evidence: OptimEvidence
 
 
 def load_model_state(file: Path) -> ModelState:
@@ -103,6 +90,7 @@ def load_model_state(file: Path) -> ModelState:
         {} if frozen is None else _shapes(file, frozen),
         _fragments(file, content.get('frozen_param_fragments')),
         _names(file, content.get('shared_params')),
+        model_evidence(file, content),
     )
 
 
@@ -132,85 +120,19 @@ def load_optim_state(file: Path) -> OptimState:
     paddings = state.get('param_alignment_paddings')
     if paddings is not None:
         paddings = tuple(_sizes(file, group) for group in _sequence(file, paddings))
-    step = _step(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state'))
-    version = content.get('ds_version')
-    return OptimState(file, stage, counts[0], groups, paddings, step, version if isinstance(version, str) else None)
+    evidence = optim_evidence(file, content, state, 'optimizer_state_dict' if stage == 3 else 'base_optimizer_state')
+    return OptimState(file, stage, counts[0], groups, paddings, evidence)
 
 
 def load_states(found: FoundCheckpoint) -> tuple[list[ModelState], list[OptimState]]:
-    """All files of a DeepSpeed checkpoint.
+    """All files of a DeepSpeed checkpoint, each for itself; see :mod:`.same_save` for whether they fit together.
 
     Raises:
-        CheckpointError: A file is missing, or the files are not of one save.
+        CheckpointError: A file is not what its name says.
     """
     models = [load_model_state(file) for file in found.model_files]
     optims = [load_optim_state(file) for file in found.optim_files]
-    if found.layout != 'universal':  # its model files lie beside the masters of all ranks
-        _check_ranks(models, optims)
-    _same('optimizer step', [(o.file, o.step) for o in optims])
-    _same('global_steps', [(m.file, m.steps) for m in models])
-    _same('DeepSpeed version', [(state.file, state.version) for state in (*models, *optims)])
-    _same('shapes of parameters', [(m.file, m.shapes) for m in models], show=False)
-    _same('shapes of frozen parameters', [(m.file, m.frozen_shapes) for m in models], show=False)
     return models, optims
-
-
-def _check_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
-    if not optims:
-        if models[0].shapes is not None and not any(t.numel for t in models[0].module.values()):
-            raise CheckpointError(
-                f'{models[0].file}: holds no weights, and no *_optim_states.pt is beside it; copy them'
-            )
-        return
-    first = optims[0]
-    _same('ZeRO stage', [(o.file, o.stage) for o in optims])
-    for optim in optims:
-        if optim.world_size != first.world_size:
-            raise CheckpointError(
-                f'{optim.file}: written by a run of {optim.world_size} ranks, {first.file.name} by {first.world_size}; '
-                f'put the files of one save together'
-            )
-    if first.world_size > len(optims):
-        missing = first.file.name.replace('rank_0_mp', f'rank_{len(optims)}_mp')
-        raise CheckpointError(
-            f'{first.file.with_name(missing)}: missing: {first.world_size} ranks wrote, the files of {len(optims)} '
-            f'are there; copy the others, too'
-        )
-    if first.world_size < len(optims):
-        raise CheckpointError(
-            f'{optims[first.world_size].file}: left from a run of more ranks: {first.file.name} is of '
-            f'{first.world_size}; put the files of one save together'
-        )
-    expected = first.world_size if first.stage == 3 else 1
-    if len(models) != expected:
-        raise CheckpointError(
-            f'{models[0].file}: one of {len(models)} model files, where ZeRO-{first.stage} with {first.world_size} '
-            f'ranks writes {expected}; put the files of one save together'
-        )
-    if models[0].shapes is None or any(len(o.groups) != len(models[0].shapes) for o in optims if o.stage != 3):
-        raise CheckpointError(f'{models[0].file}: lacks the shapes of what is in {first.file.name}; not of one save')
-
-
-def _same(what: str, values: Sequence[tuple[Path, Any]], *, show: bool = True) -> None:
-    told_by = [(file, value) for file, value in values if value is not None]
-    for file, value in told_by[1:]:
-        if value != told_by[0][1]:
-            told = f'{what} {value}, {told_by[0][0].name} has {told_by[0][1]}' if show else f'other {what}'
-            raise CheckpointError(f'{file}: has {told}: not of one save; put the files of one iteration together')
-
-
-def _step(state: Any) -> float | None:
-    """The step of the first parameter's optimizer state."""
-    entries = state.get('state') if isinstance(state, dict) else state
-    entries = list(entries.values()) if isinstance(entries, dict) else entries
-    first = entries[0] if isinstance(entries, list) and entries else None
-    step = first.get('step') if isinstance(first, dict) else None
-    if isinstance(step, LazyTensor) and step.numel == 1 and step.dtype == 'F32':
-        piece = step.piece()
-        with piece.file.open('rb') as file:
-            file.seek(piece.offset)
-            return struct.unpack('<f', file.read(4))[0]
-    return float(step) if type(step) in (int, float) else None
 
 
 def _shapes(file: Path, shapes: Any) -> Shapes:

@@ -7,26 +7,26 @@ with it under ``'param'`` (``merge_tp_slices``). The model files beside ``zero``
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_masters
 from xhf_hooks.sources.checkpoint.flat_groups import Regions
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Region
-from xhf_hooks.sources.checkpoint.states import ModelState, load_states
+from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 _MASTER = 'F32'
 
 
-def load_universal(found: FoundCheckpoint) -> tuple[list[ModelState], Assembled]:
-    """The model files' states, and where each tensor's values are.
+def load_universal(found: FoundCheckpoint, models: Sequence[ModelState]) -> Assembled:
+    """Where each tensor's values are.
 
     Raises:
-        CheckpointError: A file is missing, or of another save.
+        CheckpointError: A file is missing, or of another model.
     """
-    models, _ = load_states(found)
     first = models[0]
     shapes = {name: shape for group in first.shapes or () for name, shape in group.items()}
     lacking = [name for name in shapes if name not in found.parameter_files]
@@ -41,7 +41,7 @@ def load_universal(found: FoundCheckpoint) -> tuple[list[ModelState], Assembled]
                 f'{file}: no parameter of {first.file.name} has this name; remove what another run has left'
             )
         masters[name] = _region(file, shapes[name])
-    return models, from_masters(models, masters)
+    return from_masters(models, masters)
 
 
 def _region(file: Path, shape: tuple[int, ...]) -> Region:

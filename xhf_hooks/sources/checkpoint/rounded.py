@@ -1,0 +1,46 @@
+"""A look at whether masters and the 16-bit weights beside them are of one save, before anything is written.
+
+A conversion that reads masters compares all that it reads (:meth:`.PieceReader.read_into`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.sources.checkpoint.reader import PieceReader
+from xhf_hooks.sources.checkpoint.records import StoredTensor
+
+#: Places that are compared, and elements at each: a page of each file, of some 1300 pieces in full.
+_PLACES, _ELEMENTS = 4096, 512
+
+
+def require_rounded(tensors: Iterable[StoredTensor], reader: PieceReader) -> None:
+    """Compare the start, middle and end of every rank's part of every tensor, of as many as there is room for.
+
+    Raises:
+        CheckpointError: Two files are of different saves.
+    """
+    both = [tensor for tensor in tensors if tensor.master and tensor.trained != tensor.master]
+    middles = [(t, (start + end - _ELEMENTS) // 2, start, end) for t in both for start, end in _parts(t)]
+    edges = [(t, at, start, end) for t, _, start, end in middles for at in (start, end - _ELEMENTS)]
+    chosen = _evenly(middles, _PLACES)
+    chosen += _evenly(edges, _PLACES - len(chosen))
+    for tensor, at, start, end in chosen:
+        first, last = max(start, at), min(end, max(start, at) + _ELEMENTS)
+        scratch = torch.empty(last - first, dtype=TORCH_DTYPES[tensor.dtype])
+        reader.read_into(tensor.master or (), first, scratch, beside=tensor)
+
+
+def _parts(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    """The elements that each piece of the master holds."""
+    start = 0
+    for piece in tensor.master or ():
+        yield start, start + piece.numel
+        start += piece.numel
+
+
+def _evenly(items: Sequence, most: int) -> list:
+    return list(items) if len(items) <= most else [items[i * len(items) // most] for i in range(most)]
