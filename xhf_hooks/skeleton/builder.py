@@ -221,7 +221,7 @@ def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: 
     if not found:
         raise BaseModelError(
             f'{source}: a {type(model).__name__} has tensors such as {own[0] if own else "none"}, and {checkpoint} has '
-            f'{sorted(names)[:1]}; name the model that was trained with --base'
+            f'{sorted(names)[:1]}; --base has to name the model that was trained'
         )
     best = max(found.values())
     prefixes = sorted((prefix for prefix, count in found.items() if count == best), key=len)

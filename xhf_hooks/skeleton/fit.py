@@ -13,10 +13,12 @@ from xhf_hooks.errors import BaseModelError
 from xhf_hooks.module_tensors import module_tensors
 from xhf_hooks.records import TensorSpec
 from xhf_hooks.skeleton.builder import Skeleton
-from xhf_hooks.sources.safetensors_folder import SafetensorsSource
+from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
 from xhf_hooks.sources.slices import JoinedSource, SliceSource, renamed
 
 _COMPARED_NBYTES = 2**20  # at once
+#: In words that are right whether the user has given --base or not.
+_REMEDY = '--base has to name the model that training started from'
 
 
 def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> tuple[JoinedSource, list[str]]:
@@ -56,33 +58,50 @@ def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> t
         _become(tensor, spec)
         tensors[renamed(spec, names)] = place
     notes = _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
+    if base.lacking:
+        raise BaseModelError(
+            f'the model of {skeleton.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
+            f'({_some(base.lacking)}), and no safetensors are there to read them from; if it is the model that was '
+            f'trained, {_REMEDY}, with its weights'
+        )
     if base.n_found:
         notes.append(f'{base.n_found} tensors are not in the checkpoint and are read from {base.folders}')
     return JoinedSource(tensors), notes
 
 
 class _BaseWeights:
-    """Opened when the first tensor is missing."""
+    """Opened when the first tensor is missing.
+
+    Attributes:
+        n_found: Tensors that are read from there.
+        lacking: Names of tensors that were looked for in folders without weights.
+    """
 
     def __init__(self, skeleton: Skeleton, dtype: str | None) -> None:
         self._bases = skeleton.bases
         self._dtype = dtype
         self._opened: dict[str, tuple[SafetensorsSource, dict[str, TensorSpec]]] = {}
         self.n_found = 0
+        self.lacking: list[str] = []
 
     @property
     def folders(self) -> str:
         return ' and '.join(self._opened)
 
     def find(self, tensor: torch.Tensor) -> tuple[TensorSpec, tuple[SliceSource, str]] | None:
+        lacking = []
         for folder, names_of in self._bases:
             names = names_of.get(id(tensor), ())
             if names and Path(folder).is_dir():
+                if not holds_weights(Path(folder)):
+                    lacking.append(names[0])
+                    continue
                 opened, specs = self._open(folder)
                 for name in names:
                     if name in specs:
                         self.n_found += 1
                         return specs[name], (opened, name)
+        self.lacking += lacking
         return None
 
     def _open(self, folder: str) -> tuple[SafetensorsSource, dict[str, TensorSpec]]:
@@ -153,17 +172,16 @@ def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:
 
 def _judge(skeleton: Skeleton, other_shape: list[str], unexpected: list[str]) -> list[str]:
     """Raise for a checkpoint of another model; else notes on what stays behind."""
-    remedy = 'name the model that training started from with --base'
     if other_shape:
         raise BaseModelError(
-            f'the checkpoint and the model of {skeleton.described_by} differ: {_some(other_shape)}; {remedy}'
+            f'the checkpoint and the model of {skeleton.described_by} differ: {_some(other_shape)}; {_REMEDY}'
         )
     unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
     inside = {path.partition('.')[0] for path, _ in module_tensors(skeleton.module)}
     lost = [name for name in unexpected if name.partition('.')[0] in inside]
     if lost:
         raise BaseModelError(
-            f'the checkpoint has tensors that the model of {skeleton.described_by} has not: {_some(lost)}; {remedy}'
+            f'the checkpoint has tensors that the model of {skeleton.described_by} has not: {_some(lost)}; {_REMEDY}'
         )
     if unexpected:
         return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {_some(unexpected)}']

@@ -32,7 +32,8 @@ def find_tokenizer(
     """
     tokenizer, warnings = _load(config, exporter, base, trust_remote_code)
     if tokenizer is None:
-        return None, [], [*warnings, 'no tokenizer was found: the folder holds weights and configs only; set --base']
+        where = 'set --base' if base is None else f'{base} has none'
+        return None, [], [*warnings, f'no tokenizer was found: the folder holds weights and configs only; {where}']
     if config is None:
         return tokenizer, [], warnings
     try:

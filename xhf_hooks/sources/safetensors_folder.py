@@ -21,6 +21,7 @@ from xhf_hooks.sources.slices import SliceSource
 if TYPE_CHECKING:
     import torch
 
+_WHOLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
 _MOST_HEADER_NBYTES = 100 * 10**6  # safetensors' own limit
 
@@ -104,6 +105,11 @@ class SafetensorsSource(SliceSource):
         self._shapes[name] = shape
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether safetensors of a model lie in the folder, as far as names tell."""
+    return (folder / _INDEX).is_file() or (folder / _WHOLE).is_file()
+
+
 def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
@@ -113,11 +119,10 @@ def _files(folder: Path) -> list[Path]:
             raise CheckpointError(f'{index}: cannot be read ({error}); copy the base model again') from None
         files = [folder / Path(name).name for name in names]
     else:
-        files = [folder / 'model.safetensors']
+        files = [folder / _WHOLE]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(
-            f'{folder}: {missing[0]} is not there, and weights that training left alone are read from it; name '
-            f'a folder with the base model in safetensors with --base'
+            f'{folder / missing[0]}: missing, and weights that training left alone are read from it; copy it, too'
         )
     return files

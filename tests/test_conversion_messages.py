@@ -1,0 +1,78 @@
+"""What xhf-convert says where the model that is named is not the one that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.model_folder import edit_json, save_model
+from xhf_hooks.cli.convert import main
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A checkpoint, and the model that it is of."""
+    from safetensors.torch import load_file
+
+    folder = tmp_path_factory.mktemp('trained')
+    save_model('llama', folder / 'model')
+    torch.save(load_file(folder / 'model' / 'model.safetensors'), folder / 'iter_5.pth')
+    return folder
+
+
+def base_model(trained: Path, folder: Path, **changed: Any) -> Path:
+    """The config alone."""
+    folder.mkdir()
+    shutil.copy(trained / 'model' / 'config.json', folder)
+    edit_json(folder / 'config.json', **changed)
+    return folder
+
+
+#: What differs in config.json, part of the message.
+OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    'a layer too many': ({'num_hidden_layers': 3}, 'tensors that the checkpoint lacks (model.layers.2.'),
+    'a layer too few': ({'num_hidden_layers': 1}, 'the checkpoint has tensors that the model of'),
+    'another width': ({'intermediate_size': 96}, 'differ: model.layers.0.mlp'),
+    'both': ({'num_hidden_layers': 3, 'intermediate_size': 96}, 'differ: model.layers.0.mlp'),
+}
+
+
+@pytest.mark.parametrize('given', [True, False], ids=['by --base', 'beside it'])
+@pytest.mark.parametrize('case', OTHER_MODELS)
+def test_another_model(trained, tmp_path, capsys, case, given):
+    changed, words = OTHER_MODELS[case]
+    layers = json.loads((trained / 'model' / 'config.json').read_text())['num_hidden_layers']
+    assert layers == 2
+    base = base_model(trained, tmp_path / 'base', **changed)
+    checkpoint = trained / 'iter_5.pth'
+    if not given:
+        checkpoint = Path(shutil.copy(checkpoint, base))
+    options = ['--base', str(base)] if given else []
+    assert main([str(checkpoint), str(tmp_path / 'out'), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and str(base) in line and '--base has to name the model that training started from' in line
+    assert 'model.safetensors is not there' not in line
+
+
+@pytest.mark.parametrize('given', [True, False], ids=['by --base', 'beside it'])
+def test_no_tokenizer(trained, tmp_path, capsys, given):
+    base = base_model(trained, tmp_path / 'base')
+    checkpoint = trained / 'iter_5.pth' if given else Path(shutil.copy(trained / 'iter_5.pth', base))
+    assert main([str(checkpoint), str(tmp_path / 'out'), *(['--base', str(base)] if given else [])]) == 0
+    note = next(line for line in capsys.readouterr().err.splitlines() if 'no tokenizer was found' in line)
+    assert ('set --base' in note) != given and (str(base) in note) == given
+
+
+def test_a_file_of_the_base_model_is_missing(trained, tmp_path, capsys):
+    base = base_model(trained, tmp_path / 'base', num_hidden_layers=3)
+    weight_map = {'model.layers.2.mlp.up_proj.weight': 'model-00002-of-00002.safetensors'}
+    (base / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+    assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
+    assert f'{base}/model-00002-of-00002.safetensors: missing' in capsys.readouterr().err
