@@ -18,7 +18,7 @@ from tests.helpers.fsdp_runs import accelerates, config_alone, plain_dcp, strate
 from tests.helpers.model_folder import edit_json
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 from tests.helpers.scenarios import check, run_scenarios
-from tests.launched.test_checkpoint_source import STEPS, train_and_save
+from tests.launched.test_checkpoint_source import STEPS, TAG, train_and_save
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
 
@@ -28,6 +28,7 @@ UNIVERSAL: dict[str, tuple[str, dict[str, Any]]] = {
     'frozen-two_groups_zero3': ('frozen', dict(stage=3, two_groups=True)),
     'tied-zero3': ('tied', dict(stage=3)),
 }
+MADE = f'{TAG}_universal'
 SHARDED, FULL, LOCAL = (f'{kind}_STATE_DICT' for kind in ('SHARDED', 'FULL', 'LOCAL'))
 DCP: dict[str, Any] = {
     'accelerate_fsdp1_tied': partial(accelerates, 'tied', 1, SHARDED),
@@ -74,7 +75,8 @@ def universal(tmp_path_factory):
     results = run_scenarios({name: partial(train_and_save, *how, root / name) for name, how in UNIVERSAL.items()}, 2)
     for name in UNIVERSAL:
         check(results, name)
-        to_universal(root / name / 'checkpoint' / f'global_step{STEPS}')
+        for folder in ('checkpoint', 'earlier'):
+            to_universal(root / name / folder / TAG)
         config_alone(root / name / 'as_trained', root / name / 'base')
     return root
 
@@ -82,7 +84,7 @@ def universal(tmp_path_factory):
 @pytest.mark.parametrize('case', UNIVERSAL)
 def test_universal_is_what_it_was_made_of(universal, case):
     folder = universal / case / 'checkpoint'
-    original, made = (open_checkpoint(folder / f'global_step{STEPS}{end}') for end in ('', '_universal'))
+    original, made = (open_checkpoint(folder / f'{TAG}{end}') for end in ('', '_universal'))
     assert made.specs() == original.specs() and made.iteration == STEPS and made.warnings == []
     assert made.facts == {**original.facts, 'layout': 'universal', 'checkpoint': str(made.found.path)}
     for masters in (False, True):
@@ -101,8 +103,14 @@ def test_universal_gives_the_hooks_bytes(universal, case, tmp_path):
     assert_same_folder_tensors(exact, folder / 'float32')
     assert verify([str(tmp_path / 'checkpoint'), str(folder / 'as_trained')]) == 0
     assert verify([str(folder / 'float32'), str(tmp_path / 'checkpoint')]) == 0
-    other = tmp_path / 'checkpoint' / f'global_step{STEPS}'
+    other = tmp_path / 'checkpoint' / TAG
     assert verify([str(other), str(tmp_path / 'checkpoint')]) == 0
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name('aside')
+    for old, new in ((one, aside), (other, one), (aside, other)):
+        old.rename(new)
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
@@ -116,6 +124,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         lambda f: shutil.copy(f / 'zero/model.norm.weight/fp32.pt', f / 'zero/lm_head.weight/fp32.pt'),
         r'lm_head\.weight/fp32\.pt: holds a tensor of shape',
     ),
+    'swapped parameters': (
+        lambda f: swap(*(f / f'zero/model.layers.1.mlp.{name}_proj.weight' for name in ('up', 'gate'))),
+        r'(up|gate)_proj\.weight/fp32\.pt: ',
+    ),
     'no model files': (lambda f: [p.unlink() for p in f.glob('*model_states.pt')], 'ds_to_universal.py did not finish'),
 }
 
@@ -124,7 +136,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-two_groups_zero3'])
 def test_damaged_universal(universal, case, damage, tmp_path):
     folder = tmp_path / 'made'
-    shutil.copytree(universal / case / 'checkpoint' / f'global_step{STEPS}_universal', folder)
+    shutil.copytree(universal / case / 'checkpoint' / MADE, folder)
     edit, words = DAMAGES[damage]
     edit(folder)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -132,8 +144,32 @@ def test_damaged_universal(universal, case, damage, tmp_path):
     assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
 
 
+MIXES = {
+    'one parameter': ['zero/model.norm.weight'],
+    'all parameters': ['zero'],
+    'model files': ['zero_pp_rank_0_mp_rank_00_model_states.pt', 'zero_pp_rank_1_mp_rank_00_model_states.pt'],
+}
+
+
+@pytest.mark.parametrize('mix', MIXES)
+@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-two_groups_zero3'])
+def test_universal_of_several_saves(universal, case, mix, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal / case / 'checkpoint' / MADE, folder)
+    earlier = universal / case / 'earlier' / MADE
+    for name in MIXES[mix]:
+        if name == 'zero' or 'weight' in name:
+            shutil.rmtree(folder / name)
+            shutil.copytree(earlier / name, folder / name)
+        else:
+            name = name if 'zero3' in case else 'mp_rank_00_model_states.pt'
+            shutil.copy(earlier / name, folder / name)
+    with pytest.raises(CheckpointError):
+        read_all(open_checkpoint(folder), masters=True)
+
+
 def test_a_part_of_a_universal_checkpoint(universal):
-    folder = universal / 'tied-zero3' / 'checkpoint' / f'global_step{STEPS}_universal'
+    folder = universal / 'tied-zero3' / 'checkpoint' / MADE
     with pytest.raises(CheckpointError, match=f'one part of a universal checkpoint.*give {folder}$'):
         open_checkpoint(folder / 'zero')
 

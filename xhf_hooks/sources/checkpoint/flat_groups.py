@@ -87,6 +87,28 @@ def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]
     return found
 
 
+def zero3_first_slices(shapes: Sequence[Shapes], groups: Sequence[LazyTensor], n_ranks: int) -> dict[str, Region]:
+    """What rank 0 has of each parameter at ZeRO-3: its first ceil(numel / ranks) elements.
+
+    Raises:
+        CheckpointError: Elements are missing or left over.
+    """
+    vector = _Vector(groups)
+    merged = {name: shape for group in shapes for name, shape in group.items()}
+    shares = {name: -(-math.prod(shape) // n_ranks) for name, shape in merged.items()}
+    if vector.numel != sum(shares.values()):
+        raise CheckpointError(
+            f'{_file(groups)}: holds {vector.numel} elements, the first of {n_ranks} ranks has {sum(shares.values())}; '
+            f'{_HINT}'
+        )
+    found: dict[str, Region] = {}
+    position = 0
+    for name, share in shares.items():
+        found[name] = Region((share,), vector.dtype, vector.pieces(position, position + share))
+        position += share
+    return found
+
+
 def zero3_paddings(shapes: Sequence[Shapes], n_ranks: int, most: int) -> list[list[tuple[int, int]]]:
     """Where each rank's vector has padding at ZeRO-3, as ranges of elements; at most ``most`` elements of each rank."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]

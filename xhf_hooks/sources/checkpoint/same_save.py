@@ -70,7 +70,7 @@ def require_one_save(
     if optims[0].stage == 3:
         _require_first(models)
         if not optimizer_restarted:
-            _require_steps_of(models[0], optims[0])
+            require_steps_of(models[0], optims[0])
         _require_padding(models[0], optims, reader)
     else:
         _require_slices(models[0], optims)
@@ -138,7 +138,7 @@ def _require_first(models: Sequence[ModelState]) -> None:
             )
 
 
-def _require_steps_of(model: ModelState, optim: OptimState) -> None:
+def require_steps_of(model: ModelState, optim: OptimState) -> None:
     """Stage 3, where the optimizer's files alone have the weights: they must be as old as the model's."""
     told, config = model.evidence, model.evidence.config
     made, accumulation = optim.evidence.step, config.get('gradient_accumulation_steps', 1)

@@ -170,6 +170,7 @@ class CheckpointSource(SliceSource):
     def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
         self.facts = self._facts('torch')
         if self.found.layout == 'dcp':
+            self.ranks_proven = len(self.found.model_files) < 2
             return {}, load_dcp(self.found)
         return load_fsdp_ranks(self.found)
 
@@ -183,7 +184,7 @@ class CheckpointSource(SliceSource):
         self._never_trained = _never_trained(models[0])
         self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].evidence.version)
         if universal:
-            assembled = load_universal(self.found, models)
+            assembled = load_universal(self.found, models, self._reader, optimizer_restarted=self._optimizer_restarted)
         elif not optims:
             masters, warning = stage0_masters(models[0], self._reader)
             self.warnings += [warning] if warning else []

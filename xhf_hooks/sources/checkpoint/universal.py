@@ -1,7 +1,8 @@
 """Universal checkpoints, which DeepSpeed's ``ds_to_universal.py`` makes of others, for any number of ranks.
 
 ``zero/<parameter>/fp32.pt`` holds the whole parameter: at stage 3 a flat tensor (``merge_zero3_slices``), else a dict
-with it under ``'param'`` (``merge_tp_slices``). The model files beside ``zero`` are copies of the original ones.
+with it under ``'param'`` (``merge_tp_slices``). The model files beside ``zero`` are copies of the original ones. At
+stage 3 ``zero/optimizer_state.pt`` is all of rank 0's optimizer file (``_save_optimizer_state_stage3``).
 """
 
 from __future__ import annotations
@@ -10,22 +11,33 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_masters
-from xhf_hooks.sources.checkpoint.flat_groups import Regions
+from xhf_hooks.sources.checkpoint.evidence import optim_evidence
+from xhf_hooks.sources.checkpoint.flat_groups import Regions, zero3_first_slices
+from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Region
-from xhf_hooks.sources.checkpoint.states import ModelState
+from xhf_hooks.sources.checkpoint.same_save import require_steps_of
+from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 _MASTER = 'F32'
+_COMPARED = 1024  # elements at each of four places of a parameter
 
 
-def load_universal(found: FoundCheckpoint, models: Sequence[ModelState]) -> Assembled:
+def load_universal(
+    found: FoundCheckpoint, models: Sequence[ModelState], reader: PieceReader, *, optimizer_restarted: bool
+) -> Assembled:
     """Where each tensor's values are.
 
+    Args:
+        optimizer_restarted: As in :func:`.same_save.require_one_save`.
+
     Raises:
-        CheckpointError: A file is missing, or of another model.
+        CheckpointError: A file is missing, or of another model, parameter or save.
     """
     first = models[0]
     shapes = {name: shape for group in first.shapes or () for name, shape in group.items()}
@@ -41,6 +53,11 @@ def load_universal(found: FoundCheckpoint, models: Sequence[ModelState]) -> Asse
                 f'{file}: no parameter of {first.file.name} has this name; remove what another run has left'
             )
         masters[name] = _region(file, shapes[name])
+    # At stages 1 and 2 the masters are compared with the 16-bit weights
+    if (optim := _rank0(found.path / 'zero' / 'optimizer_state.pt')) is not None:
+        if not optimizer_restarted:
+            require_steps_of(first, optim)
+        _require_slices(first, optim, masters, reader)
     return from_masters(models, masters)
 
 
@@ -55,3 +72,31 @@ def _region(file: Path, shape: tuple[int, ...]) -> Region:
             f'whose padding was cut off; take the checkpoint that it was made of'
         )
     return Region(shape, _MASTER, (tensor.piece(),) if tensor.numel else ())
+
+
+def _rank0(file: Path) -> OptimState | None:
+    """The optimizer file of stage 3 that is there once more; None at other stages, or if it was not copied."""
+    state = load_torch_file(file) if file.exists() else None
+    groups = state.get('fp32_flat_groups') if isinstance(state, dict) else None
+    n_ranks = state.get('partition_count') if isinstance(state, dict) else None
+    if not isinstance(groups, list) or type(n_ranks) is not int or n_ranks < 1:
+        return None
+    if not all(isinstance(group, LazyTensor) and group.dtype == _MASTER and group.is_contiguous for group in groups):
+        return None
+    evidence = optim_evidence(file, {}, state, 'optimizer_state_dict')
+    return OptimState(file, 3, n_ranks, tuple(groups), None, evidence)
+
+
+def _require_slices(model: ModelState, optim: OptimState, masters: Regions, reader: PieceReader) -> None:
+    """What rank 0 had of each parameter is the beginning of it."""
+    for name, slice_ in zero3_first_slices(model.shapes or (), optim.groups, optim.world_size).items():
+        numel = min(math.prod(slice_.shape), math.prod(masters[name].shape))
+        for start in sorted({0, numel // 3, 2 * numel // 3, max(0, numel - _COMPARED)}):
+            one, other = (torch.empty(min(_COMPARED, numel - start)) for _ in range(2))
+            reader.read_into(masters[name].pieces, start, one)
+            reader.read_into(slice_.pieces, start, other)
+            if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
+                raise CheckpointError(
+                    f'{masters[name].pieces[0].file}: is not what {optim.file.name} has of {name}: of another '
+                    f'parameter or iteration; put the files of one ds_to_universal.py run together'
+                )
