@@ -95,7 +95,7 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'leftovers of stage 3': (1, from_another(model3(0), stage=3), MODEL, 'ZeRO-3 files lie beside it'),
     'another precision': (
         1, lambda f: shutil.copy(f / optim(0), f / f'bf16_{optim(0)}'), optim(0), 'another precision'),
-    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(0), 'ends within'),
+    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(1), 'records another part'),
     'other shape at 3': (3, edit(model3(0), lambda s: shapes(s, 'b.weight', (99,))), model3(1), 'shapes of parameters'),
     'same size, other shape': (1, edit(MODEL, lambda s: shapes(s, 'a.weight', (3, 5))), MODEL, 'another is recorded'),
     'too few elements': (1, edit(optim(2), lambda s: fewer(s, FLAT12)), optim(0), 'ends within'),

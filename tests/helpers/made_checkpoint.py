@@ -21,6 +21,24 @@ class ZeroStageEnum(enum.IntEnum):
     weights = 3
 
 
+@dataclass
+class fragment_address:
+    """Of ``deepspeed.utils.tensor_fragment``."""
+
+    numel: int
+    start: int
+
+
+class DynamicLossScaler:
+    """Of ``deepspeed.runtime.fp16.loss_scaler``."""
+
+    def __init__(self, iterations: int, skipped: int) -> None:
+        self.cur_scale = 2.0 ** (16 - skipped)
+        self.cur_iter = iterations
+        self.last_overflow_iter = skipped - 1
+        self.dtype = torch.float16
+
+
 def some_weights(seed: int = 0, frozen: bool = True) -> dict[str, torch.Tensor]:
     """fp32 masters of odd shapes: fewer elements than ranks, a scalar, none at all."""
     generator = torch.Generator().manual_seed(seed)
@@ -41,6 +59,8 @@ class MadeCheckpoint:
         alignment: Elements that each parameter is padded to in the flat vector (DeepSpeed 0.19.8; ZeRO-1 and 2).
         sub_group: At ZeRO-3, elements after which a rank's flat vector is cut.
         frozen, buffers: As they are.
+        step, skipped: Of the engine: steps, and those of them that an overflow made it skip.
+        optimizer_step: That the optimizer has made; None for those that were not skipped.
     """
 
     masters: Mapping[str, torch.Tensor] = field(default_factory=some_weights)
@@ -54,6 +74,9 @@ class MadeCheckpoint:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     step: int = 5
+    skipped: int = 0
+    optimizer_step: int | None = None
+    lr: float = 1e-3
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,26 +117,49 @@ class MadeCheckpoint:
             'shared_params': dict(self.shared),
             'frozen_param_fragments': fragments if saves_frozen else None,
             'global_steps': self.step,
+            'skipped_steps': self.skipped,
             'dp_world_size': self.world_size,
             'mp_world_size': 1,
-            'ds_config': {'fp16': {'enabled': self.dtype == torch.float16}, 'zero_optimization': {'stage': self.stage}},
+            'ds_config': self._config(),
             'ds_version': '0.19.8',
             **({'meta': dict(self.meta)} if self.meta else {}),
         }
 
     def _optim_state(self, rank: int) -> dict[str, Any]:
-        steps = {'state': {0: {'step': torch.tensor(float(self.step))}}, 'param_groups': []}
+        step = torch.tensor(float(self.step - self.skipped if self.optimizer_step is None else self.optimizer_step))
+        settings = {'lr': self.lr, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.0}
+        steps = {'state': {0: {'step': step}}, 'param_groups': [settings for _ in self._names()]}
         state: dict[str, Any] = {'zero_stage': ZeroStageEnum(self.stage), 'partition_count': self.world_size}
         if self.stage == 3:
             slices = [self._slice(self.masters[name], rank) for group in self._names() for name in group]
             state |= {'fp32_flat_groups': list(torch.cat(slices).split(self.sub_group)), 'optimizer_state_dict': steps}
+            seen = [self._slice(torch.ones_like(self.masters[n]), rank, 0.0) for g in self._names() for n in g]
+            moments = torch.cat(seen).split(self.sub_group)
+            steps['state'] = {i: {'step': step, 'exp_avg_sq': moment} for i, moment in enumerate(moments)}
         else:
             parts, paddings = zip(*(self._partition(group, rank) for group in self._names()), strict=True)
             state |= {'single_partition_of_fp32_groups': list(parts), 'base_optimizer_state': steps}
             state |= {'partition_count': [self.world_size] * len(parts)}
+            state |= {'param_slice_mappings': [self._mapping(group, rank) for group in self._names()]}
             if self.alignment > 1:
                 state['param_alignment_paddings'] = list(paddings)
-        return {'optimizer_state_dict': state, 'ds_config': {}, 'ds_version': '0.19.8'}
+        state |= {'loss_scaler': DynamicLossScaler(self.step, self.skipped)}
+        return {'optimizer_state_dict': state, 'ds_config': self._config(), 'ds_version': '0.19.8'}
+
+    def _config(self) -> dict[str, Any]:
+        return {'fp16': {'enabled': self.dtype == torch.float16}, 'zero_optimization': {'stage': self.stage}}
+
+    def _mapping(self, group: list[str], rank: int) -> dict[str, fragment_address]:
+        """Of what the rank has, as ``utils/mixed_precision_linkage.py`` counts, which knows nothing of alignment."""
+        size = -(-sum(self.masters[name].numel() for name in group) // (2 * self.world_size)) * 2
+        found, position = {}, 0
+        for name in group:
+            end = position + self.masters[name].numel()
+            start, stop = max(position, rank * size), min(end, (rank + 1) * size)
+            if start < stop:
+                found[name] = fragment_address(stop - start, start - rank * size)
+            position = end
+        return found
 
     def _partition(self, group: list[str], rank: int) -> tuple[torch.Tensor, list[int]]:
         """Stage 1 and 2: the group as one vector, aligned to 2 * ranks; the last rank's padding is not saved."""
@@ -129,8 +175,8 @@ class MadeCheckpoint:
             mine = mine[: mine.numel() - (aligned.numel() - vector.numel())]
         return mine.clone(), paddings
 
-    def _slice(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    def _slice(self, tensor: torch.Tensor, rank: int, padding: float = 88.0) -> torch.Tensor:
         """Stage 3: ceil(numel / ranks) elements, padded."""
         size = -(-tensor.numel() // self.world_size)
-        flat = torch.cat([tensor.reshape(-1), tensor.new_full((size * self.world_size - tensor.numel(),), 88.0)])
+        flat = torch.cat([tensor.reshape(-1), tensor.new_full((size * self.world_size - tensor.numel(),), padding)])
         return flat[rank * size : (rank + 1) * size].clone()
