@@ -55,7 +55,8 @@ def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> t
             continue
         _become(tensor, spec)
         tensors[renamed(spec, names)] = place
-    notes = _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
+    notes = [*skeleton.notes]
+    notes += _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
     if base.n_found:
         notes.append(f'{base.n_found} tensors are not in the checkpoint and are read from {base.folders}')
     return JoinedSource(tensors), notes
