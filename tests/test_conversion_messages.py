@@ -76,3 +76,17 @@ def test_a_file_of_the_base_model_is_missing(trained, tmp_path, capsys):
     (base / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
     assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
     assert f'{base}/model-00002-of-00002.safetensors: missing' in capsys.readouterr().err
+
+
+def test_a_base_that_is_no_model(trained, tmp_path, capsys):
+    (tmp_path / 'empty').mkdir()
+    adapter = base_model(trained, tmp_path / 'adapter')
+    (adapter / 'adapter_config.json').write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
+    for base, words in {
+        tmp_path / 'gone': '--base has to name a folder with the model',
+        tmp_path / 'empty': '--base has to name a folder with the model',
+        adapter: 'names no base model; set base_model_name_or_path in it',
+    }.items():
+        assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line and str(base) in line

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.errors import ConfigError
+from xhf_hooks.errors import ConfigError, XhfError
+from xhf_hooks.skeleton.huggingface import in_one_line
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -33,7 +34,10 @@ def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
     unknown = sorted(given.keys() - inspect.signature(LoraConfig).parameters.keys())
     if unknown:
         raise ConfigError(f'{where}: peft has no LoraConfig option {unknown}; install the version that trained it')
-    return LoraConfig(**given)
+    try:
+        return LoraConfig(**given)
+    except Exception as error:  # the text of a config: whatever peft's classes raise, it cannot be used
+        raise ConfigError(f'{where}: peft refuses the options of lora ({in_one_line(error)})') from None
 
 
 def adapter_config_in(folder: Path) -> PeftConfig:
@@ -46,8 +50,8 @@ def adapter_config_in(folder: Path) -> PeftConfig:
 
     try:
         return PeftConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({error})') from None
+    except Exception as error:  # anyone's data
+        raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None
 
 
 def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
@@ -55,6 +59,9 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
 
     XTuner adapts every linear layer but the head when the config names none (``find_all_linear_names`` in xtuner
     ``model/utils.py``).
+
+    Raises:
+        ConfigError: peft cannot.
     """
     from peft import get_peft_model
 
@@ -66,8 +73,13 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
         wanted.target_modules = _all_linear_names(model)
     initialised = wanted.init_lora_weights
     wanted.init_lora_weights = False  # there is nothing to initialise, or to decompose
-    with torch.device('meta'):
-        adapted = get_peft_model(model, wanted)
+    try:
+        with torch.device('meta'):
+            adapted = get_peft_model(model, wanted)
+    except (XhfError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f'peft cannot adapt a {type(model).__name__} as configured ({in_one_line(error)})') from None
     for config in adapted.peft_config.values():
         config.init_lora_weights = initialised
     return adapted

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from torch import nn
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.module_tensors import module_tensors
 from xhf_hooks.skeleton import adapters, huggingface
+from xhf_hooks.skeleton.bounds import limited_modules
 from xhf_hooks.skeleton.run_config import RunConfig, required
+from xhf_hooks.skeleton.trial import in_child
 
 #: Fields of an XTuner model's config that are models, and those that adapt them (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
+#: What any model may have: a checkpoint can hold few of its tensors (LoRA, a projector). Mixtures of experts whose
+#: experts are modules of their own register 150,000 modules and parameters.
+_LEAST_TENSORS = 7000
 
 
 @dataclass
@@ -34,11 +40,13 @@ class Skeleton:
         described_by: What the user is told that it was built from.
         bases: Folder that a part was loaded from, and the names of the part's tensors there, by the identity
             of the skeleton's tensors.
+        notes: What the user should know.
     """
 
     module: nn.Module
     described_by: str
     bases: list[tuple[str, dict[int, list[str]]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def remember_base(self, folder: str, model: nn.Module) -> None:
         """Before the model is wrapped or adapted: its names are those of the files."""
@@ -58,6 +66,9 @@ def build_skeleton(
 ) -> Skeleton:
     """The model that a checkpoint belongs to.
 
+    Configs of models are anyone's files: it is built twice, the first time in a process that may take so much and no
+    more. Both times take less than a second for most models.
+
     Args:
         config: Of the run.
         checkpoint: The tag folder or file; a ``config.json`` is looked for around it.
@@ -66,7 +77,35 @@ def build_skeleton(
 
     Raises:
         ConfigError, BaseModelError: Nothing says how it was built, or what does cannot be used.
+        DamagedError: What does asks for too much, or cannot be built.
     """
+    build = partial(_build, config, checkpoint, names, base, trust_remote_code)
+    _import_first(config, checkpoint, base)
+    with huggingface.quiet(), limited_modules(max(len(names), _LEAST_TENSORS)):
+        in_child(lambda: bool(build()), 'building the model', len(names))
+        return build()
+
+
+def _import_first(config: RunConfig | None, checkpoint: Path, base: str | None) -> None:
+    """What takes seconds to import, so that it is not imported twice."""
+    from transformers import AutoConfig, PreTrainedModel  # noqa: F401
+
+    model = {} if config is None else config.model or {}
+    if any(model.get(option) for option in _ADAPTERS) or _adapted(base, _hugging_face_folder(checkpoint)) is not None:
+        import peft  # noqa: F401
+    if 'visual_encoder' in model:
+        _projector_classes()
+
+
+def _adapted(*folders: str | Path | None) -> Path | None:
+    """The first folder with an adapter."""
+    found = (Path(folder) for folder in folders if folder is not None)
+    return next((folder for folder in found if (folder / 'adapter_config.json').is_file()), None)
+
+
+def _build(
+    config: RunConfig | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
+) -> Skeleton:
     if config is not None and config.model is not None and _is_xtuners(config.model):
         return _of_xtuner(config, config.model, names, base, trust_remote_code)
     folder = _hugging_face_folder(checkpoint)
@@ -91,7 +130,8 @@ def _of_xtuner(
     for name in _MODELS:
         if not isinstance(model.get(name), Mapping):
             continue
-        child = _child(skeleton, config, model, name, base if name != 'visual_encoder' else None, trust_remote_code)
+        given = base if name != 'visual_encoder' else None
+        child = _child(skeleton, config, model, name, names, given, trust_remote_code)
         if kind == 'RewardModel' and name == 'llm':
             child = child.model  # xtuner keeps the backbone alone (model/reward.py)
         skeleton.module.add_module(name, child)
@@ -109,22 +149,23 @@ def _child(
     config: RunConfig,
     model: Mapping[str, Any],
     name: str,
+    names: Collection[str],
     base: str | None,
     trust_remote_code: bool,
 ) -> nn.Module:
     options = model[name]
     what = f'model.{name}.pretrained_model_name_or_path'
-    folder = base or required(options.get('pretrained_model_name_or_path'), what, config.where)
+    folder = base or str(required(options.get('pretrained_model_name_or_path'), what, config.where))
     why = '--base' if base else f'{what} of {config.where}'
-    hf_config = huggingface.load_config(folder, trust_remote_code=trust_remote_code, why=why)
-    huggingface.apply_options(hf_config, options)
-    if name != 'visual_encoder':
-        _enlarge_context(hf_config, model.get('max_position_embeddings'))
     parts = str(required(options.get('type'), f'model.{name}.type', config.where)).split('.')
     auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
-    child = huggingface.build(hf_config, auto_class, trust_remote_code=trust_remote_code)
-    skeleton.remember_base(folder, child)
-    return child
+
+    def edit(hf_config: Any) -> None:
+        huggingface.apply_options(hf_config, options)
+        if name != 'visual_encoder':
+            _enlarge_context(hf_config, model.get('max_position_embeddings'))
+
+    return _model_at(skeleton, folder, why, names, trust_remote_code, auto_class, edit)
 
 
 def _enlarge_context(config: Any, wanted: Any) -> None:
@@ -148,6 +189,23 @@ def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection
 
 def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
     """XTuner's own class, which goes out with the weights."""
+    config_class, model_class = _projector_classes()
+    depth = model.get('projector_depth', 2)
+    sizes = dict(
+        visual_hidden_size=module.visual_encoder.config.hidden_size,
+        llm_hidden_size=module.llm.config.hidden_size,
+        depth=depth,
+    )
+    with torch.device('meta'):
+        return model_class(config_class(**sizes))
+
+
+def _projector_classes() -> tuple[Any, Any]:
+    """Of its config, and of itself.
+
+    Raises:
+        ConfigError: XTuner is not here.
+    """
     import pkgutil
 
     owner = 'xtuner.model.modules.projector'
@@ -159,14 +217,7 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
             f"a LLaVAModel goes out with the code of its projector, which is xtuner's, and that cannot be imported "
             f'({error}); convert where xtuner is installed'
         ) from None
-    depth = model.get('projector_depth', 2)
-    sizes = dict(
-        visual_hidden_size=module.visual_encoder.config.hidden_size,
-        llm_hidden_size=module.llm.config.hidden_size,
-        depth=depth,
-    )
-    with torch.device('meta'):
-        return model_class(config_class(**sizes))
+    return config_class, model_class
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
@@ -181,24 +232,49 @@ def _of_transformers(
     folder: Path | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
 ) -> Skeleton:
     described_by = folder if base is None else base
-    adapter = None
-    for place in (base, folder):
-        if place is not None and (Path(place) / 'adapter_config.json').is_file():
-            adapter = adapters.adapter_config_in(Path(place))
-            base = base if place == folder and base else adapter.base_model_name_or_path
-            if not base:
-                raise BaseModelError(f'{place}/adapter_config.json names no base model; name it with --base')
-            described_by = f'{place}/adapter_config.json and {base}'
-            break
+    adapter, place = None, _adapted(base, folder)
+    if place is not None:
+        adapter = adapters.adapter_config_in(place)
+        if base is None or place == Path(base):
+            base = adapter.base_model_name_or_path
+        if not isinstance(base, str) or not base:
+            raise BaseModelError(f'{place}/adapter_config.json names no base model; set base_model_name_or_path in it')
+        described_by = f'{place}/adapter_config.json and {base}'
     source = str(base if base is not None else folder)
-    config = huggingface.load_config(source, trust_remote_code=trust_remote_code, why='the model')
-    model: nn.Module = huggingface.build(config, None, trust_remote_code=trust_remote_code)
-    skeleton = Skeleton(model, str(described_by))
-    skeleton.remember_base(source, model)
+    skeleton = Skeleton(nn.Module(), str(described_by))
+    model: nn.Module = _model_at(skeleton, source, 'the model', names, trust_remote_code)
     if adapter is not None:
         model = adapters.adapt(model, adapter)
     skeleton.module = _placed(model, _prefix(model, names, checkpoint, source))
     return skeleton
+
+
+def _model_at(
+    skeleton: Skeleton,
+    folder: str,
+    why: str,
+    names: Collection[str],
+    trust_remote_code: bool,
+    auto_class: str | None = None,
+    edit: Callable[[Any], None] = lambda config: None,
+) -> nn.Module:
+    """The model of the config.json in ``folder``, one of the skeleton's bases from now on.
+
+    Args:
+        edit: Its config, before it is built.
+    """
+    hf_config = huggingface.load_config(
+        folder, trust_remote_code=trust_remote_code, why=why, n_tensors=max(len(names), _LEAST_TENSORS)
+    )
+    edit(hf_config)
+    model = huggingface.build(hf_config, auto_class, trust_remote_code=trust_remote_code)
+    code = huggingface.own_code(huggingface.raw_config(folder))
+    if code and not trust_remote_code:
+        skeleton.notes.append(
+            f'{folder} has code of its own ({", ".join(code)}), which was not run; --trust-remote-code runs it'
+        )
+    skeleton.remember_base(folder, model)
+    return model
 
 
 def _hugging_face_folder(checkpoint: Path) -> Path | None:

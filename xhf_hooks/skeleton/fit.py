@@ -57,7 +57,8 @@ def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> t
             continue
         _become(tensor, spec)
         tensors[renamed(spec, names)] = place
-    notes = _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
+    notes = [*skeleton.notes]
+    notes += _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
     if base.lacking:
         raise BaseModelError(
             f'the model of {skeleton.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '

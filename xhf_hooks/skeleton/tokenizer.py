@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.errors import BaseModelError, OptionError
+from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.exporters import Exporter, chat_template
-from xhf_hooks.exporters.sidecar import load_tokenizer
+from xhf_hooks.exporters.sidecar import TOKENIZER_FILES, base_file, load_tokenizer
 from xhf_hooks.skeleton.config_text import parse_config
+from xhf_hooks.skeleton.huggingface import in_one_line, quiet
 from xhf_hooks.skeleton.run_config import RunConfig
+from xhf_hooks.skeleton.trial import in_child
 
 #: Options of ``from_pretrained`` that change what is saved, and run nothing.
 _OPTIONS = (
     *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
     *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
 )
+#: What sets how much is built: 50 MB are more than any vocabulary takes, and no count in the small files has 7 digits.
+_SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
+_SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
+_HUGE, _NO_LIMIT = re.compile(rb'(?<![\d.])[1-9]\d{6}'), re.compile(rb'"model_max_length":\s*\d+')
 _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
 
 
@@ -51,16 +58,44 @@ def _load(
     config: RunConfig | None, exporter: Exporter, base: str | None, trust_remote_code: bool
 ) -> tuple[Any | None, list[str]]:
     folder = base or (config.tokenizer_folder() if config is not None else None)
-    if folder is not None:
-        try:
-            tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            if 'trust_remote_code' not in str(error):
-                raise BaseModelError(f'{folder}: its tokenizer cannot be loaded ({error})') from None
-            return None, [f'{folder}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
-        if tokenizer is not None:
-            return _with_options(tokenizer, config), []
-    return exporter.base_tokenizer(), []
+    where = folder or exporter.base_dir
+    load = partial(_loaded, config, folder, exporter, trust_remote_code)
+    kilobytes = _kilobytes_that_may_take_long(where)
+    try:
+        with quiet():
+            if kilobytes is not None:
+                in_child(lambda: bool(load()), f'{where}: loading the tokenizer', kilobytes)
+            return load(), []
+    except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # its files are anyone's data; a panic in Rust is no Exception
+        if 'trust_remote_code' not in str(error):
+            raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
+        return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
+
+
+def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, trust_remote_code: bool) -> Any | None:
+    """The tokenizer in the folder, if there is one, else that of the exported model's base."""
+    tokenizer = None if folder is None else load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return exporter.base_tokenizer() if tokenizer is None else _with_options(tokenizer, config)
+
+
+def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
+    """The size of a tokenizer's files where it, or a number in them, is beyond what real ones have; else None.
+
+    Loading one takes up to a second, so that it is not done twice without need.
+    """
+    nbytes, suspect = 0, False
+    for name in (*TOKENIZER_FILES, *_SMALL_FILES):
+        path = base_file(base_dir, name)
+        if path is not None:
+            found = path.stat().st_size
+            nbytes += found
+            if found > (_SMALL_NBYTES if name in _SMALL_FILES else _MOST_NBYTES):
+                suspect = True
+            elif name in _SMALL_FILES:
+                suspect = suspect or _HUGE.search(_NO_LIMIT.sub(b'', path.read_bytes())) is not None
+    return min(nbytes, _MOST_NBYTES) // 1000 if suspect else None
 
 
 def _with_options(tokenizer: Any, config: RunConfig | None) -> Any:

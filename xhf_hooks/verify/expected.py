@@ -11,8 +11,6 @@ from typing import Any
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
 from xhf_hooks.verify import strict_json
 
-_COUNT_OF_MODULES = re.compile(r'(?:num|n)_(?:\w+_)?(?:layers?|experts?|blocks?)')
-
 
 @dataclass(frozen=True)
 class ExpectedModel:
@@ -36,26 +34,29 @@ class ExpectedModel:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 
-def implausible(config: Any, n_tensors: int, path: str = '') -> str | None:
-    """A count of layers, blocks or experts beyond the number of tensors: building that would take for ever."""
-    for name, value in config.items() if isinstance(config, dict) else ():
-        if isinstance(value, dict):
-            found = implausible(value, n_tensors, f'{path}{name}.')
-            if found:
-                return found
-        elif _COUNT_OF_MODULES.fullmatch(name) and type(value) is int and value > max(n_tensors, 1):
-            return f'{path}{name} is {value}, and there are {n_tensors} tensors'
-    return None
+def expected_model(folder: Path, n_tensors: int, *, trust_remote_code: bool) -> ExpectedModel:
+    """Build it on the meta device, with the version of transformers that is installed, in a process of its own.
 
-
-def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
-    """Build it on the meta device, with the version of transformers that is installed.
+    Args:
+        n_tensors: That the folder's files hold, which bounds what config.json may ask for.
 
     Raises:
         BaseModelError: This transformers does not know the model.
         DamagedError: It does, and refuses the config.
         ModelError: It can, and our exporter does not know what it saves.
     """
+    from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (here, and not in each process)
+
+    from xhf_hooks import exporters, sources  # noqa: F401
+    from xhf_hooks.skeleton import bounds, huggingface, trial
+
+    with huggingface.quiet(), bounds.limited_modules(n_tensors):
+        return trial.in_child(
+            lambda: _expected(folder, n_tensors, trust_remote_code), 'building the model of config.json', n_tensors
+        )
+
+
+def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> ExpectedModel:
     from transformers import PreTrainedModel
 
     from xhf_hooks.exporters import exporter_for
@@ -64,19 +65,17 @@ def expected_model(folder: Path, *, trust_remote_code: bool) -> ExpectedModel:
     from xhf_hooks.sources import source_for
 
     try:
-        config = huggingface.load_config(str(folder), trust_remote_code=trust_remote_code, why='this folder')
+        config = huggingface.load_config(
+            str(folder), trust_remote_code=trust_remote_code, why='this folder', n_tensors=n_tensors
+        )
     except BaseModelError as error:
         if _is_known(folder):
-            raise DamagedError(f'transformers refuses config.json: {error.__cause__ or error.__context__}') from None
+            why = huggingface.in_one_line(error.__cause__ or error.__context__ or error)
+            raise DamagedError(f'transformers refuses config.json: {why}') from None
         raise
     if getattr(config, 'quantization_config', None) is not None:
         raise ModelError(f'{folder}: quantized weights have other names and shapes than the model')
-    try:
-        model = huggingface.build(config, None, trust_remote_code=trust_remote_code)
-    except BaseModelError:
-        raise
-    except Exception as error:  # a config.json is anyone's data: whatever its class raises, it builds nothing
-        raise DamagedError(f'no model can be built from config.json: {error!s:.200}') from None
+    model = huggingface.build(config, None, trust_remote_code=trust_remote_code)
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f'{folder}: {type(model).__name__} is no model of transformers')
     entries = exporter_for(model, None).entries(source_for(model).specs(), None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
+from xhf_hooks.skeleton.huggingface import class_named, first_architecture, quiet
 from xhf_hooks.verify import strict_json
 
 _PROMPT = 'The capital of France is'
@@ -41,9 +42,10 @@ def load_and_run(folder: Path, *, trust_remote_code: bool) -> LoadReport:
     """
     report = LoadReport()
     try:
-        _run(folder, trust_remote_code, report)
+        with quiet():
+            _run(folder, trust_remote_code, report)
     except Exception as error:  # whatever a model's own code raises is what the user has to know
-        report.error = f'{type(error).__name__}: {str(error)[:500]}'
+        report.error = f'{type(error).__name__}: {" ".join(str(error)[:500].split())}'
     return report
 
 
@@ -79,9 +81,8 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
         return AutoPeftModelForCausalLM.from_pretrained(
             str(folder), torch_dtype='auto', local_files_only=True, trust_remote_code=trust_remote_code
         )
-    names = strict_json.read(folder / 'config.json').get('architectures')
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ''
-    kind = getattr(transformers, name, None) if name.isidentifier() else None
+    name = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
+    kind = class_named(name, str(folder), auto=False)
     return (kind or transformers.AutoModelForCausalLM).from_pretrained(
         str(folder), torch_dtype='auto', local_files_only=True, trust_remote_code=trust_remote_code
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
 from xhf_hooks.verify import strict_json
+from xhf_hooks.verify.config_kinds import wrong_kinds
 from xhf_hooks.verify.content import FolderContent, WeightFolder
-from xhf_hooks.verify.expected import ExpectedModel, expected_model, implausible
+from xhf_hooks.verify.expected import ExpectedModel, expected_model
 from xhf_hooks.verify.model_reader import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
 from xhf_hooks.verify.report import Findings, some
 from xhf_hooks.verify.sums import FileSums
@@ -53,12 +55,12 @@ def check_model(
         return  # reported with the texts
     tensors = folder.tensors()
     expected, rows = None, None
-    wrong = implausible(config, len(tensors))
+    wrong = wrong_kinds(config)
     if wrong:
-        findings.problem('config', f'{where}: {wrong}')
+        findings.problem('config', f'{where}: config.json: {some(wrong)}')
     else:
         try:
-            expected = expected_model(folder.path, trust_remote_code=trust_remote_code)
+            expected = expected_model(folder.path, len(tensors), trust_remote_code=trust_remote_code)
         except (BaseModelError, ModelError, PlanError) as error:
             findings.unchecked('config', f'{where}: names and shapes of the tensors: {error}')
         except DamagedError as error:
@@ -69,7 +71,21 @@ def check_model(
     else:
         rows = _rows_by_name(folder)
     _check_ties(where, config, expected, folder, sums, findings)
+    if not trust_remote_code:
+        _tell_of_code(content, folder, config, findings)
     check_vocabulary(content, folder, rows, findings, trust_remote_code=trust_remote_code)
+
+
+def _tell_of_code(content: FolderContent, folder: WeightFolder, config: Mapping[str, Any], findings: Findings) -> None:
+    from xhf_hooks.skeleton.huggingface import own_code
+
+    configs = [config]
+    if 'tokenizer_config.json' in content.in_folder(folder.name):
+        with suppress(DamagedError):  # reported with the texts
+            configs.append(strict_json.read(folder.path / 'tokenizer_config.json'))
+    files = own_code(*configs)
+    if files:
+        findings.note('code', f'{folder.name or "."}: has code of its own ({", ".join(files)}), which was not run')
 
 
 def _compare_shapes(where: str, expected: ExpectedModel, folder: WeightFolder, findings: Findings) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.verify import strict_json
@@ -12,6 +13,19 @@ from xhf_hooks.verify.report import Findings, some
 _TOKENIZER_FILES = frozenset(
     {'tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'vocab.json', 'vocab.txt', 'spiece.model'}
 )
+_TEXTS = ('.json', '.txt', '.model', '.jinja')
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Of a tokenizer, and which of it has no row: how many tokens, the first few, special ones; or why it is none."""
+
+    n_tokens: int = 0
+    n_beyond: int = 0
+    beyond: str = ''
+    special: str = ''
+    error: str = ''
+    needs_more: bool = False
 
 
 def check_vocabulary(
@@ -34,9 +48,14 @@ def check_vocabulary(
     if not has_tokenizer:
         findings.unchecked('tokenizer', f'{where}: there is none')
         return
-    tokenizer = _load(folder, findings, trust_remote_code)
-    if tokenizer is not None:
-        _check_tokenizer(where, tokenizer, rows, findings)
+    prefix = f'{folder.name}/' if folder.name else ''
+    texts = sum(max(0, content.files[prefix + name]) for name in names if name.endswith(_TEXTS))
+    try:
+        found = _in_child(folder.path, rows, min(texts, strict_json.MOST_NBYTES), trust_remote_code)
+    except DamagedError as error:
+        findings.problem('tokenizer', f'{where}: {error}')
+    else:
+        _check_tokenizer(where, found, rows, findings)
 
 
 def _check_special_ids(folder: WeightFolder, name: str, rows: int, findings: Findings) -> None:
@@ -53,32 +72,50 @@ def _check_special_ids(folder: WeightFolder, name: str, rows: int, findings: Fin
         findings.problem('tokenizer', f'{folder.path / name}: {some(wrong)}; the embedding has {rows} rows')
 
 
-def _load(folder: WeightFolder, findings: Findings, trust_remote_code: bool) -> Any | None:
+def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> _Vocabulary:
+    """A tokenizer's files say how much there is to build, too."""
+    from transformers import AutoTokenizer  # noqa: F401  (here, and not in each process)
+
+    from xhf_hooks.skeleton.huggingface import quiet
+    from xhf_hooks.skeleton.trial import in_child
+
+    with quiet():
+        return in_child(lambda: _vocabulary(folder, rows, trust_remote_code), 'loading the tokenizer', nbytes // 1000)
+
+
+def _vocabulary(folder: Path, rows: int, trust_remote_code: bool) -> _Vocabulary:
     from transformers import AutoTokenizer
 
+    from xhf_hooks.skeleton.huggingface import in_one_line
+
     try:
-        return AutoTokenizer.from_pretrained(
-            str(folder.path), local_files_only=True, trust_remote_code=trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # files are anyone's data: whatever comes, there is no tokenizer to check
-        text = f'{folder.name or "."}: does not load: {(str(error).splitlines() or [type(error).__name__])[0][:200]}'
+        vocabulary = tokenizer.get_vocab()
+        beyond = sorted((number, token) for token, number in vocabulary.items() if number >= rows)
+        special = [f'{i}' for i in tokenizer.all_special_ids if i is not None and not 0 <= i < rows]
+    except MemoryError:
+        raise
+    except BaseException as error:  # files are anyone's data: whatever comes, a panic in Rust too, it is not usable
         needs_more = (
             isinstance(error, ImportError) or 'trust_remote_code' in str(error) or 'sentencepiece' in str(error)
         )
-        (findings.unchecked if needs_more else findings.problem)('tokenizer', text)
-        return None
+        return _Vocabulary(error=f'does not load: {in_one_line(error)}', needs_more=needs_more)
+    shown = some([f'{token!r} ({number})' for number, token in beyond])
+    return _Vocabulary(len(vocabulary), len(beyond), shown, some(special))
 
 
-def _check_tokenizer(where: str, tokenizer: Any, rows: int, findings: Findings) -> None:
-    vocabulary = tokenizer.get_vocab()
-    beyond = sorted((number, token) for token, number in vocabulary.items() if number >= rows)
-    special = [f'{i}' for i in tokenizer.all_special_ids if i is not None and not 0 <= i < rows]
-    if beyond:
-        shown = some([f'{token!r} ({number})' for number, token in beyond])
-        findings.problem('tokenizer', f'{where}: {len(beyond)} tokens beyond the {rows} rows of the embedding: {shown}')
-    elif special:
+def _check_tokenizer(where: str, found: _Vocabulary, rows: int, findings: Findings) -> None:
+    if found.error:
+        (findings.unchecked if found.needs_more else findings.problem)('tokenizer', f'{where}: {found.error}')
+    elif found.n_beyond:
         findings.problem(
-            'tokenizer', f'{where}: special tokens {some(special)} beyond the {rows} rows of the embedding'
+            'tokenizer', f'{where}: {found.n_beyond} tokens beyond the {rows} rows of the embedding: {found.beyond}'
+        )
+    elif found.special:
+        findings.problem(
+            'tokenizer', f'{where}: special tokens {found.special} beyond the {rows} rows of the embedding'
         )
     else:
-        findings.ok('tokenizer', f'{where}: {len(vocabulary)} tokens, {rows} rows in the embedding')
+        findings.ok('tokenizer', f'{where}: {found.n_tokens} tokens, {rows} rows in the embedding')

@@ -1,0 +1,84 @@
+"""How much a ``config.json`` may ask for: what the tensors that it describes can account for, and a fixed amount."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn.modules import module as nn_module
+
+from xhf_hooks.errors import DamagedError
+
+#: Models of transformers register up to 4 modules and parameters for each tensor.
+_REGISTERED, _REGISTERED_PER_TENSOR = 10_000, 20
+#: Labels, kinds of layers, names of modules. ImageNet's large set of labels, there and back, has 44,000.
+_ITEMS, _ITEMS_PER_TENSOR = 200_000, 10
+
+
+@contextmanager
+def limited_modules(n_tensors: int) -> Iterator[None]:
+    """While it is open, this thread cannot build modules without end.
+
+    Args:
+        n_tensors: That the files hold.
+
+    Raises:
+        DamagedError: What is built within has far more modules and parameters than the files have tensors.
+    """
+    most, thread, count = _REGISTERED + _REGISTERED_PER_TENSOR * n_tensors, threading.get_ident(), 0
+
+    def count_one(*_: object) -> None:
+        nonlocal count
+        if threading.get_ident() == thread:
+            count += 1
+            if count > most:
+                raise DamagedError(
+                    f'config.json asks for over {most} modules, far more than a model of {n_tensors} tensors has'
+                )
+
+    hooks = [
+        nn_module.register_module_module_registration_hook(count_one),
+        nn_module.register_module_parameter_registration_hook(count_one),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def require_modest(config: object, n_tensors: int, where: str) -> None:
+    """Lists and dicts of a config, with those in them, have no more items than a model of so many tensors can use.
+
+    Args:
+        config: What JSON gives, or a config of transformers.
+        where: For the message.
+
+    Raises:
+        DamagedError: They have.
+    """
+    most, seen, count = _ITEMS + _ITEMS_PER_TENSOR * n_tensors, set(), 0
+    todo: list[Any] = [config]
+    while todo:
+        value = todo.pop()
+        inside = _inside(value)
+        if inside is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        count += len(inside)
+        if count > most:
+            raise DamagedError(
+                f'{where}: lists and dicts of over {most} items, far more than a model of {n_tensors} tensors has'
+            )
+        todo.extend(inside)
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """The items of a container, or of a config of transformers; None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, 'model_type') and hasattr(value, '__dict__') else None
