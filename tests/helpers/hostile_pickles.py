@@ -121,7 +121,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     'copies of copies': (proto(b']q\x00(' + b'N' * 10_000 + b'e0(' + (named('builtins', 'tuple') + b'h\x00\x85R') * 2000
                                + b't'), ''),
     'names of names': (proto(named('builtins', 'getattr') + b'q\x000' + short('x' * 1000) + b'q\x010'
-                             + named('a', 'b') + (b'q\x02h\x00h\x02h\x01\x86R') * 5000), 'of objects'),
+                             + named('a', 'b') + (b'q\x02h\x00h\x02h\x01\x86R') * 5000), 'a name of'),
     'keys of one hash': (proto(
         b'}(' + b''.join(big_int((2**61 - 1) * i) + b'N' for i in range(2, 2000)) + b'u'), 'as a key'),
     # --- damage

@@ -9,10 +9,14 @@ from xhf_hooks.sources.checkpoint.inert import Global, Inert
 from xhf_hooks.sources.checkpoint.limits import ENTRY_NBYTES, ITEM_NBYTES, Budget, Keys, UnsafePickle, kind_of
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor, make_tensor
 
-_GLOBAL_NBYTES, _INERT_NBYTES, _TENSOR_NBYTES = 250, 400, 400
+_LONGEST_NAME = 1000
+#: Of a call whatever it makes, and what these need beyond that.
+_CALL_NBYTES, _GLOBAL_NBYTES, _INERT_NBYTES, _TENSOR_NBYTES = 150, 250, 250, 250
 _TENSORS = ('_rebuild_tensor', '_rebuild_tensor_v2', '_rebuild_tensor_v3')
 _PARAMETERS = ('_rebuild_parameter', '_rebuild_parameter_with_state')
 _DICTS = (Global('collections', 'OrderedDict'), Global('collections', 'defaultdict'))
+_SIZE = Global('torch', 'Size')
+_CONTAINERS = {'set': set, 'frozenset': frozenset, 'list': list, 'tuple': tuple}
 _BUILTINS = ('builtins', '__builtin__')
 
 
@@ -29,11 +33,14 @@ class Builder:
 
     def name(self, module: str, name: str) -> Global:
         """What stands for an importable object."""
-        self._budget.spend(_GLOBAL_NBYTES + len(module) + len(name))
+        self._budget.spend(_GLOBAL_NBYTES)
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise UnsafePickle(f'a name of {len(module) + len(name)} characters')
         return Global(module, name)
 
     def make(self, function: Any, args: Any) -> Any:
         """What calling ``function`` would have made; it is compared, never called."""
+        self._budget.spend(_CALL_NBYTES)
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise UnsafePickle(f'a {kind_of(function)} is called with a {kind_of(args)}')
         if function.module == 'torch._tensor' and function.name == '_rebuild_from_type_v2' and len(args) == 4:
@@ -48,7 +55,7 @@ class Builder:
                 return args[0]
         if function in _DICTS:
             return self._ordered_dict(args if function.name == 'OrderedDict' else args[1:])
-        if function == Global('torch', 'Size') and len(args) == 1 and isinstance(args[0], (tuple, list)):
+        if function == _SIZE and len(args) == 1 and isinstance(args[0], (tuple, list)):
             return self._copy(tuple, args[0])
         if function.module in _BUILTINS:
             return self._builtin(function, args)
@@ -69,7 +76,7 @@ class Builder:
             target[key] = value
 
     def _builtin(self, function: Global, args: tuple[Any, ...]) -> Any:
-        plain = {'set': set, 'frozenset': frozenset, 'list': list, 'tuple': tuple}.get(function.name)
+        plain = _CONTAINERS.get(function.name)
         if plain and len(args) <= 1 and all(isinstance(a, (list, tuple, set, frozenset)) for a in args):
             items = args[0] if args else ()
             if plain in (set, frozenset):
