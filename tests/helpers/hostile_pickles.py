@@ -119,17 +119,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     'list in itself': (proto(b']q\x00h\x00a'), ''),
     'dict in itself': (proto(b'}q\x00' + short('me') + b'h\x00s'), ''),
     'copies of copies': (proto(b']q\x00(' + b'N' * 10_000 + b'e0(' + (named('builtins', 'tuple') + b'h\x00\x85R') * 2000
-                               + b't'), 'copies'),
+                               + b't'), ''),
     'names of names': (proto(named('builtins', 'getattr') + b'q\x000' + short('x' * 1000) + b'q\x010'
-                             + named('a', 'b') + (b'q\x02h\x00h\x02h\x01\x86R') * 5000), 'copies'),
+                             + named('a', 'b') + (b'q\x02h\x00h\x02h\x01\x86R') * 5000), 'a name of'),
     'keys of one hash': (proto(
         b'}(' + b''.join(big_int((2**61 - 1) * i) + b'N' for i in range(2, 2000)) + b'u'), 'as a key'),
     # --- damage
     'empty': (b'', 'damaged'),
     'no end': (b'\x80\x02}', 'damaged'),
     'nothing on the stack': (proto(b''), 'damaged'),
-    'mark on the stack': (proto(b'('), 'missing'),
-    'pop of nothing': (proto(b'0'), 'damaged'),
+    'mark on the stack': (proto(b'('), 'damaged'),
+    'pop of nothing': (proto(b'0'), 'mark is missing'),
     'unknown memo': (proto(b'h\x07'), 'damaged'),
     'unknown instruction': (proto(b'\xff'), 'never writes'),
     'text that is not text': (proto(b'X\x01\x00\x00\x00\xff'), 'damaged'),

@@ -8,7 +8,7 @@ from typing import Any
 from xhf_hooks.errors import CheckpointError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Global:
     """A name that a pickle gives for an importable object. Nothing is imported."""
 

@@ -8,29 +8,31 @@ those of ``pickletools``, from protocol 2 on (what ``torch.save`` writes) and GL
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from xhf_hooks.sources.checkpoint.build import Builder, UnsafePickle, as_key, kind_of
-from xhf_hooks.sources.checkpoint.inert import Global, Inert
+from xhf_hooks.sources.checkpoint.build import Builder
+from xhf_hooks.sources.checkpoint.inert import Inert
+from xhf_hooks.sources.checkpoint.limits import ITEM_NBYTES, Budget, UnsafePickle, kind_of
 from xhf_hooks.sources.checkpoint.tensors import BadTensor, LazyTensor
 
-#: Far beyond real checkpoints (about 60 instructions a parameter), and still less than a GB of objects.
-MAX_INSTRUCTIONS = 20_000_000
-_MAX_INT_NBYTES = 1024
-_MARK = object()
+_MOST_INT_NBYTES = 64
+#: Any instruction costs as many bytes as it may take of them in half a microsecond's worth of objects.
+_STEP_NBYTES = 50
 
 
 def load_pickle(
-    data: bytes | memoryview, persistent: Callable[[Any], Any], start: int = 0, limit: int = MAX_INSTRUCTIONS
+    data: bytes | memoryview, persistent: Callable[[Any], Any], start: int = 0, budget: Budget | None = None
 ) -> tuple[Any, int]:
     """Read one pickle.
 
     Args:
         persistent: Turns a persistent id (data, unchecked) into an object.
         start: Where in ``data`` it begins.
-        limit: Instructions.
+        budget: For the objects that it makes.
 
     Returns:
         The object: plain values and containers, :class:`LazyTensor`, :class:`Global` and :class:`Inert`. And
@@ -39,9 +41,10 @@ def load_pickle(
     Raises:
         UnsafePickle: It ends early, has unknown instructions, or uses more than it may.
     """
-    machine = _Machine(memoryview(data), persistent, start, limit)
+    machine = _Machine(memoryview(data), persistent, start, budget or Budget())
     try:
-        return machine.run(), machine.position
+        with _no_collections():
+            return machine.run(), machine.position
     except (UnsafePickle, BadTensor) as error:
         raise UnsafePickle(str(error)) from error
     # What Python raises on an instruction whose operands are not there or of another kind
@@ -49,48 +52,55 @@ def load_pickle(
         raise UnsafePickle(f'damaged near byte {machine.position} ({type(error).__name__})') from error
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python would look for garbage cycles among millions of new objects again and again; none of them is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Machine:
-    def __init__(self, data: memoryview, persistent: Callable[[Any], Any], start: int, limit: int) -> None:
-        self._data, self._persistent, self._limit = data, persistent, limit
-        self.position = start
-        self._stack: list[Any] = []
+    def __init__(self, data: memoryview, persistent: Callable[[Any], Any], start: int, budget: Budget) -> None:
+        self.data, self.position = data, start
+        self._persistent, self._budget = persistent, budget
+        self.stack: list[Any] = []
+        self._marked: list[list[Any]] = []  # what lies below each mark
         self._memo: dict[int, Any] = {}
-        self._builder = Builder(max_copies=len(data) + 1000)
+        self._builder = Builder(budget)
 
     def run(self) -> Any:
-        stack, left = self._stack, self._limit
+        data, budget = self.data, self._budget
         while True:
-            opcode = self._data[self.position]
+            opcode = data[self.position]
             self.position += 1
             if opcode == 0x2E:  # STOP
-                return self._pop()
-            left -= 1
-            if left < 0:
-                raise UnsafePickle(f'more than {self._limit} instructions')
-            constant = _CONSTANTS.get(opcode, _MARK)
-            if constant is not _MARK:
-                stack.append(constant)
-                continue
-            handler = _HANDLERS.get(opcode)
-            if handler is None:
+                return self.stack.pop()
+            instruction = _INSTRUCTIONS.get(opcode)
+            if instruction is None:
                 raise UnsafePickle(f'instruction {bytes([opcode])!r}, which torch.save never writes')
-            handler(self)
+            nbytes, act = instruction
+            budget.left -= nbytes
+            if budget.left < 0:
+                raise budget.exceeded()
+            act(self)
 
     # --- what is read ---
 
     def _take(self, nbytes: int) -> memoryview:
         end = self.position + nbytes
-        if end > len(self._data):
-            raise UnsafePickle(f'{nbytes} bytes wanted at byte {self.position}, {len(self._data)} in all')
-        taken = self._data[self.position : end]
+        if end > len(self.data):
+            raise UnsafePickle(f'{nbytes} bytes wanted at byte {self.position}, {len(self.data)} in all')
+        taken = self.data[self.position : end]
         self.position = end
         return taken
 
-    def _number(self, layout: str) -> Any:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
-
     def _line(self) -> str:
-        window = bytes(self._data[self.position : self.position + 1000])
+        window = bytes(self.data[self.position : self.position + 1000])
         end = window.find(b'\n')
         if end < 0:
             raise UnsafePickle(f'a name without end at byte {self.position}')
@@ -98,98 +108,114 @@ class _Machine:
         return window[:end].decode()
 
     def _push(self, value: Any) -> None:
-        self._stack.append(value)
-
-    def _pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise UnsafePickle('an object is missing')
-        return value
-
-    def _top(self) -> Any:
-        if self._stack[-1] is _MARK:
-            raise UnsafePickle('an object is missing')
-        return self._stack[-1]
+        self.stack.append(value)
 
     def _pop_to_mark(self) -> list[Any]:
-        found: list[Any] = []
-        while (value := self._stack.pop()) is not _MARK:
-            found.append(value)
-        found.reverse()
+        if not self._marked:
+            raise UnsafePickle('a mark is missing')
+        found, self.stack = self.stack, self._marked.pop()
         return found
 
     # --- instructions ---
 
-    def _proto(self) -> None:
-        self._take(1)
+    def _mark(self) -> None:
+        self._marked.append(self.stack)
+        self.stack = []
 
-    def _frame(self) -> None:
-        self._number('<Q')  # only a hint
+    def _drop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self._pop_to_mark()
 
-    def _long(self, layout: str) -> None:
-        nbytes = self._number(layout)
-        if not 0 <= nbytes <= _MAX_INT_NBYTES:
+    def _long(self, nbytes: int) -> None:
+        if not 0 <= nbytes <= _MOST_INT_NBYTES:
             raise UnsafePickle(f'an integer of {nbytes} bytes')
-        self._push(int.from_bytes(self._take(nbytes), 'little', signed=True))
+        self.stack.append(int.from_bytes(self._take(nbytes), 'little', signed=True))
 
-    def _text(self, layout: str, encoding: str = 'utf-8') -> None:
-        data = self._take(self._number(layout))
-        self._push(str(data, encoding, 'surrogatepass' if encoding == 'utf-8' else 'strict'))
+    def _text(self, nbytes: int) -> None:
+        taken = self._take(nbytes)
+        self._budget.spend(4 * nbytes)  # one rare character, and each takes four
+        self.stack.append(str(taken, 'utf-8', 'surrogatepass'))
 
-    def _bytes(self, layout: str) -> None:
-        self._push(bytes(self._take(self._number(layout))))
+    def _latin1(self, nbytes: int) -> None:
+        taken = self._take(nbytes)
+        self._budget.spend(nbytes)
+        self.stack.append(str(taken, 'latin1'))
+
+    def _bytes(self, nbytes: int) -> None:
+        taken = self._take(nbytes)
+        self._budget.spend(nbytes)
+        self.stack.append(bytes(taken))
 
     def _put(self, index: int) -> None:
-        self._memo[index] = self._top()
+        self._memo[index] = self.stack[-1]
 
     def _get(self, index: int) -> None:
-        self._push(self._memo[index])
+        self.stack.append(self._memo[index])
 
-    def _tuple(self, size: int | None) -> None:
-        items = self._pop_to_mark() if size is None else [self._pop() for _ in range(size)][::-1]
-        self._push(tuple(items))
+    def _tuple(self, size: int) -> None:
+        stack = self.stack
+        if len(stack) < size:
+            raise UnsafePickle('an object is missing')
+        stack[-size:] = [tuple(stack[-size:])]
+
+    def _long_tuple(self) -> None:
+        self._push(tuple(self._pop_marked_items()))
+
+    def _list(self) -> None:
+        self._push(self._pop_marked_items())
+
+    def _pop_marked_items(self) -> list[Any]:
+        items = self._pop_to_mark()
+        self._budget.spend(ITEM_NBYTES * len(items))
+        return items
 
     def _append(self) -> None:
-        value = self._pop()
-        self._extend([value])
+        value = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is list:
+            target.append(value)
+        else:
+            self._extend([value])
 
     def _extend(self, values: list[Any]) -> None:
-        target = self._top()
-        if isinstance(target, list):
-            target.extend(values)
-        elif isinstance(target, Inert):
-            target.items.extend(values)
-        elif isinstance(target, set):
-            target.update(as_key(value) for value in values)
+        target = self.stack[-1]
+        if isinstance(target, set):
+            self._builder.add(target, values)
+        elif isinstance(target, (list, Inert)):
+            self._budget.spend(ITEM_NBYTES * len(values))
+            (target if isinstance(target, list) else target.items).extend(values)
         else:
             raise UnsafePickle(f'items are added to a {kind_of(target)}')
 
     def _set_items(self, flat: list[Any]) -> None:
-        target = self._top()
+        target = self.stack[-1]
         entries = target.entries if isinstance(target, Inert) else target
         if not isinstance(entries, dict) or len(flat) % 2:
             raise UnsafePickle(f'entries are set on a {kind_of(target)}')
-        for key, value in zip(flat[::2], flat[1::2], strict=True):
-            entries[as_key(key)] = value
+        self._builder.fill(entries, zip(flat[::2], flat[1::2], strict=True), len(flat) // 2)
 
     def _set_item(self) -> None:
-        value, key = self._pop(), self._pop()
+        value, key = self.stack.pop(), self.stack.pop()
         self._set_items([key, value])
 
     def _frozenset(self) -> None:
-        self._push(frozenset(as_key(value) for value in self._pop_to_mark()))
+        members: set[Any] = set()
+        self._builder.add(members, self._pop_to_mark())
+        self.stack.append(frozenset(members))
 
     def _global(self) -> None:
-        self._push(Global(self._line(), self._line()))
+        self.stack.append(self._builder.name(self._line(), self._line()))
 
     def _stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
+        name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
             raise UnsafePickle('a global is not named by text')
-        self._push(Global(module, name))
+        self.stack.append(self._builder.name(module, name))
 
     def _inst(self) -> None:
-        made_by = Global(self._line(), self._line())
+        made_by = self._builder.name(self._line(), self._line())
         self._push(self._builder.make(made_by, tuple(self._pop_to_mark())))
 
     def _obj(self) -> None:
@@ -197,79 +223,109 @@ class _Machine:
         self._push(self._builder.make(first, tuple(args)))
 
     def _reduce(self) -> None:
-        args, function = self._pop(), self._pop()
-        self._push(self._builder.make(function, args))
+        args, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(self._builder.make(function, args))
 
     def _new_with_keywords(self) -> None:
-        keywords, args, cls = self._pop(), self._pop(), self._pop()
+        keywords, args, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
         made = self._builder.make(cls, args)
         if isinstance(made, Inert) and keywords:
             made.state = keywords
-        self._push(made)
+        self.stack.append(made)
 
     def _build(self) -> None:
-        state, target = self._pop(), self._top()
+        state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Inert):
             target.state = state
         elif not isinstance(target, (dict, LazyTensor)):  # attributes of these hold nothing that we need
             raise UnsafePickle(f'a state is given to a {kind_of(target)}')
 
     def _persistent_id(self) -> None:
-        self._push(self._persistent(self._pop()))
+        self.stack.append(self._persistent(self.stack.pop()))
 
 
-_CONSTANTS = {ord('N'): None, 0x88: True, 0x89: False}
+_Action = Callable[[_Machine], None]
+
+
+def _with(layout: str, act: Callable[[_Machine, Any], None]) -> _Action:
+    """An instruction with one number behind it."""
+    number = struct.Struct(f'<{layout}' if layout != 'd' else '>d')
+
+    def read_and_act(machine: _Machine) -> None:
+        (value,) = number.unpack_from(machine.data, machine.position)
+        machine.position += number.size
+        act(machine, value)
+
+    return read_and_act
+
+
+def _number(layout: str) -> _Action:
+    return _with(layout, lambda m, value: m.stack.append(value))
+
+
+def _unused(layout: str) -> _Action:
+    """A number that is only a hint."""
+    return _with(layout, lambda m, value: None)
+
 
 _M = _Machine
-_HANDLERS: dict[int, Callable[[_Machine], None]] = {
-    0x80: _M._proto,
-    0x95: _M._frame,
-    ord('('): lambda m: m._push(_MARK),
-    ord('0'): lambda m: m._stack.pop(),
-    ord('1'): lambda m: m._pop_to_mark(),
-    ord('2'): lambda m: m._push(m._top()),
-    ord('J'): lambda m: m._push(m._number('<i')),
-    ord('K'): lambda m: m._push(m._number('<B')),
-    ord('M'): lambda m: m._push(m._number('<H')),
-    0x8A: lambda m: m._long('<B'),
-    0x8B: lambda m: m._long('<i'),
-    ord('G'): lambda m: m._push(m._number('>d')),
-    ord('X'): lambda m: m._text('<I'),
-    0x8C: lambda m: m._text('<B'),
-    0x8D: lambda m: m._text('<Q'),
-    ord('U'): lambda m: m._text('<B', 'latin1'),
-    ord('T'): lambda m: m._text('<I', 'latin1'),
-    ord('B'): lambda m: m._bytes('<I'),
-    ord('C'): lambda m: m._bytes('<B'),
-    0x8E: lambda m: m._bytes('<Q'),
-    0x96: lambda m: m._bytes('<Q'),  # BYTEARRAY8
-    ord('q'): lambda m: m._put(m._number('<B')),
-    ord('r'): lambda m: m._put(m._number('<I')),
-    0x94: lambda m: m._put(len(m._memo)),
-    ord('h'): lambda m: m._get(m._number('<B')),
-    ord('j'): lambda m: m._get(m._number('<I')),
-    ord(')'): lambda m: m._push(()),
-    ord(']'): lambda m: m._push([]),
-    ord('}'): lambda m: m._push({}),
-    0x8F: lambda m: m._push(set()),
-    ord('t'): lambda m: m._tuple(None),
-    0x85: lambda m: m._tuple(1),
-    0x86: lambda m: m._tuple(2),
-    0x87: lambda m: m._tuple(3),
-    ord('l'): lambda m: m._push(m._pop_to_mark()),
-    ord('a'): _M._append,
-    ord('e'): lambda m: m._extend(m._pop_to_mark()),
-    0x90: lambda m: m._extend(m._pop_to_mark()),
-    ord('s'): _M._set_item,
-    ord('u'): lambda m: m._set_items(m._pop_to_mark()),
-    0x91: _M._frozenset,
-    ord('c'): _M._global,
-    0x93: _M._stack_global,
-    ord('i'): _M._inst,
-    ord('o'): _M._obj,
-    ord('R'): _M._reduce,
-    0x81: _M._reduce,  # NEWOBJ
-    0x92: _M._new_with_keywords,
-    ord('b'): _M._build,
-    ord('Q'): _M._persistent_id,
+_MEMO_NBYTES = 100
+#: Byte to what the instruction costs, without what depends on its operands, and what it does.
+_INSTRUCTIONS: dict[int, tuple[int, _Action]] = {
+    code if isinstance(code, int) else ord(code): (_STEP_NBYTES + nbytes, act)
+    for code, nbytes, act in (
+        (0x80, 0, _unused('B')),  # PROTO
+        (0x95, 0, _unused('Q')),  # FRAME
+        ('N', 0, lambda m: m.stack.append(None)),
+        (0x88, 0, lambda m: m.stack.append(True)),
+        (0x89, 0, lambda m: m.stack.append(False)),
+        ('(', 50, _M._mark),
+        ('0', 0, _M._drop),
+        ('1', 0, lambda m: m._pop_to_mark()),
+        ('2', 0, lambda m: m.stack.append(m.stack[-1])),
+        ('J', 0, _number('i')),
+        ('K', 0, _number('B')),
+        ('M', 0, _number('H')),
+        (0x8A, 70, _with('B', _M._long)),
+        (0x8B, 70, _with('i', _M._long)),
+        ('G', 0, _number('d')),
+        ('X', 60, _with('I', _M._text)),
+        (0x8C, 60, _with('B', _M._text)),
+        (0x8D, 60, _with('Q', _M._text)),
+        ('U', 60, _with('B', _M._latin1)),
+        ('T', 60, _with('I', _M._latin1)),
+        ('B', 60, _with('I', _M._bytes)),
+        ('C', 60, _with('B', _M._bytes)),
+        (0x8E, 60, _with('Q', _M._bytes)),
+        (0x96, 60, _with('Q', _M._bytes)),  # BYTEARRAY8
+        ('q', 0, _with('B', _M._put)),
+        ('r', _MEMO_NBYTES, _with('I', _M._put)),
+        (0x94, _MEMO_NBYTES, lambda m: m._put(len(m._memo))),
+        ('h', 0, _with('B', _M._get)),
+        ('j', 0, _with('I', _M._get)),
+        (')', 0, lambda m: m.stack.append(())),
+        (']', 100, lambda m: m.stack.append([])),
+        ('}', 100, lambda m: m.stack.append({})),
+        (0x8F, 200, lambda m: m.stack.append(set())),
+        ('t', 30, _M._long_tuple),
+        (0x85, 30, lambda m: m._tuple(1)),
+        (0x86, 40, lambda m: m._tuple(2)),
+        (0x87, 50, lambda m: m._tuple(3)),
+        ('l', 50, _M._list),
+        ('a', 0, _M._append),
+        ('e', 0, lambda m: m._extend(m._pop_to_mark())),
+        (0x90, 0, lambda m: m._extend(m._pop_to_mark())),
+        ('s', 0, _M._set_item),
+        ('u', 0, lambda m: m._set_items(m._pop_to_mark())),
+        (0x91, 200, _M._frozenset),
+        ('c', 100, _M._global),
+        (0x93, 0, _M._stack_global),
+        ('i', 100, _M._inst),
+        ('o', 0, _M._obj),
+        ('R', 0, _M._reduce),
+        (0x81, 0, _M._reduce),  # NEWOBJ
+        (0x92, 0, _M._new_with_keywords),
+        ('b', 0, _M._build),
+        ('Q', 200, _M._persistent_id),
+    )
 }

@@ -58,7 +58,7 @@ class BadTensor(ValueError):
     """A pickle describes a tensor that cannot be; the reader of the file adds the file's name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Storage:
     """Bytes of a file that tensors are views of.
 
@@ -74,7 +74,7 @@ class Storage:
     locate: Callable[[str], int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LazyTensor:
     """A tensor in a file. ``start`` is in elements of the storage."""
 

@@ -7,24 +7,24 @@ each storage its number of elements (8 bytes) and its bytes (``_legacy_load``).
 
 from __future__ import annotations
 
-import io
 import mmap
 import struct
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.safe_pickle import UnsafePickle, load_pickle
+from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
+from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
 from xhf_hooks.sources.checkpoint.tensors import BadTensor, Storage, make_storage
+from xhf_hooks.sources.checkpoint.zip_directory import BadZip, content_start, first_folder, read_directory
 
 #: A pickle of a 100 000-tensor checkpoint has some 40 MB.
 MAX_PICKLE_NBYTES = 256 * 10**6
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
-_LOCAL_HEADER = struct.Struct('<4s5H3I2H')
+_HEAD_NBYTES = 20_000  # of objects in the few values at the front of an older file
 _COPY_HINT = 'copy or download it again, or take another iteration'
 
 
@@ -44,11 +44,17 @@ def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
             if start + nbytes > len(data):
                 raise CheckpointError(f'{path}: is truncated: byte {start + nbytes} of {len(data)}; {_COPY_HINT}')
             return _ZipFile(path, memoryview(data)[start : start + nbytes], start).load()
-        if data[:4] == b'PK\x03\x04':
+        if first_folder(data) is not None:
             return _ZipFile(path, data).load()
         return _load_legacy(path, data)
+    except BadZip as error:
+        raise _damaged(path, error) from error
     except (UnsafePickle, BadTensor) as error:
         raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
+
+
+def _damaged(path: Path, error: BadZip) -> CheckpointError:
+    return CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {_COPY_HINT}')
 
 
 def load_pickle_file(path: Path) -> Any:
@@ -92,12 +98,7 @@ def zip_root(path: Path) -> str | None:
     Raises:
         CheckpointError: The file cannot be read any more.
     """
-    data = _map(path)
-    if data[:4] != b'PK\x03\x04' or len(data) < _LOCAL_HEADER.size:
-        return None
-    name_nbytes = _LOCAL_HEADER.unpack(data[: _LOCAL_HEADER.size])[-2]
-    folder, slash, _ = data[_LOCAL_HEADER.size : _LOCAL_HEADER.size + name_nbytes].partition(b'/')
-    return folder.decode(errors='replace') if slash else None
+    return first_folder(_map(path))
 
 
 class _ZipFile:
@@ -105,66 +106,38 @@ class _ZipFile:
 
     def __init__(self, path: Path, data: mmap.mmap | memoryview, start: int = 0) -> None:
         self._path, self._data, self._start = path, data, start
-        try:
-            with zipfile.ZipFile(_Window(memoryview(data))) as archive:
-                infos = archive.infolist()
-        # All that zipfile raises on odd bytes, depending on which they are
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError, struct.error) as error:
-            raise CheckpointError(f'{path}: is truncated or damaged ({error}); {_COPY_HINT}') from error
-        self._entries = {info.filename: info for info in infos}
-        if len(self._entries) != len(infos):
-            raise CheckpointError(f'{path}: has two parts of one name, as no file of torch.save has; {_COPY_HINT}')
-        self._folder = self._find_folder()
+        self._folder, self._parts = read_directory(data)
+        if 'data.pkl' not in self._parts:
+            raise CheckpointError(f'{path}: a zip file, but not of torch.save (no data.pkl); give a checkpoint')
+        if 'constants.pkl' in self._parts:
+            raise CheckpointError(f'{path}: a TorchScript program, not a checkpoint; give a checkpoint')
         self._storages: dict[str, Storage] = {}
 
     def load(self) -> Any:
-        order = self._small('byteorder', b'little')
+        order = self._content('byteorder')[:9] if 'byteorder' in self._parts else b'little'
         if order != b'little':
-            raise CheckpointError(f'{self._path}: was written on a {order[:9]!r}-endian machine; save it on another')
-        info = self._entries[f'{self._folder}/data.pkl']
-        if info.file_size > MAX_PICKLE_NBYTES:
+            raise CheckpointError(f'{self._path}: was written on a {order!r}-endian machine; save it on another')
+        part = self._parts['data.pkl']
+        if part.nbytes > MAX_PICKLE_NBYTES:
             raise CheckpointError(
-                f'{self._path}: its data.pkl has {info.file_size} bytes, more than the {MAX_PICKLE_NBYTES} allowed'
+                f'{self._path}: its data.pkl has {part.nbytes} bytes, more than the {MAX_PICKLE_NBYTES} allowed'
             )
-        start = self._offset(info)
-        pickled = memoryview(self._data)[start : start + info.file_size]
-        if zlib.crc32(pickled) != info.CRC:
+        pickled = self._content('data.pkl')
+        if zlib.crc32(pickled) != part.crc:
             raise CheckpointError(f'{self._path}: data.pkl has another checksum than recorded; {_COPY_HINT}')
         return load_pickle(pickled, self._persistent)[0]
 
     def locate(self, key: str) -> int:
-        return self._start + self._offset(self._entries[f'{self._folder}/data/{key}'])
+        name = f'data/{key}'
+        try:
+            return self._start + content_start(self._data, self._parts[name], f'{self._folder}/{name}')
+        except BadZip as error:
+            raise _damaged(self._path, error) from error
 
-    def _find_folder(self) -> str:
-        folders = [name[: -len('/data.pkl')] for name in self._entries if name.endswith('/data.pkl')]
-        if len(folders) != 1:
-            raise CheckpointError(f'{self._path}: a zip file, but not of torch.save (no data.pkl); give a checkpoint')
-        if f'{folders[0]}/constants.pkl' in self._entries:
-            raise CheckpointError(f'{self._path}: a TorchScript program, not a checkpoint; give a checkpoint')
-        return folders[0]
-
-    def _small(self, name: str, default: bytes) -> bytes:
-        info = self._entries.get(f'{self._folder}/{name}')
-        if info is None:
-            return default
-        start = self._offset(info)
-        return bytes(self._data[start : start + min(info.file_size, 100)])
-
-    def _offset(self, info: zipfile.ZipInfo) -> int:
-        """Where the content of a part begins: behind its local header, whose padding aligns it."""
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise CheckpointError(f'{self._path}: {info.filename!r} is compressed, as torch.save never does')
-        header = self._data[info.header_offset : info.header_offset + _LOCAL_HEADER.size]
-        if len(header) < _LOCAL_HEADER.size or header[:4] != b'PK\x03\x04':
-            raise CheckpointError(f'{self._path}: is truncated or damaged at {info.filename!r}; {_COPY_HINT}')
-        *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
-        start = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        if start + info.file_size > len(self._data):
-            raise CheckpointError(
-                f'{self._path}: is truncated: {info.filename!r} ends at byte {start + info.file_size} of '
-                f'{len(self._data)}; {_COPY_HINT}'
-            )
-        return start
+    def _content(self, name: str) -> memoryview:
+        part = self._parts[name]
+        start = content_start(self._data, part, f'{self._folder}/{name}')
+        return memoryview(self._data)[start : start + part.nbytes]
 
     def _persistent(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != 'storage':
@@ -174,37 +147,13 @@ class _ZipFile:
         storage = make_storage(typename, key, numel, self._path, self.locate)
         if known is not None and known.dtype == storage.dtype and known.nbytes == storage.nbytes:
             return known
-        info = self._entries.get(f'{self._folder}/data/{key}')
-        if info is None:
-            raise BadTensor(f'storage {key!r} is not in the file')
-        if storage.dtype is not None and info.file_size != storage.nbytes:
-            raise BadTensor(f'storage {key!r} has {info.file_size} bytes, {storage.nbytes} are recorded')
+        part = self._parts.get(f'data/{key}')
+        if part is None:
+            raise BadTensor(f'storage {key[:80]!a} is not in the file')
+        if storage.dtype is not None and part.nbytes != storage.nbytes:
+            raise BadTensor(f'storage {key[:80]!a} has {part.nbytes} bytes, {storage.nbytes} are recorded')
         self._storages[key] = storage
         return storage
-
-
-class _Window(io.RawIOBase):
-    """Part of a mapped file, as a file."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._position = data, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:
-        found = self._data[self._position : self._position + len(buffer)]
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
 
 
 def _load_legacy(path: Path, data: mmap.mmap) -> Any:
@@ -223,19 +172,20 @@ def _load_legacy(path: Path, data: mmap.mmap) -> Any:
         return storages.setdefault(storage.key, storage)
 
     try:
-        magic, position = load_pickle(view, persistent, limit=10)
+        magic, position = load_pickle(view, persistent, budget=Budget(_HEAD_NBYTES))
     except UnsafePickle:
         magic, position = None, 0
     if magic != _LEGACY_MAGIC:
         raise CheckpointError(f'{path}: not a file of torch.save; give a .pth file or the folder of a checkpoint')
-    version, position = load_pickle(view, persistent, position, limit=10)
+    version, position = load_pickle(view, persistent, position, Budget(_HEAD_NBYTES))
     if version != _LEGACY_PROTOCOL:
         raise UnsafePickle('unknown version of the format')
-    system, position = load_pickle(view, persistent, position, limit=1000)
+    system, position = load_pickle(view, persistent, position, Budget(_HEAD_NBYTES))
     if isinstance(system, dict) and system.get('little_endian') is False:
         raise CheckpointError(f'{path}: was written on a big-endian machine; save it on another')
-    found, position = load_pickle(view, persistent, position)
-    keys, position = load_pickle(view, persistent, position)
+    budget = Budget()
+    found, position = load_pickle(view, persistent, position, budget)
+    keys, position = load_pickle(view, persistent, position, budget)
     _place_storages(path, data, position, keys, storages, offsets)
     return found
 
@@ -253,17 +203,17 @@ class _Locator:
 def _place_storages(
     path: Path, data: mmap.mmap, position: int, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
 ) -> None:
-    if not isinstance(keys, list) or set(map(str, keys)) != set(storages):
+    if not isinstance(keys, list) or not all(type(key) is str for key in keys) or set(keys) != set(storages):
         raise UnsafePickle('its list of storages is not that of its tensors')
     for key in keys:
-        storage = storages[str(key)]
+        storage = storages[key]
         if storage.dtype is None:
-            raise UnsafePickle(f'a storage of unknown type, behind which nothing can be found ({storage.key!r})')
+            raise UnsafePickle(f'a storage of unknown type, behind which nothing can be found ({storage.key[:80]!a})')
         header = data[position : position + 8]
         numel = storage.nbytes // DTYPE_NBYTES[storage.dtype]
         if len(header) < 8 or position + 8 + storage.nbytes > len(data):
-            raise CheckpointError(f'{path}: is truncated at storage {storage.key!r}; {_COPY_HINT}')
+            raise CheckpointError(f'{path}: is truncated at storage {storage.key[:80]!a}; {_COPY_HINT}')
         if struct.unpack('<q', header)[0] != numel:
-            raise UnsafePickle(f'storage {storage.key!r} has another size than recorded')
+            raise UnsafePickle(f'storage {storage.key[:80]!a} has another size than recorded')
         offsets[storage.key] = position + 8
         position += 8 + storage.nbytes

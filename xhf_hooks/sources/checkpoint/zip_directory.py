@@ -1,0 +1,167 @@
+"""The directory of a zip file of ``torch.save``, read within bounds.
+
+Not by :mod:`zipfile`, which makes an object of each entry before anybody can count them, reads what overlaps, and opens
+the file anew. Layout: .ZIP File Format Specification 6.3, sections 4.3.7 to 4.3.16 and 4.5.3. torch writes no comments,
+and nothing before or behind the parts and their directory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import NamedTuple
+
+#: Of a checkpoint of 100,000 parameters with the state of Adam, there are 300,000.
+_MOST_PARTS = 1_000_000
+_MOST_NBYTES = 256 * 10**6
+
+_LOCAL = struct.Struct('<4s5H3I2H')
+_CENTRAL = struct.Struct('<4s6H3I5H2I')
+_END = struct.Struct('<4s4H2IH')
+_LOCATOR = struct.Struct('<4sIQI')
+_END64 = struct.Struct('<4sQ2H2I4Q')
+_STORED, _ENCRYPTED = 0, 1
+_ZIP64 = 1
+_SATURATED = 0xFFFFFFFF
+
+
+class BadZip(ValueError):
+    """A zip file that is truncated, damaged, or not laid out as ``torch.save`` does."""
+
+
+class Part(NamedTuple):
+    """An entry of the directory.
+
+    Attributes:
+        header: Where its local header begins.
+        end: Where the next part begins, or the directory.
+        plain: Neither compressed nor encrypted.
+    """
+
+    header: int
+    nbytes: int
+    end: int
+    crc: int
+    plain: bool
+
+
+def first_folder(data: mmap.mmap | memoryview) -> str | None:
+    """The folder of the part at the front, which is that of all parts; None if the file is no zip file."""
+    if data[:4] != b'PK\x03\x04':
+        return None
+    name_nbytes = int.from_bytes(data[26:28], 'little')
+    name = bytes(data[_LOCAL.size : _LOCAL.size + name_nbytes])
+    return name.partition(b'/')[0].decode(errors='replace')
+
+
+def read_directory(data: mmap.mmap | memoryview) -> tuple[str, dict[str, Part]]:
+    """The parts by their names in the one folder that all are in, and the folder's name.
+
+    Raises:
+        BadZip: They overlap, are too many, have one name, or the directory is not whole.
+    """
+    n_parts, start, end = _bounds(data)
+    if n_parts > _MOST_PARTS or end - start > _MOST_NBYTES:
+        raise BadZip(f'has {n_parts} parts, their list {end - start} bytes, more than the {_MOST_PARTS} parts allowed')
+    found: dict[str, Part] = {}
+    places: list[tuple[int, int, str]] = []
+    folder = None
+    position = start
+    for _ in range(n_parts):
+        name, part, name_nbytes, position = _entry(data, position, end)
+        inside, slash, name = name.partition('/')
+        if not slash or folder not in (None, inside):
+            raise BadZip('holds other things than one folder: no checkpoint')
+        if name in found:
+            raise BadZip('has two parts of one name')
+        folder = inside
+        found[name] = part
+        places.append((part.header, part.header + _LOCAL.size + name_nbytes + part.nbytes, name))
+    if position != end:
+        raise BadZip('has more parts than it counts')
+    places.sort()
+    for (_, last, name), (following, _, _) in zip(places, [*places[1:], (start, 0, '')], strict=True):
+        if last > following:
+            raise BadZip(f'has parts that overlap, or end behind its list of them ({name[:80]!a})')
+        found[name] = found[name]._replace(end=following)
+    return folder or '', found
+
+
+def content_start(data: mmap.mmap | memoryview, part: Part, name: str) -> int:
+    """Where the content of a part begins: behind its local header, whose padding aligns it.
+
+    Args:
+        name: With the folder.
+
+    Raises:
+        BadZip: It is not there, or compressed.
+    """
+    if not part.plain:
+        raise BadZip(f'{name[:80]!a} is compressed, as torch.save never does')
+    fields = _unpack(_LOCAL, data, part.header, b'PK\x03\x04')
+    name_nbytes, extra_nbytes = fields[-2:]
+    name_start = part.header + _LOCAL.size
+    if data[name_start : name_start + name_nbytes] != name.encode():
+        raise BadZip(f'its list of parts and the part {name[:80]!a} disagree on the name')
+    start = name_start + name_nbytes + extra_nbytes
+    if start + part.nbytes > part.end:
+        raise BadZip(f'{name[:80]!a} ends at byte {start + part.nbytes}, behind byte {part.end}')
+    return start
+
+
+def _bounds(data: mmap.mmap | memoryview) -> tuple[int, int, int]:
+    """Number of parts, where the directory begins, and where it ends."""
+    at = len(data) - _END.size
+    _, disk, start_disk, n_here, n_parts, nbytes, start, comment = _unpack(_END, data, at, b'PK\x05\x06')
+    end = at
+    if at >= _LOCATOR.size and data[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b'PK\x06\x07':
+        _, _, end, _ = _LOCATOR.unpack_from(data, at - _LOCATOR.size)
+        *_, disk, start_disk, n_here, n_parts, nbytes, start = _unpack(_END64, data, end, b'PK\x06\x06')
+        if end + _END64.size != at - _LOCATOR.size:
+            raise BadZip('something is behind its list of parts')
+    if disk or start_disk or comment or n_here != n_parts or start + nbytes != end:
+        raise BadZip('its list of parts is not where its end says')
+    return n_parts, start, end
+
+
+def _entry(data: mmap.mmap | memoryview, position: int, end: int) -> tuple[str, Part, int, int]:
+    """Name, part, bytes of the name, and where the next entry begins."""
+    if position + _CENTRAL.size > end:
+        raise BadZip('has fewer parts than it counts')
+    _, _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = (
+        _unpack(_CENTRAL, data, position, b'PK\x01\x02')
+    )
+    after_name = position + _CENTRAL.size + name_nbytes
+    after = after_name + extra_nbytes + comment_nbytes
+    if after > end:
+        raise BadZip('has fewer parts than it counts')
+    try:
+        name = str(data[position + _CENTRAL.size : after_name], 'utf-8')
+    except UnicodeDecodeError as error:
+        raise BadZip('has a part whose name is no text') from error
+    if _SATURATED in (nbytes, packed, header):
+        extra = data[after_name : after_name + extra_nbytes]
+        nbytes, packed, header = _wide(extra, nbytes, packed, header)
+    plain = method == _STORED and not flags & _ENCRYPTED and packed == nbytes
+    # What is compressed is of no use, and its place does not matter
+    return name, Part(header, packed, 0, crc, plain), name_nbytes, after
+
+
+def _wide(extra: bytes, *numbers: int) -> list[int]:
+    """Those of the numbers that did not fit are in an extra field, one after the other."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from('<2H', extra, position)
+        position += 4
+        if kind == _ZIP64:
+            field = extra[position : position + nbytes]
+            wide = iter(struct.unpack(f'<{len(field) // 8}Q', field[: len(field) // 8 * 8]))
+            return [next(wide, number) if number == _SATURATED else number for number in numbers]
+        position += nbytes
+    return list(numbers)
+
+
+def _unpack(layout: struct.Struct, data: mmap.mmap | memoryview, position: int, signature: bytes) -> tuple:
+    if not 0 <= position <= len(data) - layout.size or data[position : position + 4] != signature:
+        raise BadZip('is truncated or damaged')
+    return layout.unpack_from(data, position)
