@@ -12,7 +12,7 @@ from xhf_hooks.sources.checkpoint.inert import Global, Inert
 from xhf_hooks.sources.checkpoint.records import Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.tensors import DTYPE_CODES, LazyTensor
 
-_MOST_DIMS = 64
+_MOST_DIMS = 16
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,10 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
     tensors = {key: attributes(entry, 'TensorStorageMetadata') for key, entry in entries.items()}
     names = _names(index, [key for key, tensor in tensors.items() if tensor], metadata.get('planner_data'))
     places = _places(stored)
-    files = {file.name: file for file in found.model_files}
-    return Assembled(tuple(_tensor(index, key, name, tensors[key], places, files) for key, name in names.items()))
+    folder = _Folder(found, index)
+    described = [_tensor(index, key, name, tensors[key], places, folder) for key, name in names.items()]
+    folder.require_apart()
+    return Assembled(tuple(tensor.joined(index) for tensor in described))
 
 
 def _names(index: Path, keys: list[Any], paths: Any) -> dict[str, str]:
@@ -80,9 +84,8 @@ def _places(stored: Mapping[Any, Any]) -> Places:
     return places
 
 
-def _tensor(
-    index: Path, key: str, name: str, tensor: Mapping[str, Any], places: Places, files: Mapping[str, Path]
-) -> StoredTensor:
+def _tensor(index: Path, key: str, name: str, tensor: Mapping[str, Any], places: Places, folder: _Folder) -> _Tensor:
+    """Without opening any file but the index."""
     shape = as_sizes(tensor.get('size'))
     properties = getattr(tensor.get('properties'), 'state', None)
     dtype = as_dtype(properties[0]) if isinstance(properties, tuple) and properties else None
@@ -91,37 +94,75 @@ def _tensor(
         raise CheckpointError(f'{index}: does not say what {name} consists of; take another checkpoint')
     if dtype is None:
         raise CheckpointError(f'{index}: {name} is of an element type that safetensors cannot store; leave it out')
-    return join(str(index), name, shape, dtype, [
-        chunk for each in chunks if (chunk := _chunk(index, key, each, dtype, places, files)) is not None
-    ])  # fmt: skip
+    stored = []
+    for chunk in chunks:
+        box = attributes(chunk, 'ChunkStorageMetadata')
+        offsets, sizes = as_sizes(box.get('offsets')), as_sizes(box.get('sizes'))
+        if offsets is None or sizes is None:
+            raise CheckpointError(f'{index}: a chunk of {name} has no proper place; take another checkpoint')
+        if 0 not in sizes:  # as of ranks that have no part of a tensor
+            stored.append(_Stored(offsets, sizes, *folder.place(name, places.get((key, offsets), {}))))
+    return _Tensor(name, shape, dtype, tuple(stored))
 
 
-def _chunk(
-    index: Path, key: str, described: Any, dtype: str, places: Places, files: Mapping[str, Path]
-) -> Chunk | None:
-    """None for one without elements, which ranks without a part of the tensor may have."""
-    box = attributes(described, 'ChunkStorageMetadata')
-    offsets, sizes = as_sizes(box.get('offsets')), as_sizes(box.get('sizes'))
-    if offsets is None or sizes is None:
-        raise CheckpointError(f'{index}: a chunk of {key} has no proper place; take another checkpoint')
-    if 0 in sizes:
-        return None
-    place = places.get((key, offsets), {})
-    window = as_sizes((place.get('offset'), place.get('length')))
-    name = place.get('relative_path')
-    if window is None or not isinstance(name, str):
-        raise CheckpointError(f'{index}: does not say where the chunk of {key} at {offsets} lies; save it again')
-    if place.get('transform_descriptors'):
-        raise CheckpointError(
-            f"{index}: {key} was saved through extensions ({str(place['transform_descriptors'])[:80]!r}); torch's own "
-            f'load reads it, in a run with these extensions'
-        )
-    if name not in files:
-        raise CheckpointError(f'{index}: {key} lies in {name[:80]!r}, which is not in the folder; copy it, too')
-    piece = contiguous_piece(load_torch_file(files[name], window), sizes, dtype)
-    if piece is None:
-        raise CheckpointError(
-            f'{files[name]}: what lies at byte {window[0]} is not the chunk of {key} that .metadata describes; put the '
-            f'files of one save together'
-        )
-    return Chunk(offsets, sizes, piece)
+@dataclass(frozen=True)
+class _Stored:
+    """A chunk, and the file of ``torch.save`` that it is, in a larger file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    window: tuple[int, int]
+
+    def chunk(self, name: str, dtype: str) -> Chunk:
+        piece = contiguous_piece(load_torch_file(self.file, self.window), self.sizes, dtype)
+        if piece is None:
+            raise CheckpointError(
+                f'{self.file}: what lies at byte {self.window[0]} is not the chunk of {name} that .metadata describes; '
+                f'put the files of one save together'
+            )
+        return Chunk(self.offsets, self.sizes, piece)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored: tuple[_Stored, ...]
+
+    def joined(self, index: Path) -> StoredTensor:
+        chunks = (stored.chunk(self.name, self.dtype) for stored in self.stored)
+        return join(str(index), self.name, self.shape, self.dtype, chunks)
+
+
+class _Folder:
+    """The ``.distcp`` files, and which of their bytes belong to a chunk."""
+
+    def __init__(self, found: FoundCheckpoint, index: Path) -> None:
+        self._index = index
+        self._files = {file.name: file for file in found.model_files}
+        self._windows: dict[str, list[tuple[int, int]]] = {}
+
+    def place(self, name: str, info: Mapping[str, Any]) -> tuple[Path, tuple[int, int]]:
+        window = as_sizes((info.get('offset'), info.get('length')))
+        file = info.get('relative_path')
+        if window is None or not isinstance(file, str):
+            raise CheckpointError(f'{self._index}: does not say where a chunk of {name} lies; save it again')
+        if info.get('transform_descriptors'):
+            raise CheckpointError(
+                f'{self._index}: {name} was saved through extensions (compressed, for example), which is not supported '
+                f"here; torch's own load reads it, in a program that has these extensions"
+            )
+        if file not in self._files:
+            raise CheckpointError(f'{self._index}: {name} lies in {file[:80]!r}, which is not in the folder; copy it')
+        self._windows.setdefault(file, []).append((window[0], sum(window)))
+        return self._files[file], (window[0], window[1])
+
+    def require_apart(self) -> None:
+        """Chunks of their own: an index could name one again and again, and each is opened."""
+        for file, windows in self._windows.items():
+            windows.sort()
+            for (_, end), (start, _) in pairwise(windows):
+                if start < end:
+                    raise CheckpointError(f'{self._index}: chunks overlap in {file} at byte {start}; save it again')

@@ -1,0 +1,205 @@
+"""Folders of torch.distributed.checkpoint: what they may hold, and what is made of those that nobody can have saved."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from xhf_hooks.errors import CheckpointError
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+WEIGHTS = {
+    'embed.weight': torch.randn(13, 7, generator=torch.Generator().manual_seed(0)),
+    'half': torch.randn(5, 3).bfloat16(),
+    'scalar': torch.tensor(3.0),
+    'ids': torch.arange(9),
+    'flag': torch.tensor([True, False]),
+}
+
+
+def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    return save({'model': WEIGHTS}, tmp_path_factory.mktemp('dcp') / 'state')
+
+
+@pytest.mark.parametrize('options', [{}, {'single_file_per_rank': False}, {'thread_count': 2}], ids=str)
+@pytest.mark.parametrize('around', [(), ('model',), ('app', 'model'), ('state_dict',)], ids=str)
+def test_gives_back_what_went_in(tmp_path, options, around):
+    state: dict[str, Any] = dict(WEIGHTS)
+    for name in reversed(around):
+        state = {name: state, 'optimizer': {'state': {'w': {'exp_avg': torch.ones(2)}}}, 'step': torch.tensor(5)}
+    source = open_checkpoint(save(state, tmp_path / 'state', **options))
+    assert_same_tensors(read_all(source), WEIGHTS)
+    assert not any(spec.has_master for spec in source.specs())
+
+
+def test_what_is_no_tensor_stays_behind(tmp_path):
+    state = {'model': {**WEIGHTS, 'extra_state': {'a': 1}, 'note': 'text'}, 'epoch': 3}
+    assert_same_tensors(read_all(open_checkpoint(save(state, tmp_path / 'state'))), WEIGHTS)
+
+
+def test_empty_tensors(tmp_path):
+    state = {'w': torch.ones(2), 'none': torch.empty(0, 4)}
+    assert_same_tensors(read_all(open_checkpoint(save(state, tmp_path / 'state'))), state)
+
+
+@pytest.mark.parametrize(('state', 'words'), {
+    'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, 'no state dict of a model, but optimizer/state'),
+    'two models': ({'a': {'model': WEIGHTS}, 'b': {'model': WEIGHTS}}, r'holds 2 models \(a/model, b/model\)'),
+    'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'of an element type that safetensors cannot store'),
+    'nothing': ({'epoch': 3}, 'holds no state dict of a model, but nothing'),
+}.values())  # fmt: skip
+def test_is_refused(tmp_path, state, words):
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(save(state, tmp_path / 'state'))
+    assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Change the index, which this test may trust."""
+    index = folder / '.metadata'
+    metadata = pickle.loads(index.read_bytes())
+    changed = change(metadata)
+    index.write_bytes(pickle.dumps(metadata if changed is None else changed))
+
+
+def tensor_of(metadata: Any, name: str = 'embed.weight') -> Any:
+    return metadata.state_dict_metadata[f'model.{name}']
+
+
+def info_of(metadata: Any, name: str = 'embed.weight') -> Any:
+    return next(info for key, info in metadata.storage_data.items() if key.fqn == f'model.{name}')
+
+
+def share_a_place(metadata: Any) -> None:
+    one, other = info_of(metadata), info_of(metadata, 'half')
+    other.offset, other.length = one.offset, one.length
+
+
+def split_in_columns(metadata: Any) -> None:
+    tensor_of(metadata).chunks[0].sizes = torch.Size((13, 6))
+
+
+class Runs:
+    """Of a pickle that runs something."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    'a file elsewhere': (lambda m: setattr(info_of(m), 'relative_path', '../x.distcp'), r"lies in '\.\./x\.distcp'"),
+    'an absolute file': (lambda m: setattr(info_of(m), 'relative_path', '/etc/passwd'), "lies in '/etc/passwd'"),
+    'a name of no text': (lambda m: setattr(info_of(m), 'relative_path', 5), 'does not say where a chunk of embed'),
+    'extensions': (lambda m: setattr(info_of(m), 'transform_descriptors', ['zstd']), 'through extensions'),
+    'behind the end': (lambda m: setattr(info_of(m), 'offset', 10**15), 'is truncated'),
+    'before the start': (lambda m: setattr(info_of(m), 'offset', -1), 'does not say where'),
+    'amid another': (lambda m: setattr(info_of(m), 'offset', info_of(m).offset + 5), 'overlap|not a zip'),
+    'the place of another': (share_a_place, 'chunks overlap'),
+    'no place': (lambda m: m.storage_data.clear(), 'does not say where'),
+    'another shape': (lambda m: setattr(tensor_of(m), 'size', torch.Size((13, 8))), 'not into whole rows|elements'),
+    'rows that are missing': (lambda m: setattr(tensor_of(m), 'size', torch.Size((14, 7))), 'have 91 elements'),
+    'no chunks': (lambda m: tensor_of(m).chunks.clear(), 'have 0 elements'),
+    'columns': (split_in_columns, "not the chunk of embed.weight|not into whole rows"),
+    'another type': (lambda m: setattr(tensor_of(m).properties, 'dtype', torch.int32), 'is not the chunk of embed'),
+    'sizes without end': (lambda m: setattr(tensor_of(m), 'size', torch.Size([2**62] * 16)), 'chunk of other dim'),
+    'no index': (lambda m: {'a': 1}, 'not an index of torch.distributed.checkpoint'),
+    'no tensors': (lambda m: m.state_dict_metadata.clear(), 'holds no state dict'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_what_nobody_can_have_saved(whole, tmp_path, damage):
+    folder = Path(shutil.copytree(whole, tmp_path / 'state'))
+    change, words = DAMAGES[damage]
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(folder)
+    assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_nothing_is_executed(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / 'state'))
+    mark = tmp_path / 'mark'
+    edit(folder, lambda m: m.planner_data.update(x=Runs(str(mark))))
+    assert_same_tensors(read_all(open_checkpoint(folder)), WEIGHTS)  # it is data, and of no use
+    (folder / '.metadata').write_bytes(pickle.dumps(Runs(str(mark))))
+    with pytest.raises(CheckpointError, match='not an index'):
+        open_checkpoint(folder)
+    assert not mark.exists()
+
+
+def test_missing_and_cut_files(whole, tmp_path):
+    for name, nbytes, words in (
+        ('.metadata', None, r'/\.metadata: missing'),
+        ('.metadata', 0, 'is empty'),
+        ('.metadata', 700, 'not a checkpoint that can be trusted'),
+        ('__0_0.distcp', 2000, 'is truncated'),
+        ('__0_0.distcp', 0, 'is empty'),
+    ):
+        folder = Path(shutil.copytree(whole, tmp_path / f'{name}{nbytes}'))
+        if nbytes is None:
+            (folder / name).unlink()
+        else:
+            os.truncate(folder / name, nbytes)
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(folder)
+
+
+def test_an_index_of_one_chunk_again_and_again_is_refused_at_once(whole, tmp_path):
+    """Each chunk is opened, so there may be no more of them than the files have room for."""
+    import dataclasses
+
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    def repeat(metadata: Any) -> None:
+        tensor, info = tensor_of(metadata), info_of(metadata)
+        for i in range(20_000):
+            metadata.state_dict_metadata[f'model.w{i}'] = tensor
+            metadata.planner_data[f'model.w{i}'] = ('model', f'w{i}')
+            metadata.storage_data[MetadataIndex(f'model.w{i}', (0, 0))] = dataclasses.replace(info)
+
+    folder = Path(shutil.copytree(whole, tmp_path / 'state'))
+    edit(folder, repeat)
+    with pytest.raises(CheckpointError, match=r'chunks overlap in __0_0\.distcp'):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize('name', ['.metadata', '__0_0.distcp'])
+def test_flipped_bytes(whole, tmp_path, name):
+    """An error in one line, or other numbers; never anything else."""
+    folder = Path(shutil.copytree(whole, tmp_path / 'state'))
+    data = (folder / name).read_bytes()
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(chance.choice((1, 1, 5))):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        (folder / name).write_bytes(changed)
+        try:
+            read_all(open_checkpoint(folder), damaged=True)
+        except CheckpointError as error:
+            assert '\n' not in str(error)
+            refused += 1
+    assert refused > 30
