@@ -82,7 +82,12 @@ def plain_dcp(kind: str, folder: Path, *, columns: bool = False, all_in_one: boo
 
 
 def strategy_run(kind: str, folder: Path) -> None:
-    """MMEngine's FSDPStrategy; ``kind`` is ``'full'``, ``'sharded'``, ``'local'`` or ``'local_flat'``."""
+    """MMEngine's FSDPStrategy.
+
+    Args:
+        kind: ``'full'``, ``'sharded'`` or ``'local'``. ``'local_layers'``: several units; ``'local_weights'``: without
+            the optimizer; ``'local_flat'``: with ``use_orig_params=False``.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
@@ -108,8 +113,13 @@ def strategy_run(kind: str, folder: Path) -> None:
     wrapper = dict(
         type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=kind != 'local_flat'
     )
+    if kind == 'local_layers':  # each a unit of its own
+        wrapper['auto_wrap_policy'] = dict(
+            type='torch.distributed.fsdp.wrap.size_based_auto_wrap_policy', min_num_params=4000
+        )
     hook = dict(interval=4, by_epoch=False, out_dir=str(folder / 'hook')) if kind != 'local_flat' else None
-    config = run_config(folder / 'run', hook=hook, stage=None)
+    checkpoint = dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=kind != 'local_weights')
+    config = run_config(folder / 'run', hook=hook, stage=None, checkpoint=checkpoint)
     strategy = dict(type='FSDPStrategy', model_wrapper=wrapper, state_dict_cfg=state)
     train(config | dict(runner_type='FlexibleRunner', strategy=strategy))
 

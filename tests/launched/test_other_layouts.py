@@ -21,6 +21,7 @@ from tests.helpers.scenarios import check, run_scenarios
 from tests.launched.test_checkpoint_source import STEPS, TAG, train_and_save
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 UNIVERSAL: dict[str, tuple[str, dict[str, Any]]] = {
     'frozen-zero1': ('frozen', dict(stage=1)),
@@ -46,8 +47,11 @@ FSDP: dict[str, Any] = {
     'strategy_full': partial(strategy_run, 'full'),
     'strategy_sharded': partial(strategy_run, 'sharded'),
     'strategy_local': partial(strategy_run, 'local'),
+    'strategy_local_layers': partial(strategy_run, 'local_layers'),
+    'strategy_local_weights': partial(strategy_run, 'local_weights'),
     'strategy_local_flat': partial(strategy_run, 'local_flat'),
 }
+OTHERS = ('accelerate_fsdp2_full', 'strategy_full', 'strategy_sharded', 'strategy_local', 'strategy_local_layers')
 
 
 def to_universal(checkpoint: Path) -> Path:
@@ -237,7 +241,9 @@ def test_lora_under_fsdp(fsdp, tmp_path):
 
 
 @pytest.mark.modern_only
-@pytest.mark.parametrize('case', ['accelerate_fsdp2_full', 'strategy_full', 'strategy_sharded'])
+@pytest.mark.parametrize(
+    'case', ['accelerate_fsdp2_full', *(f'strategy_{kind}' for kind in ('full', 'sharded', 'local', 'local_layers'))]
+)
 def test_other_state_dicts_of_fsdp(fsdp, case, tmp_path):
     folder = saved(fsdp, case)
     checkpoint = folder / ('state' if 'accelerate' in case else 'run')
@@ -245,7 +251,7 @@ def test_other_state_dicts_of_fsdp(fsdp, case, tmp_path):
     found = convert(checkpoint, tmp_path / 'out', '--base', base, '--verify')
     assert_same_folder_tensors(found, folder / 'hook')
     assert verify([str(checkpoint), str(folder / 'hook'), '--base', str(base)]) == 0
-    if case == 'strategy_sharded':
+    if case in ('strategy_sharded', 'strategy_local'):
         source = open_checkpoint(checkpoint)
         assert (source.iteration, source.facts['layout'], len(source.found.model_files)) == (4, 'fsdp', 3)
 
@@ -254,7 +260,7 @@ def test_other_state_dicts_of_fsdp(fsdp, case, tmp_path):
 @pytest.mark.parametrize(('case', 'words'), {
     'accelerate_fsdp2_ranks': "one rank's part of an FSDP model.*Accelerate's load_state reads it",
     'accelerate_fsdp1_local': "one rank's part of an FSDP model.*Accelerate's load_state reads it",
-    'strategy_local': r"state_dict_cfg='local'.*FSDPStrategy\.load_checkpoint reads it",
+    'strategy_local_weights': r'no state of the optimizer tells the shape.*load_checkpoint reads it',
     'strategy_local_flat': r"state_dict_cfg='local'.*FSDPStrategy\.load_checkpoint reads it",
 }.items())  # fmt: skip
 def test_who_reads_the_others(fsdp, case, words):
@@ -265,9 +271,13 @@ def test_who_reads_the_others(fsdp, case, words):
 
 
 @pytest.mark.modern_only
-def test_sharded_files_of_several_saves(fsdp, tmp_path):
+@pytest.mark.parametrize('kind', ['sharded', 'local_layers'])
+def test_rank_files_of_several_saves(fsdp, kind, tmp_path):
     """Where a shard belongs is in the file: names may change, files of two iterations may not be mixed."""
-    run = saved(fsdp, 'strategy_sharded') / 'run'
+    run = saved(fsdp, f'strategy_{kind}') / 'run'
+    if kind == 'local_layers':
+        units = [name for name in load_torch_file(run / 'iter_4.pth' / 'rank0.pth')['state_dict'] if '_flat' in name]
+        assert len(units) > 2
     expected = read_all(open_checkpoint(run / 'iter_4.pth'))
     folder = tmp_path / 'iter_4.pth'
     shutil.copytree(run / 'iter_4.pth', folder)
@@ -279,4 +289,7 @@ def test_sharded_files_of_several_saves(fsdp, tmp_path):
         open_checkpoint(folder)
     (folder / 'rank2.pth').unlink()
     with pytest.raises(CheckpointError, match='copy the files of all ranks'):
+        open_checkpoint(folder)
+    shutil.copy(folder / 'rank1.pth', folder / 'rank2.pth')
+    with pytest.raises(CheckpointError, match=r'copy the files of all ranks|has the same part as'):
         open_checkpoint(folder)

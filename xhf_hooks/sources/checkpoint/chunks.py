@@ -104,3 +104,24 @@ def as_sizes(value: Any) -> tuple[int, ...] | None:
 def as_dtype(value: Any) -> str | None:
     """The element-type code of a ``torch.dtype``; None for anything else, and for types that no weight has."""
     return DTYPE_CODES.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether it is a ShardedTensor (torch ``distributed/_shard/sharded_tensor/api.py``, ``__getstate__``)."""
+    return (
+        isinstance(value, Inert)
+        and len(value.args) > 2
+        and isinstance(value.args[0], Global)
+        and value.args[0].name == 'ShardedTensor'
+    )
+
+
+def sharded_size(value: Inert) -> tuple[int, ...] | None:
+    """The whole shape of a ShardedTensor."""
+    return as_sizes(value.args[2])
+
+
+def shards_of(value: Inert) -> list[dict[str, Any]]:
+    """A rank's shards of a ShardedTensor: each has ``tensor`` and ``metadata``."""
+    shards = value.state[0] if isinstance(value.state, tuple) and value.state else None
+    return [attributes(shard, 'Shard') for shard in shards] if isinstance(shards, list) else []

@@ -1,8 +1,8 @@
 """Checkpoints of MMEngine's FSDPStrategy with a file for each rank: ``iter_500.pth/rank0.pth`` and so on.
 
 Which state dicts they hold: mmengine ``_strategy/fsdp.py`` (``save_checkpoint``); torch ``fsdp/_state_dict_utils.py``.
-SHARDED_STATE_DICT has, under each name, a ShardedTensor, which tells the place of each of its shards. LOCAL_STATE_DICT
-has flat parameters, whose parts have no shapes.
+SHARDED_STATE_DICT has, under each name, a ShardedTensor, which tells the place of each of its shards. LOCAL_STATE_DICT:
+:mod:`.fsdp_local`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict
-from xhf_hooks.sources.checkpoint.chunks import Chunk, as_dtype, as_sizes, attributes, contiguous_piece, join
-from xhf_hooks.sources.checkpoint.inert import Global, Inert
+from xhf_hooks.sources.checkpoint.chunks import (
+    Chunk,
+    as_dtype,
+    as_sizes,
+    attributes,
+    contiguous_piece,
+    is_sharded,
+    join,
+    sharded_size,
+    shards_of,
+)
+from xhf_hooks.sources.checkpoint.fsdp_local import READER, is_flat, join_local
+from xhf_hooks.sources.checkpoint.inert import Inert
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
-
-_FLAT = '_flat_param'
-_READER = (
-    "MMEngine's own FSDPStrategy.load_checkpoint reads it, in a run with as many ranks. Save what it has loaded with "
-    "state_dict_cfg='full', or export it with HFCheckpointHook"
-)
 
 
 def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assembled]:
@@ -35,8 +40,10 @@ def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assemble
     contents = [_content(file) for file in found.model_files]
     states = [content['state_dict'] for content in contents]
     _require_one_save(found.model_files, contents)
+    if any(is_flat(name) for name in states[0]):
+        return contents[0], Assembled(tuple(join_local(found.model_files, contents)))
     names = [name for name in states[0] if isinstance(name, str)]
-    sharded = {name: states[0][name] for name in names if _is_sharded(states[0][name])}
+    sharded = {name: states[0][name] for name in names if is_sharded(states[0][name])}
     tensors = {name: _joined(found.path, name, value, found.model_files, states) for name, value in sharded.items()}
     whole = {name: states[0][name] for name in names if isinstance(states[0][name], LazyTensor)}  # the same on all
     buffers = {tensor.name: tensor for tensor in from_state_dict(str(found.model_files[0]), whole, {}).tensors}
@@ -49,16 +56,11 @@ def _content(file: Path) -> Mapping[str, Any]:
     state = content.get('state_dict') if isinstance(content, dict) else None
     if not isinstance(state, dict):
         raise CheckpointError(f"{file}: not a rank's file of MMEngine's FSDPStrategy; give another checkpoint")
-    if any(isinstance(name, str) and name.rpartition('.')[2] == _FLAT for name in state):
-        raise CheckpointError(
-            f"{file}: of MMEngine's FSDPStrategy with state_dict_cfg='local', whose flat parameters do not tell their "
-            f'shapes; {_READER}'
-        )
     for name, value in state.items():
-        if isinstance(value, Inert) and not _is_sharded(value):
+        if isinstance(value, Inert) and not is_sharded(value):
             raise CheckpointError(
                 f"{file}: of MMEngine's FSDPStrategy, with {str(name)[:80]!r} as an object that is not known here; "
-                f'{_READER}'
+                f'{READER}'
             )
     return content
 
@@ -78,25 +80,16 @@ def _require_one_save(files: Sequence[Path], contents: Sequence[Mapping[str, Any
             raise CheckpointError(f'{file}: has other names than {files[0].name}; put the files of one save together')
 
 
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, Inert) and bool(value.args) and (
-        isinstance(value.args[0], Global) and value.args[0].name == 'ShardedTensor'
-    )  # fmt: skip
-
-
 def _joined(folder: Path, name: str, first: Inert, files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> Any:
-    dtype = as_dtype(first.args[1]) if len(first.args) > 2 else None
-    shape = as_sizes(first.args[2]) if len(first.args) > 2 else None
+    dtype, shape = as_dtype(first.args[1]), sharded_size(first)
     if dtype is None or shape is None:
         raise CheckpointError(f'{files[0]}: does not say what {name} is; take another checkpoint')
     chunks = []
     for file, state in zip(files, states, strict=True):
         value = state[name]
-        if not _is_sharded(value) or as_sizes(value.args[2]) != shape:
+        if not is_sharded(value) or sharded_size(value) != shape:
             raise CheckpointError(f'{file}: {name} is not of shape {shape}; put the files of one save together')
-        shards = value.state[0] if isinstance(value.state, tuple) and value.state else None
-        for shard in shards if isinstance(shards, list) else ():
-            chunks.append(_chunk(file, name, dtype, attributes(shard, 'Shard')))
+        chunks += [_chunk(file, name, dtype, shard) for shard in shards_of(value)]
     return join(str(folder), name, shape, dtype, [chunk for chunk in chunks if chunk is not None])
 
 
