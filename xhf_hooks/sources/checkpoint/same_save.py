@@ -27,6 +27,8 @@ _DEEPSPEEDS = re.compile(
 )
 _HINT = 'put the files of one save together'
 _ROUND_ROBIN = 'zero_optimization.round_robin_gradients'
+#: Each resume between two steps loses the gradients that were accumulated, so that a step comes later.
+_RESUMES = 4
 #: Elements of padding that are looked at.
 _PADDING = 4096
 
@@ -142,7 +144,7 @@ def _require_steps_of(model: ModelState, optim: OptimState) -> None:
     if told.iteration is not None and type(accumulation) is int and accumulation > 0:
         # MMEngine's load_from: the steps go on from those of the run that was loaded, the optimizer begins anew
         begun = told.iteration // accumulation
-        if begun - told.skipped <= made <= begun:
+        if begun - told.skipped - (_RESUMES if accumulation > 1 else 0) <= made <= begun:
             return
     raise CheckpointError(
         f'{optim.file}: its optimizer has made {made:.0f} steps, {model.file.name} is of step {told.steps} with '
