@@ -256,7 +256,7 @@ def test_files_of_other_ranks_and_steps_are_refused(saved, world_size, case, mix
     if not named:
         forget_names(folder)
         forget_names(earlier)
-    proven = open_checkpoint(folder).ranks_proven
+    proven = not open_checkpoint(folder).unproven
     assert proven == (named or 'zero3' not in case)
     MIXES[mix](folder, earlier)
     for masters in (False, True):

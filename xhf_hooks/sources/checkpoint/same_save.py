@@ -71,11 +71,16 @@ def require_one_save(
         _require_slices(models[0], optims)
 
 
-def ranks_are_proven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> bool:
-    """Whether something beside the files' names tells which rank wrote which."""
-    if len(optims) < 2 or optims[0].stage != 3:  # at stages 1 and 2 the weights are in the model file once more
-        return True
-    return all(state.evidence.saved_as == state.file.stem for state in (*models, *optims))
+def unproven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tuple[str, ...]:
+    """What the user has to know for himself, in words: nothing in the files tells it."""
+    if not optims or optims[0].stage != 3:  # at stages 1 and 2 the weights are in the model file once more
+        return ()
+    found = []
+    if len(optims) > 1 and any(state.evidence.saved_as != state.file.stem for state in (*models, *optims)):
+        found.append('which rank wrote which file is told by their names alone')
+    if optims[0].evidence.step is None:
+        found.append('which iteration the weights are of is not told by the optimizer, which counts no steps')
+    return tuple(found)
 
 
 def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
