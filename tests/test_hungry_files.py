@@ -150,6 +150,18 @@ def test_config_texts(name):
     assert_bounded(measured(kind(lambda text: parse_config(text, 'a.py')), hungry_texts()[name]))
 
 
+def test_honest_keys(tmp_path):
+    """As of the states of optimizers: counted, with gaps, in another order; few of other kinds."""
+    value = {
+        'counted': dict.fromkeys(range(200_000)), 'members': set(range(50_000)),
+        'gaps': dict.fromkeys(range(7, 45_000, 3)), 'backwards': dict.fromkeys(range(5000, 0, -1)),
+        'pairs': dict.fromkeys((i, str(i)) for i in range(1000)), 'floats': dict.fromkeys(i / 7 for i in range(1000)),
+        'texts': dict.fromkeys(map(str, range(50_000))), 'small': [{1000: i} for i in range(40_000)],
+    }  # fmt: skip
+    torch.save(value, tmp_path / 'keys.pth')
+    assert load_torch_file(tmp_path / 'keys.pth') == value
+
+
 def test_a_large_honest_file(tmp_path):
     """20,000 parameters with the state of Adam use a fifth of what a file may."""
     n = 20_000
