@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ConfigError
+from xhf_hooks.regular_files import require_regular
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -45,6 +46,7 @@ def adapter_config_in(folder: Path) -> PeftConfig:
     from peft import PeftConfig
 
     try:
+        require_regular(folder)
         return PeftConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({error})') from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import BaseModelError
+from xhf_hooks.regular_files import require_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -31,6 +32,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str) -> PretrainedCo
     from transformers import AutoConfig
 
     try:
+        require_regular(base)
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config.json is anyone's data: whatever its class raises, it cannot be used
         first_line = (str(error).splitlines() or [''])[0][:200]

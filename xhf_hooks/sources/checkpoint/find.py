@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
 
 _MODEL = re.compile(r'(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt')
@@ -100,7 +101,7 @@ def _exists(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    with path.open('rb') as file:
+    with open_regular(path) as file:
         return file.read(4096).decode(errors='replace').strip()
 
 

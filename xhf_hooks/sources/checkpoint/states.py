@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
@@ -206,7 +207,7 @@ def _step(state: Any) -> float | None:
     step = first.get('step') if isinstance(first, dict) else None
     if isinstance(step, LazyTensor) and step.numel == 1 and step.dtype == 'F32':
         piece = step.piece()
-        with piece.file.open('rb') as file:
+        with open_regular(piece.file) as file:
             file.seek(piece.offset)
             return struct.unpack('<f', file.read(4))[0]
     return float(step) if type(step) in (int, float) else None

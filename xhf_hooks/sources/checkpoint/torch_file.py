@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.safe_pickle import UnsafePickle, load_pickle
 from xhf_hooks.sources.checkpoint.tensors import BadTensor, Storage, make_storage
@@ -34,7 +35,7 @@ def load_torch_file(path: Path) -> Any:
         CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
     """
     try:
-        with path.open('rb') as file:
+        with open_regular(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(
@@ -54,7 +55,7 @@ class _ZipFile:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data = path, data
         try:
-            with zipfile.ZipFile(path) as archive:
+            with open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 infos = archive.infolist()
         # All that zipfile raises on odd bytes, depending on which they are
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError, struct.error) as error:
