@@ -105,7 +105,7 @@ class Conversion:
         tokenizer, stop_token_ids, notes = find_tokenizer(
             self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
         )
-        folder = CheckpointFolder(out.absolute(), max_keep=-1)
+        folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         folder.claim()
         try:
             committed = self.converter.convert(folder, self.step, tokenizer, stop_token_ids, on_progress)
