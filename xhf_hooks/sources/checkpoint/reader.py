@@ -10,7 +10,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -20,10 +20,11 @@ from xhf_hooks.errors import ChangedError, CheckpointError
 from xhf_hooks.regular_files import open_regular_fd
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.records import Piece
-from xhf_hooks.verify.mapped import MappedFile, map_or_none
 
 #: Elements that are cast at once: small enough to stay in a core's cache.
 _CHUNK = 1 << 18
+#: Of a transpose, for example. A larger one is read in as many small reads as it has runs.
+_MOST_WHOLE_NBYTES = 10**9
 _WIDEST = max(DTYPE_NBYTES.values())
 
 
@@ -34,6 +35,8 @@ class PieceReader:
         self._files: dict[Path, _OpenFile] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
+        self._whole_lock = threading.Lock()
+        self._last_whole: tuple[Piece, torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[PieceReader], tuple[()]]:
         """Another process opens the files itself."""
@@ -96,21 +99,38 @@ class PieceReader:
     def _strided(
         self, piece: Piece, stride: tuple[int, ...], shape: tuple[int, ...], first: int, count: int
     ) -> torch.Tensor:
-        """The rows that the elements are in, made contiguous. They lie all over the piece, which is mapped for that."""
+        """The rows that the elements are in, made contiguous; of a transpose they lie all over the piece."""
         row = piece.numel // shape[0]
         top, bottom = first // row, -(-(first + count) // row)
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        mapped, dtype = self._open(piece.file).mapped(), TORCH_DTYPES[piece.dtype]
-        if mapped is None:
-            whole = torch.empty(span, dtype=dtype)
-            self._fill(piece, 0, whole)
-        else:
-            end = piece.offset + span * dtype.itemsize
-            try:
-                whole = torch.frombuffer(mapped.view(piece.offset, end), dtype=dtype)
-            except (OSError, ValueError) as error:  # ValueError: fewer bytes than that
-                raise _changed(piece.file) from error
-        return whole.as_strided(shape, stride)[top:bottom].reshape(-1)[first - top * row :][:count]
+        whole = self._whole(piece, _span(shape, stride))
+        if whole is not None:
+            return whole.as_strided(shape, stride)[top:bottom].reshape(-1)[first - top * row :][:count]
+        rows = torch.empty((bottom - top, *shape[1:]), dtype=TORCH_DTYPES[piece.dtype])
+        by_stride = sorted(range(len(shape)), key=lambda axis: stride[axis], reverse=True)
+        steps, ordered = [stride[axis] for axis in by_stride], rows.permute(by_stride)
+        sizes = list(ordered.shape)
+        n_outer = len(sizes)  # of the axes, so many are walked, and what they leave is read at once
+        while n_outer and _span(sizes[n_outer - 1 :], steps[n_outer - 1 :]) <= _CHUNK:
+            n_outer -= 1
+        run = torch.empty(_span(sizes[n_outer:], steps[n_outer:]), dtype=rows.dtype)
+        for index in product(*map(range, sizes[:n_outer])):
+            offset = top * stride[0] + sum(i * step for i, step in zip(index, steps, strict=False))
+            self._fill(piece, offset, run)
+            ordered[index] = run.as_strided(sizes[n_outer:], steps[n_outer:])
+        return rows.reshape(-1)[first - top * row :][:count]
+
+    def _whole(self, piece: Piece, numel: int) -> torch.Tensor | None:
+        """All that a piece spans, kept for whoever reads it next; None if that is too much, or mostly not its own."""
+        dtype = TORCH_DTYPES[piece.dtype]
+        if numel * dtype.itemsize > _MOST_WHOLE_NBYTES or numel > 4 * piece.numel:
+            return None
+        with self._whole_lock:
+            if self._last_whole is None or self._last_whole[0] != piece:
+                self._last_whole = None  # before the next takes memory
+                data = torch.empty(numel, dtype=dtype)
+                self._fill(piece, 0, data)
+                self._last_whole = piece, data
+            return self._last_whole[1]
 
     def _open(self, file: Path) -> _OpenFile:
         with self._lock:
@@ -127,12 +147,6 @@ class _OpenFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._mapped: MappedFile | None = None
-
-    def mapped(self) -> MappedFile | None:
-        if self._mapped is None:
-            self._mapped = map_or_none(self.fd, os.fstat(self.fd).st_size)
-        return self._mapped
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -153,6 +167,11 @@ def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[P
             yield piece, start - begin, count
             start += count
         index += 1
+
+
+def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided view."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
 def _changed(file: Path) -> ChangedError:
