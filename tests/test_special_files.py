@@ -52,7 +52,7 @@ def test_no_command_waits_for_any_file(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / 'sub').mkdir()
-    for name in ('a.json', 'b.pth'):
+    for name in ('tokenizer.json', 'b.pth'):
         (tmp_path / 'sub' / name).write_text('{}')
     return tmp_path / 'sub'
 
@@ -60,18 +60,18 @@ def folder(tmp_path):
 @pytest.mark.parametrize('kind', KINDS)
 def test_only_regular_files_are_opened(folder, kind):
     require_regular(folder)
-    with open_regular(folder / 'a.json') as file:
+    with open_regular(folder / 'tokenizer.json') as file:
         assert file.read() == b'{}' and os.get_blocking(file.fileno())
-    put(folder / 'a.json', kind)
-    with pytest.raises(OSError, match=r'a\.json'):
-        open_regular(folder / 'a.json')
-    with pytest.raises(OSError, match=r'a\.json'):
+    put(folder / 'tokenizer.json', kind)
+    with pytest.raises(OSError, match=r'tokenizer\.json'):
+        open_regular(folder / 'tokenizer.json')
+    with pytest.raises(OSError, match=r'tokenizer\.json'):
         require_regular(folder)
 
 
 def test_names_that_may_be_folders(folder):
     put(folder / 'b.pth', 'folder')
-    (folder / 'notes').symlink_to('/nowhere')
+    (folder / 'notes.json').symlink_to('/nowhere')
     require_regular(folder)
     require_regular(folder / 'none')
     put(folder / 'b.pth', 'socket')

@@ -8,9 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-#: Names of files that loaders look for. (A checkpoint of DeepSpeed is a folder iter_500.pth.)
-NEVER_A_FOLDER = ('.json', '.safetensors', '.model', '.jinja', '.txt')
-#: What they read whole; the largest known are below 40 MB. A hole costs nobody anything, and reading it memory.
+#: What libraries look for and read whole; the largest known are below 40 MB. A hole of a TB costs nobody anything.
 _READ_WHOLE = (
     *('config.json', 'generation_config.json', 'adapter_config.json', 'processor_config.json', 'chat_template.jinja'),
     *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
@@ -88,10 +86,10 @@ def require_regular(folder: str | Path) -> None:
             try:
                 found = entry.stat()
             except OSError:
-                if entry.name.endswith(NEVER_A_FOLDER) and entry.is_symlink():
+                if entry.name in _READ_WHOLE and entry.is_symlink():
                     raise
                 continue
-            if special_kind(found.st_mode) or entry.name.endswith(NEVER_A_FOLDER):
+            if special_kind(found.st_mode) or entry.name in _READ_WHOLE:
                 _require_regular(found.st_mode, entry.path)
             if entry.name in _READ_WHOLE and found.st_size > _MOST_NBYTES:
                 raise OSError(errno.EFBIG, f'has {found.st_size} bytes, more than any such file', entry.path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.regular_files import NEVER_A_FOLDER, special_kind
+from xhf_hooks.regular_files import special_kind
 from xhf_hooks.safetensors_format import HeaderEntry
 from xhf_hooks.verify import strict_json
 from xhf_hooks.verify.header import Header, read_header
@@ -21,6 +21,8 @@ INDEX_SUFFIX = '.safetensors.index.json'
 #: What loaders read. Such a file that was put there later may change what is loaded; any other is harmless.
 READ_BY_LOADERS = ('.json', '.safetensors', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py', '.model')
 READ_BY_LOADERS += ('.jinja', '.txt')
+#: A checkpoint of DeepSpeed is a folder iter_500.pth.
+_NEVER_A_FOLDER = ('.json', '.safetensors', '.model', '.jinja', '.txt')
 _SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors')
 _MOST_FILES, _MOST_DEPTH = 100_000, 4
 
@@ -105,7 +107,7 @@ def _scan(folder: Path, prefix: str, content: FolderContent) -> None:
             content.files[name] = found.st_size
         elif not stat.S_ISDIR(found.st_mode):
             content.special[name] = special_kind(found.st_mode) or 'no file'
-        elif path.name.endswith(NEVER_A_FOLDER):
+        elif path.name.endswith(_NEVER_A_FOLDER):
             content.special[name] = 'a folder'
         elif not path.is_symlink() and name.count('/') < _MOST_DEPTH:
             _scan(path, f'{name}/', content)
