@@ -316,9 +316,12 @@ def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_
 def test_require_room(folder, tmp_path):
     free = folder.require_room(1)
     assert free > 1
-    with pytest.raises(TargetError, match='max_keep_ckpts') as caught:
+    with pytest.raises(TargetError, match=r'set out_dir to one on a larger disk$') as caught:
         folder.require_room(10**18)
-    assert str(tmp_path) in str(caught.value) and '1000000000.00 GB' in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and '1.00 EB are needed' in str(caught.value)
+    several = CheckpointFolder(folder.final, 3)
+    with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
+        several.require_room(10**18)
 
 
 @pytest.mark.parametrize('umask', [0o022, 0o077, 0o002])

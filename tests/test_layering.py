@@ -17,7 +17,7 @@ PACKAGE = ROOT / 'xhf_hooks'
 FILES = sorted(PACKAGE.rglob('*.py'))
 
 #: Never need torch or mmengine, so that they can be understood and tested without.
-PURE = ('plan.py', 'records.py', 'errors.py', 'safetensors_format.py', 'commit/')
+PURE = ('plan.py', 'records.py', 'errors.py', 'safetensors_format.py', 'commit/', 'regular_files.py', 'byte_sizes.py')
 #: The only places that know MMEngine.
 MMENGINE_USERS = ('hooks/', 'registry.py', 'cli/')
 

@@ -23,6 +23,10 @@ class CheckpointError(XhfError):
     """A checkpoint on disk cannot be read: not one, incomplete, damaged, inconsistent or unsupported."""
 
 
+class ChangedError(CheckpointError):
+    """A file of a checkpoint became shorter while it was read."""
+
+
 class ConfigError(XhfError):
     """The config of a finished run is not there, cannot be read, or does not say how its model was built."""
 

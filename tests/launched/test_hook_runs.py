@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     'target_is_foreign': ('target', 'foreign', {}, 'did not write'),
     'target_in_use': ('target', 'in_use', {}, 'is in use by process'),
     'target_read_only': ('read_only/hf', 'read_only', {}, 'cannot be written'),
-    'disk_too_small': ('tiny/hf', 'tiny', {}, 'GB free'),
+    'disk_too_small': ('tiny/hf', 'tiny', {}, 'B are needed'),
     'no_such_module': ('target', 'nothing', dict(module='llm.nothing'), 'option module'),
     'nothing_is_ever_due': ('target', 'nothing', dict(interval=500, save_last=False), 'option interval'),
     'no_tokenizer_there': ('target', 'nothing', dict(tokenizer='/nowhere'), 'option tokenizer'),

@@ -14,6 +14,7 @@ from xhf_hooks.records import CommittedCheckpoint, SavePlan, Step, TensorSpec
 from xhf_hooks.skeleton import RunConfig, build_skeleton, find_run_config, fit
 from xhf_hooks.skeleton.tokenizer import find_tokenizer
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.verify.report import some
 
 
 class Conversion:
@@ -69,8 +70,7 @@ class Conversion:
             facts['widened_tensors'] = self._widened
         self.warnings = [*self._source.warnings, *weights_notes, *notes, *exporter.notes]
         if exporter.left_out:
-            some = ', '.join(exporter.left_out[:3]) + (', ...' if len(exporter.left_out) > 3 else '')
-            self.warnings.append(f'not exported: {len(exporter.left_out)} tensors ({some})')
+            self.warnings.append(f'not exported: {len(exporter.left_out)} tensors ({some(exporter.left_out)})')
 
     def _reward_token_id(self) -> int | None:
         found = None if self._config is None else self._config.fields.get('reward_token_id')
@@ -98,7 +98,7 @@ class Conversion:
             *self._source.unproven,
             f'model {self._skeleton.described_by}; {type(self.converter.exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
-            f'{", ".join(file.name for file in plan.files)}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
+            f'{some([file.name for file in plan.files])}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
             *self._notes_on_float32(),
         ]
 
@@ -120,7 +120,7 @@ class Conversion:
         tokenizer, stop_token_ids, notes = find_tokenizer(
             self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
         )
-        folder = CheckpointFolder(out.absolute(), max_keep=-1)
+        folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         folder.claim()
         try:
             committed = self.converter.convert(folder, self.step, tokenizer, stop_token_ids, on_progress)

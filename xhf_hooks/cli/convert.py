@@ -6,16 +6,17 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.collector import without_collector
-from xhf_hooks.errors import IncompleteError, TargetError, XhfError
+from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
 from xhf_hooks.plan import parse_size
+from xhf_hooks.verify.report import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _DTYPES = {'keep': None, 'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+_MOST_NAMES = 20  # of files that were written, in a line
 _MOST_WORKERS = 16  # by default: more than a disk can feed, and each holds some MB
 
 
@@ -91,19 +93,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse_args(argv)
     try:
-        with _ended_by_sigterm():
+        with _ended_by_sigterm(), libraries_print_lines():
             return _run(args)
     except KeyboardInterrupt:
-        print('xhf-convert: interrupted; nothing was left at OUT', file=sys.stderr)
+        complain('xhf-convert: interrupted; nothing was left at OUT')
         return FAILED
-    except XhfError as error:
-        print(f'xhf-convert: {error}', file=sys.stderr)
-        return FAILED if isinstance(error, IncompleteError) else BAD_INPUT
-    except OSError as error:
-        print(f'xhf-convert: {error}', file=sys.stderr)
-        return FAILED
-    except Exception:  # a fault of this program: its traceback is what is needed
-        traceback.print_exc()
+    except Exception as error:
+        if lacks_memory(error):
+            complain('xhf-convert: this process got no more memory; nothing was left at OUT. --workers 1 takes least')
+            return FAILED
+        if isinstance(error, (XhfError, OSError)):
+            complain(f'xhf-convert: {error}')
+            failed = isinstance(error, (IncompleteError, ChangedError, OSError))
+            return FAILED if failed else BAD_INPUT
+        print_traceback()  # a fault of this program: that is what is needed
         return FAILED
 
 
@@ -128,10 +131,10 @@ def _run(args: argparse.Namespace) -> int:
             optimizer_restarted=args.optimizer_restarted,
         )
     for line in conversion.description():
-        print(line)
+        say(line)
     _warn(conversion.warnings)
     if args.dry_run:
-        print(f'would write to {args.out}')
+        say(f'would write to {args.out}')
         return DONE
     sys.stdout.flush()
     with Progress('converting') as progress:
@@ -143,9 +146,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _summarize(conversion: Conversion, committed: Any) -> None:
     cost = committed.cost
-    files = ', '.join(sorted(path.name for path in committed.path.iterdir()))
-    print(f'wrote {committed.path}: {files}')
-    print(
+    files = sorted(path.name for path in committed.path.iterdir())
+    say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
+    say(
         f'{cost.nbytes / 1e9:.2f} GB in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
         f'({conversion.converter.read_nbytes / 1e9:.2f} GB read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
     )
@@ -153,7 +156,7 @@ def _summarize(conversion: Conversion, committed: Any) -> None:
 
 def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
-        print(f'xhf-convert: note: {warning}', file=sys.stderr)
+        complain(f'xhf-convert: note: {warning}')
 
 
 def _require_new(out: Path, overwrite: bool) -> None:

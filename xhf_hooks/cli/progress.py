@@ -6,16 +6,21 @@ import sys
 import time
 from typing import Any
 
-_LINE_EVERY_SECS = 10.0
+from xhf_hooks.byte_sizes import size_text
 
 
 class Progress:
-    """Called with bytes done and bytes in all; a context manager, which ends the bar's line."""
+    """Called with bytes done and bytes in all; a context manager, which ends the bar's line.
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    Args:
+        label: What goes on.
+        line_every_secs: Where there is no terminal.
+    """
+
+    def __init__(self, label: str, line_every_secs: float = 10.0) -> None:
+        self._label, self._line_every_secs = label, line_every_secs
         self._bar: Any | None = None
-        self._last = time.monotonic()
+        self._told, self._done_then = time.monotonic(), 0
 
     def __enter__(self) -> Progress:
         return self
@@ -23,9 +28,20 @@ class Progress:
     def __call__(self, done: int, total: int) -> None:
         if sys.stderr.isatty():
             self._draw(done, total)
-        elif time.monotonic() - self._last >= _LINE_EVERY_SECS:
-            self._last = time.monotonic()
-            print(f'{self._label}: {done / 1e9:.2f} of {total / 1e9:.2f} GB', file=sys.stderr, flush=True)
+        elif time.monotonic() - self._told >= self._line_every_secs:
+            self._tell(done, total)
+
+    def _tell(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        rate = (done - self._done_then) / max(now - self._told, 1e-9)  # of late: what was a hole took no time
+        self._told, self._done_then = now, done
+        left = f'{duration_text((total - done) / rate)} left' if rate > 0 else 'waiting for the disk'
+        share = 100 * done // max(total, 1)
+        print(
+            f'{self._label}: {share} % of {size_text(total)}, {size_text(int(rate))}/s, {left}',
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None:
@@ -37,3 +53,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def duration_text(secs: float) -> str:
+    """Such as ``'40 s'``, ``'12 min'`` or ``'3 h 20 min'``."""
+    if secs < 99.5:
+        return f'{secs:.0f} s'
+    minutes = round(secs / 60)
+    return f'{minutes} min' if minutes < 100 else f'{minutes // 60} h {minutes % 60} min'

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
+from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.errors import XhfError
 
@@ -55,20 +56,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse_args(argv)
     try:
-        with redirect_stdout(sys.stderr):  # what libraries print is no part of the result
-            status, text = _check(args) if args.b is None else _compare(args)
-        print(text)
+        with redirect_stdout(sys.stderr), libraries_print_lines():  # what libraries print is no part of the result
+            status, result = _check(args) if args.b is None else _compare(args)
+        if isinstance(result, dict):
+            print(json.dumps(result, indent=2))
+        else:
+            for line in result:
+                say(line)
         return status
     except KeyboardInterrupt:
-        print('xhf-verify: interrupted', file=sys.stderr)
-    except (XhfError, OSError) as error:
-        print(f'xhf-verify: {error}', file=sys.stderr)
-    except Exception:  # a fault of this program: its traceback is what is needed
-        traceback.print_exc()
+        complain('xhf-verify: interrupted')
+    except Exception as error:
+        if lacks_memory(error):
+            complain('xhf-verify: this process got no more memory. --workers 1 takes least')
+        elif isinstance(error, (XhfError, OSError)):
+            complain(f'xhf-verify: {error}')
+        else:
+            print_traceback()  # a fault of this program: that is what is needed
     return UNUSABLE
 
 
-def _check(args: argparse.Namespace) -> tuple[int, str]:
+#: For people, or for programs.
+_Result = list[str] | dict[str, Any]
+
+
+def _check(args: argparse.Namespace) -> tuple[int, _Result]:
     from xhf_hooks.verify.folder import verify_folder
 
     with Progress('reading') as progress:
@@ -86,15 +98,15 @@ def _check(args: argparse.Namespace) -> tuple[int, str]:
 
         loaded = load_and_run(args.a, trust_remote_code=args.trust_remote_code)
     elif args.load:
-        print('xhf-verify: not loaded, since it is damaged', file=sys.stderr)
+        complain('xhf-verify: not loaded, since it is damaged')
     good = report.is_good and (loaded is None or loaded.error is None)
     status = SAME if good else DIFFERENT
     if args.json:
-        return status, json.dumps({**report.as_json(), 'loaded': loaded and vars(loaded), 'good': good}, indent=2)
-    return status, '\n'.join([*(loaded.lines() if loaded else []), *report.lines()])
+        return status, {**report.as_json(), 'loaded': loaded and vars(loaded), 'good': good}
+    return status, [*(loaded.lines() if loaded else []), *report.lines()]
 
 
-def _compare(args: argparse.Namespace) -> tuple[int, str]:
+def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
     from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
     from xhf_hooks.verify.compare import DIFFERENT as REALLY
     from xhf_hooks.verify.compare import compare_models
@@ -113,7 +125,7 @@ def _compare(args: argparse.Namespace) -> tuple[int, str]:
 
         plot(found, args.plot)
     status = DIFFERENT if found.verdict == REALLY else SAME
-    return status, json.dumps(found.as_json(), indent=2) if args.json else '\n'.join(found.lines())
+    return status, found.as_json() if args.json else found.lines()
 
 
 def _count(text: str) -> int:

@@ -70,8 +70,11 @@ class RunLock:
                 return self.answer
             time.sleep(0.0 if self.answer is None else 0.2)
 
-    def acquire_or_explain(self, final: Path) -> None:
+    def acquire_or_explain(self, final: Path, elsewhere: str = 'set out_dir to') -> None:
         """Take the lock.
+
+        Args:
+            elsewhere: What the user does to have another folder.
 
         Raises:
             TargetError: Another run holds it; the holder is named.
@@ -79,7 +82,7 @@ class RunLock:
         if self.acquire(patience_secs=10.0, may_watch=True) is Answer.HELD:
             holder = (_read(self.path) or 'another run').strip()
             raise TargetError(
-                f'{final} is in use by {holder}; give this run its own out_dir. If that host is dead and the file '
+                f'{final} is in use by {holder}; {elsewhere} another. If that host is dead and the file '
                 f'system has kept its lock, remove {self.path}'
             )
 

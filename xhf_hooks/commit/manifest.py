@@ -11,6 +11,7 @@ from typing import Any
 
 from xhf_hooks.checksum import combine, crc32, to_hex
 from xhf_hooks.records import SavePlan, Step, WrittenTensor
+from xhf_hooks.regular_files import read_regular_text
 
 MANIFEST_NAME = 'xhf_manifest.json'
 #: 2: checksums of every file and tensor. 1 had the sizes of the files of weights.
@@ -89,7 +90,7 @@ class Commit:
 def read_commit(folder: Path) -> Commit | None:
     """What a whole folder of ours is; None when it is not one."""
     try:
-        content = json.loads((folder / MANIFEST_NAME).read_text(encoding='utf-8'))
+        content = json.loads(read_regular_text(folder / MANIFEST_NAME))
         step = Step(content['step']['unit'], int(content['step']['number']), int(content['iteration']))
         number = int(content['commit']['number']) if 'commit' in content else 0
         has_all = content['format_version'] >= 2

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from xhf_hooks.byte_sizes import size_text
 from xhf_hooks.commit import retention
 from xhf_hooks.commit.contents import assemble
 from xhf_hooks.commit.exchange import exchange
@@ -51,15 +52,17 @@ class CheckpointFolder:
         final: The name under which the newest committed save is found.
         max_keep: How many saves are kept, the newest included; -1 keeps all.
         fsync: Flush to the disk before the commit. Only a benchmark turns it off.
+        elsewhere: What the user does to have another folder, for messages.
 
     Attributes:
         staging: The folder that is being filled, from :meth:`open_staging` on.
         warnings: What the log should say of the commit, or of the recovery; :meth:`open_staging` clears them.
     """
 
-    def __init__(self, final: Path, max_keep: int, fsync: bool = True) -> None:
+    def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
         self.final = final
         self.fsync = fsync
+        self.elsewhere = elsewhere
         self.max_keep = max_keep
         self.staging: Path | None = None
         self.warnings: list[str] = []
@@ -77,13 +80,13 @@ class CheckpointFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             self._refuse_long_names()
-            self._lock.acquire_or_explain(self.final)
+            self._lock.acquire_or_explain(self.final, self.elsewhere)
             probe = self._new_name('probe')
             probe.write_bytes(b'x')
             probe.unlink()
         except OSError as error:
             self.release()
-            raise TargetError(f'{parent} cannot be written: {error}; set out_dir to a folder that can') from error
+            raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
         except BaseException:
             self.release()
             raise
@@ -102,7 +105,7 @@ class CheckpointFolder:
         if excess > 0:
             raise TargetError(
                 f'{self.final}: {excess} bytes too long for the names that a save adds to it: '
-                f'set out_dir to a shorter one'
+                f'{self.elsewhere} a shorter one'
             )
 
     def _refuse_foreign(self) -> Commit | None:
@@ -111,12 +114,14 @@ class CheckpointFolder:
         if found is None:
             return None
         if not stat.S_ISDIR(found.st_mode):
-            raise TargetError(f'{final} is not a folder; a save would have to replace it. Remove it or set out_dir')
+            raise TargetError(
+                f'{final} is not a folder; a save would have to replace it. Remove it, or {self.elsewhere} another'
+            )
         commit = read_commit(final)
         if commit is None and any(final.iterdir()):
             raise TargetError(
                 f'{final} holds files that this package did not write, and a save would replace them. '
-                f'Move them away or set out_dir'
+                f'Move them away, or {self.elsewhere} another'
             )
         return commit
 
@@ -176,9 +181,10 @@ class CheckpointFolder:
         """
         free = self.free_nbytes()
         if free < nbytes:
+            fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
             raise TargetError(
-                f'{self.final.parent} has {free / 1e9:.2f} GB free, and the save needs {nbytes / 1e9:.2f} GB; '
-                f'free some space, set out_dir to a larger disk, or keep fewer with max_keep_ckpts'
+                f'{self.final.parent} has {size_text(free)} free, and {size_text(nbytes)} are needed; '
+                f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
             )
         return free
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.errors import ModelError
 from xhf_hooks.module_tensors import model_class
+from xhf_hooks.regular_files import open_regular, read_regular_text, require_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -121,9 +122,9 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_id
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     """That of the base model's tokenizer, which is not built for this."""
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
-        return jinja.read_text(encoding='utf-8')
+        return read_regular_text(jinja)
     config = base_file(base_dir, 'tokenizer_config.json')
-    template = None if config is None else json.loads(config.read_text(encoding='utf-8')).get('chat_template')
+    template = None if config is None else json.loads(read_regular_text(config)).get('chat_template')
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
@@ -134,7 +135,8 @@ def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -
     for name in names:
         path = base_file(base_dir, name)
         if path is not None and not (folder / name).exists():
-            shutil.copyfile(path, folder / name)
+            with open_regular(path) as original, (folder / name).open('xb') as copied:
+                shutil.copyfileobj(original, copied)
 
 
 def base_file(base_dir: str, name: str) -> Path | None:
@@ -176,7 +178,7 @@ def recorded_vocab_size(base_dir: str) -> int | None:
     path = base_file(base_dir, 'config.json')
     if path is None:
         return None
-    config = json.loads(path.read_text(encoding='utf-8'))
+    config = json.loads(read_regular_text(path))
     return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
 
 
@@ -186,4 +188,5 @@ def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
+    require_regular(base_dir)
     return AutoTokenizer.from_pretrained(base_dir, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ConfigError, XhfError
+from xhf_hooks.regular_files import require_regular
 from xhf_hooks.skeleton.huggingface import in_one_line
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def adapter_config_in(folder: Path) -> PeftConfig:
     from peft import PeftConfig
 
     try:
+        require_regular(folder)
         return PeftConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # anyone's data
         raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None

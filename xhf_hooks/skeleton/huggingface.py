@@ -13,6 +13,7 @@ import torch
 
 from xhf_hooks.errors import BaseModelError, DamagedError, XhfError
 from xhf_hooks.exporters.sidecar import base_file
+from xhf_hooks.regular_files import open_regular, require_regular
 from xhf_hooks.skeleton.bounds import require_modest
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int)
     raw = raw_config(base)
     require_modest(raw, n_tensors, f'{base}/config.json')
     try:
+        require_regular(base)
         config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
     except (XhfError, MemoryError):
         raise
@@ -68,7 +70,8 @@ def raw_config(base: object) -> dict[str, Any]:
     if nbytes > _MOST_NBYTES:
         raise DamagedError(f'{path}: {nbytes} bytes; expected at most {_MOST_NBYTES}')
     try:
-        content = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            content = json.load(file)
     except (ValueError, RecursionError, OSError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import ConfigError
+from xhf_hooks.regular_files import read_regular_text
 from xhf_hooks.skeleton.config_text import Unread, parse_config
 
 
@@ -84,7 +85,7 @@ def _modified(file: Path) -> float:
 
 def _read(file: Path) -> RunConfig:
     try:
-        text = file.read_text(encoding='utf-8')
+        text = read_regular_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'{file}: cannot be read ({error}); name the config that the run dumped') from None
     return RunConfig(str(file), parse_config(text, str(file)))

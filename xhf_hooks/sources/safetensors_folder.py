@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from xhf_hooks.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.records import TensorSpec
+from xhf_hooks.regular_files import open_regular, read_regular_text
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import Piece
@@ -79,9 +81,9 @@ class SafetensorsSource(SliceSource):
     def _read_header(self, path: Path) -> None:
         """Source of the layout: the safetensors README, "Format"."""
         try:
-            with path.open('rb') as file:
+            with open_regular(path) as file:
                 (length,) = struct.unpack('<Q', file.read(8))
-                size = path.stat().st_size
+                size = os.fstat(file.fileno()).st_size
                 if length > min(size - 8, _MOST_HEADER_NBYTES):
                     raise ValueError(f'a header of {length} bytes in a file of {size}')
                 header = json.loads(file.read(length))
@@ -114,7 +116,7 @@ def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+            names = sorted(set(json.loads(read_regular_text(index))['weight_map'].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f'{index}: cannot be read ({error}); copy the base model again') from None
         files = [folder / Path(name).name for name in names]

@@ -10,16 +10,20 @@ from typing import Any
 from xhf_hooks import checksum
 from xhf_hooks.commit.manifest import MANIFEST_NAME
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.verify.content import WEIGHTS_SUFFIX, FolderContent, WeightFolder, read_headers, scan
+from xhf_hooks.verify.content import (
+    READ_BY_LOADERS,
+    WEIGHTS_SUFFIX,
+    FolderContent,
+    WeightFolder,
+    check_kinds,
+    read_headers,
+    scan,
+)
 from xhf_hooks.verify.header import Header
 from xhf_hooks.verify.manifest import Manifest, parse_manifest
 from xhf_hooks.verify.report import Findings, some
 from xhf_hooks.verify.sums import FileSums, FileToRead, sum_files
 from xhf_hooks.verify.threads import WorkerThreads, default_workers
-
-#: What loaders read. Such a file that was put there later may change what is loaded; any other is harmless.
-_READ_BY_LOADERS = ('.json', '.safetensors', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py', '.model')
-_READ_BY_LOADERS += ('.jinja', '.txt')
 
 
 def check_folder(
@@ -50,6 +54,7 @@ def check_folder(
     if level not in ('sizes', 'full'):
         raise ValueError(f"level: expected 'sizes' or 'full', found {level!r}")
     checked, findings, content = parse_manifest(manifest, f'{path}: manifest'), Findings(), scan(path)
+    check_kinds(content, findings)
     compare_files(content, checked, findings, only)
     folders = read_headers(content, findings, only)
     compare_headers(folders, checked, findings)
@@ -72,9 +77,9 @@ def compare_files(
         if only is not None and name not in only:
             continue
         found = content.files.get(name)
-        if found is None:
+        if found is None and name not in content.special:
             findings.problem('files', f'{name[:200]} is missing')
-        elif found != record.nbytes:
+        elif found is not None and found >= 0 and found != record.nbytes:
             findings.problem('files', f'{name[:200]}: expected {record.nbytes} bytes, found {found}')
     if only is None and manifest.has_checksums:
         _look_for_others(content, manifest, findings)
@@ -85,7 +90,7 @@ def compare_files(
 def _look_for_others(content: FolderContent, manifest: Manifest, findings: Findings) -> None:
     others = [name for name in content.files if name not in manifest.files and name != MANIFEST_NAME]
     for name in others:
-        if name.endswith(_READ_BY_LOADERS):
+        if name.endswith(READ_BY_LOADERS):
             findings.problem('files', f'{name[:200]} was not there when the model was saved, and loaders may read it')
         else:
             findings.note('files', f'{name[:200]} was not there when the model was saved')

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.verify.holes import Range, in_both
 from xhf_hooks.verify.model_reader import ModelReader
 from xhf_hooks.verify.rounding import (
     Difference,
@@ -27,6 +29,17 @@ IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
 _JOB_ELEMENTS = 1 << 22
 _SHOWN = 20  # of each kind, to people
 _Part = tuple[tuple[str, str], Difference, int]  # names in A and B, what differs, bytes read
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Elements ``start`` to ``end`` of a tensor of A and one of B; ``unwritten``: both are holes there."""
+
+    one: str
+    two: str
+    start: int
+    end: int
+    unwritten: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,7 @@ def compare_models(
     result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
     pairs, windows = _pair(a, b, result), Windows()
     found = {pair: Difference() for pair in pairs}
-    total = sum(a.tensors[one].nbytes + b.tensors[two].nbytes for one, two in pairs if _alike(a, b, one, two))
+    total = sum(_nbytes_to_read(a, b, one, two) for one, two in pairs if _alike(a, b, one, two))
     torch.set_num_threads(1)  # each worker is one thread already
     try:
         with WorkerThreads(workers) as pool:
@@ -181,28 +194,56 @@ def _jobs(
             continue
         together = {*a.made_together(one), *b.made_together(two)}
         if not together:
-            yield from (partial(_compare_parts, a, b, [part], windows) for part in _parts(a, one, two))
+            yield from (partial(_compare_parts, a, b, [part], windows) for part in _parts(a, b, one, two))
             continue
         group = [(x, y) for x, y in pairs if (x in together or y in together) and _alike(a, b, x, y)]
         done.update(group)
         yield partial(_compare_group, a, b, group, windows)
 
 
-def _parts(a: ModelReader, one: str, two: str) -> list[tuple[str, str, int, int]]:
-    n_elements = a.tensors[one].n_elements
-    return [(one, two, s, min(s + _JOB_ELEMENTS, n_elements)) for s in range(0, n_elements, _JOB_ELEMENTS)]
+def _parts(a: ModelReader, b: ModelReader, one: str, two: str) -> Iterator[_Elements]:
+    """All elements in their order."""
+    position, end = 0, a.tensors[one].n_elements
+    for first, last in (*_unwritten(a, b, one, two), (end, end)):
+        for start in range(position, first, _JOB_ELEMENTS):
+            yield _Elements(one, two, start, min(start + _JOB_ELEMENTS, first))
+        if last > first:
+            yield _Elements(one, two, first, last, unwritten=True)
+        position = last
+
+
+def _unwritten(a: ModelReader, b: ModelReader, one: str, two: str) -> list[Range]:
+    """Elements that lie in holes of both."""
+    first, second = a.tensors[one].dtype, b.tensors[two].dtype
+    if first != second and not (has_precision(first) and has_precision(second)):
+        return []
+    return in_both(_whole_elements(a.holes(one), first), _whole_elements(b.holes(two), second))
+
+
+def _whole_elements(holes: list[Range], dtype: str) -> list[Range]:
+    width = DTYPE_NBYTES[dtype]
+    found = [(-(-start // width), end // width) for start, end in holes]
+    return [(start, end) for start, end in found if start < end]
+
+
+def _nbytes_to_read(a: ModelReader, b: ModelReader, one: str, two: str) -> int:
+    widths = DTYPE_NBYTES[a.tensors[one].dtype] + DTYPE_NBYTES[b.tensors[two].dtype]
+    return widths * (a.tensors[one].n_elements - sum(end - start for start, end in _unwritten(a, b, one, two)))
 
 
 def _compare_group(a: ModelReader, b: ModelReader, group: list[tuple[str, str]], windows: Windows) -> list[_Part]:
     with windows.alone, a.held([x for x, _ in group]), b.held([y for _, y in group]):
-        return _compare_parts(a, b, [part for x, y in group for part in _parts(a, x, y)], windows)
+        return _compare_parts(a, b, [part for x, y in group for part in _parts(a, b, x, y)], windows)
 
 
-def _compare_parts(
-    a: ModelReader, b: ModelReader, parts: list[tuple[str, str, int, int]], windows: Windows
-) -> list[_Part]:
+def _compare_parts(a: ModelReader, b: ModelReader, parts: list[_Elements], windows: Windows) -> list[_Part]:
     found = []
-    for one, two, start, end in parts:
+    for part in parts:
+        one, two, start, end = part.one, part.two, part.start, part.end
+        if part.unwritten:
+            same_bytes = a.tensors[one].dtype == b.tensors[two].dtype
+            found.append(((one, two), Difference(end - start, same_bytes=same_bytes), 0))
+            continue
         difference, nbytes = Difference(), 0
         for x, y in windows.between(a, b, one, two, start, end):
             nbytes += x.nbytes + y.nbytes
@@ -252,9 +293,12 @@ def _find_through(a: ModelReader, b: ModelReader, one: str, two: str, windows: W
     if not ways:
         return None
     with a.held([one]), b.held([two]):
-        for x, y in windows.between(a, b, one, two, 0, a.tensors[one].n_elements):
-            wide = torch.promote_types(x.dtype, y.dtype)
-            ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
-            if not ways:
-                return None
+        for part in _parts(a, b, one, two):
+            if part.unwritten:  # zeros go through any type
+                continue
+            for x, y in windows.between(a, b, one, two, part.start, part.end):
+                wide = torch.promote_types(x.dtype, y.dtype)
+                ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
+                if not ways:
+                    return None
     return min(ways)[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.regular_files import special_kind
 from xhf_hooks.safetensors_format import HeaderEntry
 from xhf_hooks.verify import strict_json
 from xhf_hooks.verify.header import Header, read_header
@@ -16,6 +18,11 @@ from xhf_hooks.verify.report import Findings, some
 
 WEIGHTS_SUFFIX = '.safetensors'
 INDEX_SUFFIX = '.safetensors.index.json'
+#: What loaders read. Such a file that was put there later may change what is loaded; any other is harmless.
+READ_BY_LOADERS = ('.json', '.safetensors', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py', '.model')
+READ_BY_LOADERS += ('.jinja', '.txt')
+#: A checkpoint of DeepSpeed is a folder iter_500.pth.
+_NEVER_A_FOLDER = ('.json', '.safetensors', '.model', '.jinja', '.txt')
 _SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors')
 _MOST_FILES, _MOST_DEPTH = 100_000, 4
 
@@ -49,10 +56,16 @@ class WeightFolder:
 
 @dataclass
 class FolderContent:
-    """The files of a checkpoint: path relative to it, with slashes, to size in bytes; hidden ones are left out."""
+    """The files of a checkpoint: path relative to it, with slashes, to size in bytes; hidden ones are left out.
+
+    Attributes:
+        files: A link to nothing has size -1.
+        special: What is no file, though its name is one's: path to what it is. None of these is ever opened.
+    """
 
     path: Path
     files: dict[str, int]
+    special: dict[str, str] = field(default_factory=dict)
 
     def weight_files(self) -> list[str]:
         return [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
@@ -69,26 +82,60 @@ def scan(folder: Path) -> FolderContent:
     Raises:
         CheckpointError: It cannot be listed, or holds more than any model does.
     """
-    files: dict[str, int] = {}
+    content = FolderContent(folder, {})
     try:
-        _scan(folder, '', files)
+        _scan(folder, '', content)
     except OSError as error:
         raise CheckpointError(f'{folder}: cannot be listed ({error.strerror}); give a model folder') from None
-    return FolderContent(folder, dict(sorted(files.items())))
+    return FolderContent(folder, dict(sorted(content.files.items())), content.special)
 
 
-def _scan(folder: Path, prefix: str, files: dict[str, int]) -> None:
+def _scan(folder: Path, prefix: str, content: FolderContent) -> None:
     for path in sorted(folder.iterdir()):
         if path.name.startswith('.'):
             continue
         name = prefix + path.name
-        if path.is_dir() and not path.is_symlink():
-            if name.count('/') < _MOST_DEPTH:
-                _scan(path, f'{name}/', files)
-        elif path.is_file() or path.is_symlink():
-            files[name] = path.stat().st_size if path.exists() else -1
-        if len(files) > _MOST_FILES:
+        try:
+            found = path.stat()
+        except OSError as error:
+            if path.is_symlink():  # to nothing, or in a circle
+                content.files[name] = -1
+            elif not isinstance(error, FileNotFoundError):  # that one has just gone
+                raise
+            continue
+        if stat.S_ISREG(found.st_mode):
+            content.files[name] = found.st_size
+        elif not stat.S_ISDIR(found.st_mode):
+            content.special[name] = special_kind(found.st_mode) or 'no file'
+        elif path.name.endswith(_NEVER_A_FOLDER):
+            content.special[name] = 'a folder'
+        elif not path.is_symlink() and name.count('/') < _MOST_DEPTH:
+            _scan(path, f'{name}/', content)
+        if len(content.files) + len(content.special) > _MOST_FILES:
             raise CheckpointError(f'{folder}: more than {_MOST_FILES} files; give a model folder')
+
+
+def check_kinds(content: FolderContent, findings: Findings) -> None:
+    """What has the name of a file is one."""
+    for name, kind in content.special.items():
+        findings.problem('files', f'{name[:200]} is {kind}, not a regular file')
+    lost = [name for name, nbytes in content.files.items() if nbytes < 0]
+    if lost:
+        findings.problem('files', f'{len(lost)} are links to nothing: {some(lost)}')
+
+
+def tell_links(content: FolderContent, findings: Findings) -> None:
+    """Links that lead out of the folder are no fault, and worth knowing for whoever copies it."""
+    root = content.path.resolve()
+    out = [name for name, nbytes in content.files.items() if nbytes >= 0 and _leads_out(content.path / name, root)]
+    if out:
+        findings.note(
+            'files', f'{len(out)} are links out of the folder, as in the cache of huggingface_hub: {some(out)}'
+        )
+
+
+def _leads_out(path: Path, root: Path) -> bool:
+    return path.is_symlink() and not path.resolve().is_relative_to(root)
 
 
 def read_headers(content: FolderContent, findings: Findings, only: Collection[str] | None = None) -> list[WeightFolder]:

@@ -6,11 +6,22 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from xhf_hooks.byte_sizes import size_text
 from xhf_hooks.commit.manifest import MANIFEST_NAME
 from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.regular_files import require_regular
 from xhf_hooks.verify import against_manifest as against
 from xhf_hooks.verify.adapter_checks import check_adapter
-from xhf_hooks.verify.content import FolderContent, WeightFolder, check_indexes, find_duplicates, read_headers, scan
+from xhf_hooks.verify.content import (
+    FolderContent,
+    WeightFolder,
+    check_indexes,
+    check_kinds,
+    find_duplicates,
+    read_headers,
+    scan,
+    tell_links,
+)
 from xhf_hooks.verify.manifest import Manifest, read_manifest
 from xhf_hooks.verify.model_checks import check_model, check_texts
 from xhf_hooks.verify.report import Findings, FolderReport, some
@@ -49,11 +60,15 @@ def verify_folder(
         shown = some([str(path / name.removesuffix(f'/{MANIFEST_NAME}')) for name in inner])
         raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one: {shown}')
     if not content.weight_files() and manifest is None and MANIFEST_NAME not in content.files:
+        for name, kind in content.special.items():
+            raise CheckpointError(f'{path / name}: {kind}, not a regular file; give a folder with *.safetensors in it')
         others = [name for name in content.files if name.endswith(('.bin', '.pt', '.pth', '.gguf', '.h5'))]
         raise CheckpointError(
             f'{path}: holds no *.safetensors'
             + (f' but {some(others)}, which is not checked; xhf-convert makes a model folder of it' if others else '')
         )
+    check_kinds(content, findings)
+    tell_links(content, findings)
     if manifest is not None:
         against.compare_files(content, manifest, findings)
     folders = read_headers(content, findings)
@@ -74,7 +89,7 @@ def verify_folder(
         n_files=len(content.files),
         n_tensors=sum(len(header.entries) for folder in folders for header in folder.headers.values()),
         nbytes=sum(max(0, nbytes) for nbytes in content.files.values()),
-        read_nbytes=sum(content.files[name] for name, found in sums.items() if found.error is None),
+        read_nbytes=sum(content.files[n] - found.hole_nbytes for n, found in sums.items() if found.error is None),
         seconds=time.perf_counter() - started,
     )
 
@@ -121,6 +136,9 @@ def _read(
         for name, found in sums.items():
             if found.error is not None:
                 findings.problem('checksums', f'{name}: cannot be read ({found.error})')
+            elif found.hole_nbytes:  # nor does a checksum tell that they belong there
+                size, total = size_text(found.hole_nbytes), size_text(content.files[name])
+                findings.note('values', f'{name}: {size} of {total} are holes: never written, and read as zeros')
         non_finite = {name: count for found in sums.values() for name, count in found.non_finite.items()}
     if non_finite:
         worst = sorted(non_finite, key=non_finite.__getitem__, reverse=True)
@@ -149,6 +167,11 @@ def _check_models(
     trust_remote_code: bool,
 ) -> None:
     for folder in folders:
+        try:
+            require_regular(folder.path)
+        except OSError as error:
+            findings.unchecked('config', f'{folder.name or "."}: left alone: {error.filename}: {error.strerror}')
+            continue
         if any(name.startswith('adapter_model') for name in folder.headers):
             check_adapter(content, folder, findings)
         elif not model:

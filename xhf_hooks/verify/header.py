@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.safetensors_format import DTYPE_NBYTES, HeaderEntry
 from xhf_hooks.verify import strict_json
 
@@ -52,7 +53,7 @@ def read_header(path: Path) -> Header:
         DamagedError: The first thing that is wrong.
     """
     try:
-        with path.open('rb') as file:
+        with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             start = file.read(_LENGTH_NBYTES)
             if len(start) < _LENGTH_NBYTES:

@@ -10,17 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from xhf_hooks.byte_sizes import size_text
 from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.regular_files import open_regular_fd
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.verify import strict_json
 from xhf_hooks.verify.content import read_headers, scan
 from xhf_hooks.verify.header import Header, read_header
+from xhf_hooks.verify.holes import Range, find_holes, within
 from xhf_hooks.verify.mapped import MappedFile, map_or_none
 from xhf_hooks.verify.report import Findings
 from xhf_hooks.verify.sums import read_exactly
 
 INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
 OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
+_LEAST_HOLE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class ModelReader(ABC):
         """Such a view has been released, and is not needed again soon."""
         return None
 
+    def holes(self, name: str) -> list[Range]:
+        """Bytes of the tensor that were never written, from and to: they are zeros, and need not be read."""
+        return []
+
     def made_together(self, name: str) -> tuple[str, ...]:
         """Tensors that are made of the same ones, and should be read together; () when it is read as it lies."""
         return ()
@@ -97,13 +105,19 @@ class SafetensorsReader(ModelReader):
         self._places: dict[str, tuple[int, int]] = {}
         self._fds: list[int] = []
         self._maps: dict[int, MappedFile] = {}
+        self._holes: dict[int, list[Range]] = {}
         headers = self._headers_of_file(path) if path.is_file() else self._headers_of_folder(path)
         for prefix, header in headers:
-            fd = os.open(header.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular_fd(header.path)
             self._fds.append(fd)
             mapped = map_or_none(fd, header.nbytes)
             if mapped is not None:
                 self._maps[fd] = mapped
+            self._holes[fd] = find_holes(fd, header.nbytes, _LEAST_HOLE_NBYTES)
+            unwritten = sum(end - start for start, end in self._holes[fd])
+            if unwritten:
+                size, total = size_text(unwritten), size_text(header.nbytes)
+                self.notes.append(f'{header.path}: {size} of {total} are holes: never written, and read as zeros')
             for entry in header.entries:
                 if entry.dtype not in DTYPE_NBYTES:
                     raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
@@ -127,7 +141,10 @@ class SafetensorsReader(ModelReader):
     @staticmethod
     def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
         findings = Findings()
-        folders = read_headers(scan(path), findings)
+        content = scan(path)
+        for name, kind in content.special.items():
+            raise CheckpointError(f'{path / name}: {kind}, not a regular file')
+        folders = read_headers(content, findings)
         if findings.has_problem():
             raise CheckpointError(findings.texts('problem')[0])
         return [(f'{f.name}/' if f.name else '', header) for f in folders for header in f.loaded().values()]
@@ -139,6 +156,11 @@ class SafetensorsReader(ModelReader):
     def view(self, name: str, start: int, end: int) -> memoryview | None:
         fd, offset = self._places[name]
         return self._maps[fd].view(offset + start, offset + end) if fd in self._maps else None
+
+    def holes(self, name: str) -> list[Range]:
+        fd, offset = self._places[name]
+        end = offset + self.tensors[name].nbytes
+        return [(first - offset, last - offset) for first, last in within(self._holes[fd], offset, end)]
 
     def forget(self, name: str, start: int, end: int) -> None:
         fd, offset = self._places[name]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xhf_hooks.errors import DamagedError
+from xhf_hooks.regular_files import open_regular
 
 #: A value takes up to 100 bytes as a Python object. A million tensors have fewer values than this.
 MOST_VALUES = 5 * 10**6
@@ -51,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
         DamagedError: It cannot be read, is too large, or is not one.
     """
     try:
-        with path.open('rb') as file:
+        with open_regular(path) as file:
             data = file.read(MOST_NBYTES + 1)
     except OSError as error:
         raise DamagedError(f'{path}: cannot be read ({error.strerror})') from None

@@ -1,4 +1,4 @@
-"""Checksums of files and of the tensors in them: every byte is read once, by several threads.
+"""Checksums of files and of the tensors in them: every byte that was written is read once, by several threads.
 
 Files are mapped, which is faster than reading by the time of a copy, or read, which no failing disk turns into a
 signal that ends the process. What cannot be read is an error of that file either way.
@@ -16,7 +16,9 @@ from pathlib import Path
 
 from xhf_hooks import checksum
 from xhf_hooks.nonfinite import count_non_finite
+from xhf_hooks.regular_files import open_regular_fd
 from xhf_hooks.verify.header import Header
+from xhf_hooks.verify.holes import Range, find_holes, within
 from xhf_hooks.verify.mapped import MappedFile, map_or_none
 from xhf_hooks.verify.threads import WorkerThreads
 
@@ -33,12 +35,14 @@ class FileSums:
         crc32: Of the whole file.
         tensors: CRC-32 of each tensor's bytes, by name.
         non_finite: Infinite and NaN elements of each tensor that has some, if they were counted.
+        hole_nbytes: Never written, and not read: they are zeros.
         error: Why the file could not be read; the rest is then empty.
     """
 
     crc32: int = 0
     tensors: dict[str, int] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)
+    hole_nbytes: int = 0
     error: str | None = None
 
 
@@ -86,7 +90,7 @@ def sum_files(
     Args:
         threads: The memory is a window for each.
         drop_cache: Read, and ask the system to take from the disk what it holds in memory (as far as it is written
-            there); for use in a training run.
+            there), holes, too, which is left to the disk to say; for use in a training run.
         on_progress: Called in this thread with bytes done and bytes in all.
 
     Returns:
@@ -121,7 +125,7 @@ def _jobs(
     buffers = threading.local()
     for number, file in enumerate(files):
         try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular_fd(file.path)
         except OSError as error:
             sums[number].error = error.strerror
             continue
@@ -133,7 +137,12 @@ def _jobs(
             mapped = map_or_none(fd, file.nbytes)
         if mapped is not None:
             opened.callback(mapped.close)
-        windows = list(_windows(segments[number]))
+        holes = [] if drop_cache else find_holes(fd, file.nbytes, WINDOW_NBYTES)
+        unwritten: list[_Part] = []
+        windows = list(_windows(segments[number], holes, unwritten))
+        if unwritten:
+            sums[number].hole_nbytes = sum(part.end - part.start for part in unwritten)
+            yield partial(_sum_holes, number, unwritten)
         for first in range(0, len(windows), _WINDOWS_PER_JOB):
             job = windows[first : first + _WINDOWS_PER_JOB]
             yield partial(_sum_windows, number, fd, mapped, job, segments[number], file.count_non_finite, buffers)
@@ -148,20 +157,43 @@ def _segments(file: FileToRead) -> list[_Segment]:
     ]
 
 
-def _windows(segments: Sequence[_Segment]) -> Iterator[list[_Part]]:
-    """Consecutive parts, together at most :data:`WINDOW_NBYTES`; no part is empty."""
+def _windows(segments: Sequence[_Segment], holes: Sequence[Range], unwritten: list[_Part]) -> Iterator[list[_Part]]:
+    """Consecutive parts, together at most :data:`WINDOW_NBYTES`; no part is empty.
+
+    Args:
+        unwritten: Gets the parts that lie in holes, of any size.
+    """
     window: list[_Part] = []
     nbytes = 0
-    for number, segment in enumerate(segments):
-        for start in range(segment.start, segment.end, WINDOW_NBYTES):
-            part = _Part(number, start, min(start + WINDOW_NBYTES, segment.end))
-            if nbytes + part.end - part.start > WINDOW_NBYTES:
-                yield window
-                window, nbytes = [], 0
+    for part, is_hole in _parts(segments, holes):
+        if window and (is_hole or nbytes + part.end - part.start > WINDOW_NBYTES):
+            yield window
+            window, nbytes = [], 0
+        if is_hole:
+            unwritten.append(part)
+        else:
             window.append(part)
             nbytes += part.end - part.start
     if window:
         yield window
+
+
+def _parts(segments: Sequence[_Segment], holes: Sequence[Range]) -> Iterator[tuple[_Part, bool]]:
+    """All parts in their order, and whether each is in a hole."""
+    for number, segment in enumerate(segments):
+        position = segment.start
+        for first, last in (*within(holes, segment.start, segment.end), (segment.end, segment.end)):
+            for start in range(position, first, WINDOW_NBYTES):
+                yield _Part(number, start, min(start + WINDOW_NBYTES, first)), False
+            if last > first:
+                yield _Part(number, first, last), True
+            position = last
+
+
+def _sum_holes(number: int, parts: Sequence[_Part]) -> tuple[int, int, list[_PartSum], None]:
+    """As :func:`_sum_windows`."""
+    found = [(part, checksum.crc32_of_zeros(part.end - part.start), 0) for part in parts]
+    return number, sum(part.end - part.start for part in parts), found, None
 
 
 def _sum_windows(

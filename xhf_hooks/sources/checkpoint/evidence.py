@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import zip_root
@@ -154,7 +155,7 @@ def _number(value: Any) -> float | None:
     """A number, or that in a tensor, which is read."""
     if isinstance(value, LazyTensor) and value.numel == 1 and value.dtype in _UNPACKED:
         piece = value.piece()
-        with piece.file.open('rb') as file:
+        with open_regular(piece.file) as file:
             file.seek(piece.offset)
             return float(struct.unpack(_UNPACKED[value.dtype], file.read(piece.nbytes))[0])
     return float(value) if type(value) is float or as_int(value) is not None else None

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.tag_folder import find_parts, is_part, is_universal, refuse_unsupported
 
@@ -135,7 +136,7 @@ def _exists(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    with path.open('rb') as file:
+    with open_regular(path) as file:
         return file.read(4096).decode(errors='replace').strip()
 
 

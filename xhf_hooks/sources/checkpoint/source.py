@@ -29,7 +29,7 @@ _SHOWN = 5
 
 
 class CheckpointSource(SliceSource):
-    """Reads slices of the files through mmap and casts them on the way; holds no tensor.
+    """Reads slices of the files and casts them on the way; holds no tensor.
 
     Runs on: one process, or several that each got it by fork or pickle, or several threads.
 

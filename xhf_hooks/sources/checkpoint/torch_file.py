@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.regular_files import open_regular
 from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
 from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
@@ -78,7 +79,7 @@ def load_pickle_file(path: Path) -> Any:
 
 def _map(path: Path) -> mmap.mmap:
     try:
-        with path.open('rb') as file:
+        with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(

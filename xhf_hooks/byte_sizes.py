@@ -1,0 +1,15 @@
+"""Sizes in bytes, as people read them."""
+
+from __future__ import annotations
+
+_UNITS = ('kB', 'MB', 'GB', 'TB', 'PB', 'EB')
+
+
+def size_text(nbytes: int) -> str:
+    """Such as ``'17 bytes'``, ``'1.2 kB'`` or ``'340 GB'``; powers of ten, as in ``max_shard_size``."""
+    if nbytes < 1000:
+        return f'{nbytes} bytes'
+    size, unit = nbytes / 1000, 0
+    while size >= 999.5 and unit + 1 < len(_UNITS):
+        size, unit = size / 1000, unit + 1
+    return f'{size:.2f} {_UNITS[unit]}' if size < 10 else f'{size:.3g} {_UNITS[unit]}'

@@ -1,0 +1,102 @@
+"""Opens what may have come from anywhere: regular files only, since a FIFO, a socket or a device makes readers wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+#: What libraries look for and read whole; the largest known are below 40 MB. A hole of a TB costs nobody anything.
+_READ_WHOLE = (
+    *('config.json', 'generation_config.json', 'adapter_config.json', 'processor_config.json', 'chat_template.jinja'),
+    *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
+    *('vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'preprocessor_config.json', 'chat_template.json'),
+    *('video_preprocessor_config.json', 'sentencepiece.bpe.model', 'model.safetensors.index.json'),
+)
+_MOST_NBYTES = 200 * 10**6
+_KINDS = (
+    (stat.S_ISFIFO, 'a FIFO'),
+    (stat.S_ISSOCK, 'a socket'),
+    (stat.S_ISCHR, 'a device'),
+    (stat.S_ISBLK, 'a device'),
+)
+
+
+def special_kind(mode: int) -> str | None:
+    """Such as ``'a FIFO'``; None for files and folders.
+
+    Args:
+        mode: ``st_mode`` of what a name stands for, links followed.
+    """
+    return next((kind for is_kind, kind in _KINDS if is_kind(mode)), None)
+
+
+def open_regular_fd(path: str | Path) -> int:
+    """As ``os.open`` for reading, regular files alone. Waits for nobody; the caller closes the descriptor.
+
+    Raises:
+        OSError: It is none, is not there, or cannot be read.
+    """
+    _require_regular(os.stat(path).st_mode, path)  # first: to open a device may already do something
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _require_regular(os.fstat(fd).st_mode, path)  # again: the name may stand for something else by now
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """As ``open(path, 'rb')``, regular files alone.
+
+    Raises:
+        OSError: As :func:`open_regular_fd`.
+    """
+    return os.fdopen(open_regular_fd(path), 'rb')
+
+
+def read_regular_text(path: str | Path) -> str:
+    """The text of a regular file in UTF-8.
+
+    Raises:
+        OSError: As :func:`open_regular_fd`.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    with os.fdopen(open_regular_fd(path), encoding='utf-8') as file:
+        return file.read()
+
+
+def require_regular(folder: str | Path) -> None:
+    """For a folder whose files a library is about to open, which does not look at what they are.
+
+    Folders in it are not looked into. A path that is no folder is left to the library.
+
+    Raises:
+        OSError: It holds a FIFO, a socket or a device, a link to one, or, under the name of a file that libraries look
+            for, a folder or a link to nothing, which they would pass over, or more bytes than it can have.
+    """
+    if not os.path.isdir(folder):
+        return
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            try:
+                found = entry.stat()
+            except OSError:
+                if entry.name in _READ_WHOLE and entry.is_symlink():
+                    raise
+                continue
+            if special_kind(found.st_mode) or entry.name in _READ_WHOLE:
+                _require_regular(found.st_mode, entry.path)
+            if entry.name in _READ_WHOLE and found.st_size > _MOST_NBYTES:
+                raise OSError(errno.EFBIG, f'has {found.st_size} bytes, more than any such file', entry.path)
+
+
+def _require_regular(mode: int, path: str | Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f'{special_kind(mode) or "something else"}, not a regular file', str(path))
