@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -91,24 +92,26 @@ class Fuzzer:
         """Run all, several at a time; 1 if one failed."""
         self._warm_up()
         started = told = time.monotonic()
-        waiting, running, done = self._start(numbers), [], 0
-        exhausted = False
-        while running or not exhausted:
-            while not exhausted and len(running) < jobs:
-                following = next(waiting, None)
-                exhausted = following is None
-                running += [following] if following is not None else []
-            time.sleep(0.01)
-            for entry in list(running):
-                number, folder, run = entry
-                if (measured := run.poll()) is not None:
-                    running.remove(entry)
-                    done += 1
-                    self._count(number, folder, measured)
-            if time.monotonic() - told > _TELL_EVERY_SECS:
-                told = time.monotonic()
-                print(f'{done} of {len(numbers)} in {told - started:.0f} s: {self._counts()}', flush=True)
-        return self._summarize(done, time.monotonic() - started)
+        waiting, done = iter(numbers), 0
+        running: list[tuple[int, Path, Run]] = []
+        try:
+            while True:
+                running += [self._start(number) for number in islice(waiting, jobs - len(running))]
+                if not running:
+                    return self._summarize(done, time.monotonic() - started)
+                time.sleep(0.01)
+                for entry in list(running):
+                    number, folder, run = entry
+                    if (measured := run.poll()) is not None:
+                        running.remove(entry)
+                        done += 1
+                        self._count(number, folder, measured)
+                if time.monotonic() - told > _TELL_EVERY_SECS:
+                    told = time.monotonic()
+                    print(f'{done} of {len(numbers)} in {told - started:.0f} s: {self._counts()}', flush=True)
+        finally:
+            for _, _, run in running:
+                run.stop()
 
     def _warm_up(self) -> None:
         """Import what every case needs once; then no thread may be left, since a fork has none of them."""
@@ -136,26 +139,24 @@ class Fuzzer:
         if threading.active_count() > 1:
             raise SystemExit(f'threads are left: {threading.enumerate()}')
 
-    def _start(self, numbers: range) -> Iterator[tuple[int, Path, Run]]:
+    def _start(self, number: int) -> tuple[int, Path, Run]:
         from tests.helpers.fuzz_weights import judge
 
-        for number in numbers:
-            folder = self.folder / f'case-{number}'
-            folder.mkdir()
+        folder = self.folder / f'case-{number}'
+        folder.mkdir()
 
-            def prepare(number: int = number, folder: Path = folder) -> Case:
-                case = make_case(self.tool, self.seed, number, self._root, folder / 'files')
-                os.chdir(folder / 'files')
-                return case
+        def prepare() -> Case:
+            case = make_case(self.tool, self.seed, number, self._root, folder / 'files')
+            os.chdir(folder / 'files')
+            return case
 
-            def work(case: Case) -> int:
-                return _command(self.tool)(list(case.argv))
+        def work(case: Case) -> int:
+            return _command(self.tool)(list(case.argv))
 
-            def verdict(case: Case, status: int, folder: Path = folder) -> str:
-                os.chdir(folder)
-                return judge(case, status, self._root, folder / 'files')
+        def verdict(case: Case, status: int) -> str:
+            return judge(case, status, self._root, folder / 'files')
 
-            yield number, folder, Run(prepare, work, verdict, _outputs(folder), self.limits)
+        return number, folder, Run(prepare, work, verdict, _outputs(folder), self.limits)
 
     def _count(self, number: int, folder: Path, measured: Measured) -> None:
         case = measured.about

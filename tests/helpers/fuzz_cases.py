@@ -144,11 +144,11 @@ def _spoil_with_hole(file: Path, sub: int) -> None:
     rng = random.Random(sub)
     header, body = _split(file.read_bytes())
     name = max(header, key=lambda key: header[key].get('data_offsets', [0, 0])[1])
-    rows = 10 ** rng.randint(6, 11)
     begin, end = header[name]['data_offsets']
-    header[name]['shape'] = [rows, *header[name]['shape'][1:]]
-    before = header[name]['data_offsets'][1] - begin
-    nbytes = before * rows if rng.random() < 0.3 else rows * 2 * max(1, header[name]['shape'][-1])
+    of_one = max(1, (end - begin) // header[name]['shape'][0])
+    rows = 10 ** rng.randint(6, 12) // of_one
+    header[name]['shape'][0] = rows
+    nbytes = rows * of_one
     header[name]['data_offsets'] = [begin, begin + nbytes]
     data = _joined(header, body)
     file.write_bytes(data)

@@ -15,6 +15,8 @@ _GOOD, _REFUSED = {'convert': (0,), 'verify': (0,)}, {'convert': (1, 2), 'verify
 def fault(case: Case, measured: Measured, out: Path, err: Path) -> str:
     """What is wrong, in one line that is the same for the same fault; '' if nothing is."""
     errors = read_output(err)
+    if '--- Logging error ---' in errors:
+        return 'an error of logging inside a library: ' + (re.findall(r"^Message: (.{1,60})", errors, re.M) or ['?'])[0]
     if 'Traceback (most recent call last)' in errors:
         return f'traceback: {_place(errors)}'
     if measured.ended_by:
@@ -36,8 +38,8 @@ def _place(errors: str) -> str:
     shown = [f'{file.rpartition("xhf_hooks/")[2]}:{line} {function}' for file, line, function in ours[-1:]]
     if frames and frames[-1] not in ours:
         shown.append('/'.join(frames[-1][0].split('/')[-2:]) + f' {frames[-1][2]}')
-    last = [line for line in errors.splitlines() if re.match(r'[\w.]+(Error|Exception|Interrupt|Exit|Warning)?\b[:]?', line)]
-    kind = last[-1].partition(':')[0][:80] if last else 'unknown'
+    after = errors.rpartition('\n  File "')[2].splitlines()
+    kind = next((line for line in after[1:] if line and not line.startswith(' ')), 'unknown').partition(':')[0][:80]
     return f'{kind} at {" -> ".join(shown)}'
 
 

@@ -54,7 +54,7 @@ def _judge_weights(case: Case, original: Path, folder: Path) -> str:
         theirs = expected[name]
         if tensor.dtype != theirs.dtype or tensor.shape != theirs.shape or not _equal(tensor, theirs):
             rounded = tensor.dtype == torch.float32 and _equal(tensor, theirs.bfloat16().float())
-            if rounded and 'note' in Path('err').read_text():
+            if rounded and 'note' in (folder.parent / 'err').read_text():
                 continue
             return 'WRONG WEIGHTS: rounded without a word' if rounded else 'WRONG WEIGHTS'
     return ''
@@ -125,7 +125,7 @@ def _load(file: Path) -> Any:
 
 
 def _judge_comparison(folder: Path) -> str:
-    if 'identical' not in Path('out_text').read_text().splitlines()[-1]:
+    if 'identical' not in (folder.parent / 'out_text').read_text().splitlines()[-1]:
         return ''
     one, other = (_tensors(folder / name) for name in ('model', ORIGINAL))
     if one.keys() != other.keys() or not all(_equal(tensor, other[name]) for name, tensor in one.items()):
@@ -138,7 +138,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _judge_folder(case: Case, original: Path, folder: Path) -> str:
-    said = Path('out_text').read_text()
+    said = (folder.parent / 'out_text').read_text()
     model = folder / 'model'
     manifest = model / MANIFEST
     if manifest.is_file() and '--no-read' not in case.argv:
@@ -195,7 +195,7 @@ def _judge_by_loading(case: Case, model: Path) -> str:
         lacking = {key: sorted(map(str, info.get(key) or ()))[:2] for key in ('missing_keys', 'mismatched_keys', 'unexpected_keys')}
         if any(lacking.values()):
             return f'GOOD, and transformers says {[key for key in lacking if lacking[key]]}'
-        if 'ok         tokenizer' in Path('out_text').read_text():
+        if 'ok         tokenizer' in (model.parents[1] / 'out_text').read_text():
             transformers.AutoTokenizer.from_pretrained(model)
     except Exception as error:
         if '--no-model' in case.argv:
