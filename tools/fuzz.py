@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import shutil
 import sys
 import tempfile
@@ -25,17 +24,23 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ENVIRONMENT = {'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
+ENVIRONMENT = {
+    'HF_HUB_OFFLINE': '1',
+    'TOKENIZERS_PARALLELISM': 'false',
+    'OMP_NUM_THREADS': '1',
+    'CUDA_VISIBLE_DEVICES': '',
+}
 os.environ.update(ENVIRONMENT)  # before torch and transformers are imported
 
-from tests.helpers.fuzz_cases import TOOLS, Case, make_case, make_templates
-from tests.helpers.fuzz_judges import fault, outcome
-from tests.helpers.measured import Limits, Measured, Run
+from tests.helpers.fuzz_cases import TOOLS, Case, make_case, make_templates  # noqa: E402
+from tests.helpers.fuzz_judges import fault, outcome  # noqa: E402
+from tests.helpers.measured import Limits, Measured, Run  # noqa: E402
 
 _TELL_EVERY_SECS = 30.0
 _OUTPUT = ('out_text', 'err')
@@ -82,7 +87,9 @@ class Fuzzer:
         """Run one in this process; what it is made of stays for a look."""
         folder = Path(tempfile.mkdtemp(prefix=f'xhf-fuzz-{self.tool}-{number}-'))
         case = make_case(self.tool, self.seed, number, self._root, folder)
-        print(f'{number}: {case.template}, {case.what}\ncd {folder} && xhf-{self.tool} {" ".join(case.argv)}', flush=True)
+        print(
+            f'{number}: {case.template}, {case.what}\ncd {folder} && xhf-{self.tool} {" ".join(case.argv)}', flush=True
+        )
         os.chdir(folder)
         status = _command(self.tool)(list(case.argv))
         print(f'exit status {status}')
@@ -123,15 +130,16 @@ class Fuzzer:
             folder = Path(shutil.copytree(self._root / name, self.folder / f'warm-{name}'))
             os.chdir(folder)
             given = _UNSPOILED[self.tool](name)
-            run = Run(lambda: None, lambda _, g=given: _command(self.tool)(g), lambda *_: '', _outputs(folder), self.limits)
+            command = partial(_command(self.tool), given)
+            run = Run(lambda: None, lambda _: command(), lambda *_: '', _outputs(folder), self.limits)  # noqa: B023
             while (measured := run.poll()) is None:
                 time.sleep(0.01)
             if measured.status != 0:
                 raise SystemExit(f'the unspoiled {name} is not accepted:\n{(folder / "err").read_text()}')
             shutil.rmtree(folder / 'out', ignore_errors=True)
             with _silent():
-                _command(self.tool)(given)
-        import tests.helpers.fuzz_weights
+                command()
+        import tests.helpers.fuzz_weights  # noqa: F401
 
         os.chdir(here)
         gc.collect()

@@ -128,7 +128,9 @@ def _verify_case(rng: random.Random, number: int, root: Path, folder: Path) -> C
     if kind == 'names':
         what = mutate_names(model, sub)
     else:
-        file = rng.choice(shards if kind in ('header', 'hole') else _jsons(model) if kind == 'config' else _files(model))
+        file = rng.choice(
+            shards if kind in ('header', 'hole') else _jsons(model) if kind == 'config' else _files(model)
+        )
         _VERIFY_EDITS[kind](file, sub)
         what = f'{kind} of {file.name}'
     return Case('verify', number, template, kind, what, ('model', *options, '--workers', '2'))

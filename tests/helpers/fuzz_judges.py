@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.helpers.fuzz_cases import ORIGINAL, Case
 from tests.helpers.measured import Measured, read_output
 
+_QUOTED = re.compile(r"'[^']*'|[0-9]+")
 _MOST_LINES, _MOST_IN_LINE = 400, 4000
 _GOOD, _REFUSED = {'convert': (0,), 'verify': (0,)}, {'convert': (1, 2), 'verify': (1, 2)}
 
@@ -16,7 +17,7 @@ def fault(case: Case, measured: Measured, out: Path, err: Path) -> str:
     """What is wrong, in one line that is the same for the same fault; '' if nothing is."""
     errors = read_output(err)
     if '--- Logging error ---' in errors:
-        return 'an error of logging inside a library: ' + (re.findall(r"^Message: (.{1,60})", errors, re.M) or ['?'])[0]
+        return 'an error of logging inside a library: ' + (re.findall(r'^Message: (.{1,60})', errors, re.M) or ['?'])[0]
     if 'Traceback (most recent call last)' in errors:
         return f'traceback: {_place(errors)}'
     if measured.ended_by:
@@ -38,7 +39,7 @@ def _place(errors: str) -> str:
     shown = [f'{file.rpartition("xhf_hooks/")[2]}:{line} {function}' for file, line, function in ours[-1:]]
     if frames and frames[-1] not in ours:
         shown.append('/'.join(frames[-1][0].split('/')[-2:]) + f' {frames[-1][2]}')
-    after = errors.rpartition('\n  File "')[2].splitlines()
+    after = re.sub(r'\nC\+\+ CapturedTraceback.*', '', errors, flags=re.S).rpartition('\n  File "')[2].splitlines()
     kind = next((line for line in after[1:] if line and not line.startswith(' ')), 'unknown').partition(':')[0][:80]
     return f'{kind} at {" -> ".join(shown)}'
 
@@ -52,12 +53,14 @@ def _wrong_text(case: Case, status: int, out: str, errors: str) -> str:
         if len(lines) > _MOST_LINES and '--json' not in case.argv:
             return f'more than {_MOST_LINES} lines on standard {name}'
         if '--json' not in case.argv and (longest := max(map(len, lines), default=0)) > _MOST_IN_LINE:
-            return f'a line of more than {_MOST_IN_LINE} characters on standard {name}' + (longest > 10**5) * ', far more'
+            return (
+                f'a line of more than {_MOST_IN_LINE} characters on standard {name}' + (longest > 10**5) * ', far more'
+            )
     ours = f'xhf-{case.tool}: '
     lines = [line for line in errors.splitlines() if not re.match(r'(converting|reading|comparing): ', line)]
     foreign = [line for line in lines if not line.startswith(ours)]
     if foreign:
-        return f'a line that is not ours: {re.sub("[0-9]+", "N", foreign[0])[:120]!r}'
+        return f'a line that is not ours: {_QUOTED.sub("..", foreign[0])[:100]!r}'
     said = [line for line in lines if not line.startswith(f'{ours}note: ')]
     expected = 1 if status == 2 or (case.tool == 'convert' and status) else 0
     return '' if len(said) == expected else f'{len(said)} lines of errors with exit status {status}'

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class Run:
         reading, writing = os.pipe()
         self._pid = os.fork()
         if not self._pid:
+            os.setpgid(0, 0)
             os.close(reading)
             _run_child(prepare, work, judge, output, limits, writing)
         os.close(writing)
@@ -95,6 +97,8 @@ class Run:
         if not pid:
             self._enforce()
             return None
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # what it has left running
         os.close(self._pipe)
         said = self._said
         ended_by = self._killed_for or said.get('fault', '')
@@ -115,7 +119,7 @@ class Run:
 
     def stop(self) -> None:
         """End it early."""
-        os.kill(self._pid, signal.SIGKILL)
+        self._kill('')
         os.waitpid(self._pid, 0)
         os.close(self._pipe)
 
@@ -137,8 +141,10 @@ class Run:
         if self._killed_for or 'base' not in said:
             return
         try:
-            ticks, asleep = _activity(self._pid)
-            resident = _resident(self._pid)
+            family = _family(self._pid)
+            states = [_activity(pid) for pid in family]
+            ticks, asleep = sum(ticks for ticks, _ in states), all(asleep for _, asleep in states)
+            resident = max(_resident(pid) for pid in family)
         except (OSError, IndexError, ValueError):  # it has just ended
             return
         cpu_secs, now = ticks / _TICK, time.monotonic()
@@ -157,7 +163,9 @@ class Run:
 
     def _kill(self, reason: str) -> None:
         self._killed_for = reason
-        os.kill(self._pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # its own children, too
+            with suppress(ProcessLookupError):
+                kill(self._pid, signal.SIGKILL)
 
 
 def _run_child(
@@ -184,9 +192,9 @@ def _run_child(
         Path('/proc/self/clear_refs').write_text('5')  # VmHWM counts from here
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_nbytes, limits.file_nbytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        say(about=about, base=_field('VmRSS'), cpu=time.process_time())
+        say(about=about, base=_field('VmRSS'), cpu=_cpu_secs())
         status = work(about)
-        say(done={'status': status, 'peak': _field('VmHWM'), 'cpu': time.process_time()})
+        say(done={'status': status, 'peak': max(_field('VmHWM'), _peak_of_children()), 'cpu': _cpu_secs()})
         sys.stdout.flush()
         sys.stderr.flush()
         say(verdict=judge(about, status))
@@ -194,6 +202,15 @@ def _run_child(
         say(fault=traceback.format_exc()[-3000:])
         os._exit(97)
     os._exit(0)
+
+
+def _cpu_secs() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _peak_of_children() -> int:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def _field(name: str) -> int:
@@ -207,14 +224,21 @@ def _resident(pid: int) -> int:
     return int(Path(f'/proc/{pid}/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
+def _family(pid: int) -> list[int]:
+    """The process, and those that it started, and those that these started."""
+    tasks = os.listdir(f'/proc/{pid}/task')
+    children = [int(child) for t in tasks for child in Path(f'/proc/{pid}/task/{t}/children').read_text().split()]
+    return [pid, *(member for child in children for member in _family(child))]
+
+
 def _activity(pid: int) -> tuple[int, bool]:
-    """Ticks of CPU that it has had, and whether all of its threads sleep."""
+    """Ticks of CPU that it and its ended children have had, and whether all of its threads sleep."""
     fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     states = [
         Path(f'/proc/{pid}/task/{task}/stat').read_text().rpartition(')')[2].split()[0]
         for task in os.listdir(f'/proc/{pid}/task')
     ]
-    return int(fields[11]) + int(fields[12]), all(state == 'S' for state in states)
+    return sum(map(int, fields[11:15])), all(state == 'S' for state in states)
 
 
 def read_output(path: Path) -> str:

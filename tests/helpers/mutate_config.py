@@ -12,8 +12,10 @@ from tests.helpers.mutate import mutated_json, places_in
 
 #: Values that are of a plausible kind, and that nothing can be built from, or too much.
 _ABSURD: dict[str, list[Any]] = {
-    'architectures': [['pipeline'], ['AutoModel'], ['load_tf_weights_in_bert'], ['LlamaConfig'], ['os.system'], 'Llama', [7],
-                      [], ['LlamaForCausalLM'] * 3, ['MistralForCausalLM'], ['Trainer'], ['PreTrainedModel'], [None], ['\n\n']],
+    'architectures': [['pipeline'], ['AutoModel'], ['load_tf_weights_in_bert'], ['LlamaConfig'], ['os.system'],
+                      'Llama', [7],
+                      [], ['LlamaForCausalLM'] * 3, ['MistralForCausalLM'], ['Trainer'], ['PreTrainedModel'], [None],
+                      ['\n\n']],
     'model_type': [['llama'], 'mistral', 'bert', 't5', 'llava', 'x\x1b[2J', '', 7, None, 'auto', 'whisper', {}],
     'hidden_act': ['nope', 7, None, ['silu'], '\n' * 100, 'x' * 10**5],
     'rope_parameters': [{'rope_type': 'nope'}, {'rope_type': 'linear', 'factor': -1}, {'rope_type': 'yarn'}, 7, [], {}],
@@ -26,10 +28,12 @@ _ABSURD: dict[str, list[Any]] = {
     'r': [0, -1, 2**31, 10**12, 'x', None, 3, 1e9, True],
     'peft_type': ['IA3', 'LORA\n', 'ADALORA', 'PREFIX_TUNING', 7, None, 'nope', 'LOHA', 'VERA'],
     'task_type': ['SEQ_CLS', 'nope', 7, None, 'TOKEN_CLS'],
-    'base_model_name_or_path': ['/etc', '', 7, None, '../..', '\x1b[2J', 'x' * 10**5, '/dev/zero', '/proc/self/fd/0', 'a\0b'],
+    'base_model_name_or_path': ['/etc', '', 7, None, '../..', '\x1b[2J', 'x' * 10**5, '/dev/zero', '/proc/self/fd/0',
+                                'a\0b'],
     'rank_pattern': [{'.*': 10**9}, {'(a+)+$': 2}, 7, {'q_proj': -1}],
     'modules_to_save': [['lm_head'], ['.*'], 7, ['no_such'], 'lm_head'],
-    'tokenizer_class': ['os.system', 'BertTokenizer', 7, None, 'T5Tokenizer', 'LlamaTokenizer', 'PreTrainedTokenizerBase'],
+    'tokenizer_class': ['os.system', 'BertTokenizer', 7, None, 'T5Tokenizer', 'LlamaTokenizer',
+                        'PreTrainedTokenizerBase'],
     'chat_template': ['{% for i in range(10**9) %}{{ i }}{% endfor %}', '{{ 7', 7, 'x' * 10**6, ['a']],
     'added_tokens_decoder': [{'9' * 30: {'content': 'x'}}, {'a': 7}, 7, []],
     'extra_special_tokens': [7, ['x'] * 10**4, {'a': 'b'}, [7]],
@@ -95,7 +99,10 @@ def mutated_text(text: str, number: int) -> str:
             count = min(10 ** rng.randint(1, 6), 10**7 // len(tokens[at]))
             tokens[at] = tokens[at] * count
         elif kind == 3:
-            depth, (left, right) = 10 ** rng.randint(1, 5), rng.choice(['()', '[]', ('dict(a=', ')'), ('-', ''), ('[', ',0]')])
+            depth, (left, right) = (
+                10 ** rng.randint(1, 5),
+                rng.choice(['()', '[]', ('dict(a=', ')'), ('-', ''), ('[', ',0]')]),
+            )
             tokens[at] = left * depth + tokens[at] + right * depth
         elif kind == 4:
             lines = text.splitlines(keepends=True)
@@ -110,10 +117,14 @@ def mutated_text(text: str, number: int) -> str:
 
 
 _TOKENS = [
-    '', '0', '-1', '10**9', '10 ** 10 ** 10', '9' * 10_000, '1e999', 'None', "''", "'\\n\\x1b[2J'", '"" * 10**10', '[0] * 10**10',
-    '__import__("os")', 'open("x", "w")', 'lambda: 0', 'model', '{{}}', '*model', '**model', '[model for model in model]',
-    "'/dev/zero'", "'/proc/self/mem'", "'../../..'", '\0', '\ud800', '#', "'''", '\\', ':', '=', 'import os\n', "'base' 'base'",
-    "f'{model}'", '1 if 1 else 2', "'a'.join('b')", 'model.llm', 'model["llm"]', '...', '1j', "b'x'", '{1: {2: 3}}', '~0', '@',
+    '', '0', '-1', '10**9', '10 ** 10 ** 10', '9' * 10_000, '1e999', 'None', "''", "'\\n\\x1b[2J'", '"" * 10**10',
+    '[0] * 10**10',
+    '__import__("os")', 'open("x", "w")', 'lambda: 0', 'model', '{{}}', '*model', '**model',
+    '[model for model in model]',
+    "'/dev/zero'", "'/proc/self/mem'", "'../../..'", '\0', '\ud800', '#', "'''", '\\', ':', '=', 'import os\n',
+    "'base' 'base'",
+    "f'{model}'", '1 if 1 else 2', "'a'.join('b')", 'model.llm', 'model["llm"]', '...', '1j', "b'x'", '{1: {2: 3}}',
+    '~0', '@',
 ]  # fmt: skip
 
 

@@ -84,8 +84,10 @@ def _other_name(name: str, rng: random.Random) -> str:
         match = rng.choice(where)
         new = name[: match.start()] + digits(match) + name[match.end() :]
     else:
-        new = rng.choice([f'{name}\n\x1b[2J', f'x{name}', f'{name}.tmp', name.upper(), f'bf16_{name}', f' {name}', f'{name}~',
-                          f'{name[:20]}\udcff', f'.{name}', 'latest', 'last_checkpoint', 'config.json', 'model.safetensors',
+        new = rng.choice([f'{name}\n\x1b[2J', f'x{name}', f'{name}.tmp', name.upper(), f'bf16_{name}', f' {name}',
+                          f'{name}~',
+                          f'{name[:20]}\udcff', f'.{name}', 'latest', 'last_checkpoint', 'config.json',
+                          'model.safetensors',
                           'adapter_config.json', 'rank0.pth', '__0_0.distcp', 'layer_01-model_states.pt'])  # fmt: skip
     return new[:200]
 
@@ -93,7 +95,18 @@ def _other_name(name: str, rng: random.Random) -> str:
 def _link(file: Path, files: list[Path], rng: random.Random) -> str:
     """A link in the place of a file: to where the file went, to another, to itself, to nothing, to a device."""
     away = file.parent / f'.{file.name[:100]}.away'
-    targets = ['away', 'other', 'itself', 'none', 'folder', '/dev/zero', '/dev/full', '/dev/tty', '/proc/self/mem', '/etc/hostname']
+    targets = [
+        'away',
+        'other',
+        'itself',
+        'none',
+        'folder',
+        '/dev/zero',
+        '/dev/full',
+        '/dev/tty',
+        '/proc/self/mem',
+        '/etc/hostname',
+    ]
     kind = rng.choice(targets)
     file.rename(away)
     places = {'away': away.name, 'other': rng.choice(files), 'itself': file.name, 'none': 'none', 'folder': file.parent}
@@ -134,8 +147,10 @@ def _size(file: Path, files: list[Path], rng: random.Random) -> str:
 
 def _extra(file: Path, files: list[Path], rng: random.Random) -> str:
     """A file that nobody asked for."""
-    name = rng.choice(['FIFO', 'notes.txt', 'model.safetensors', 'config.json', 'tokenizer.json', 'latest', 'x.safetensors',
-                       'model-00003-of-00003.safetensors', 'zero_to_fp32.py', 'bad\n\x1b[2J', 'pytorch_model.bin'])  # fmt: skip
+    name = rng.choice(['FIFO', 'notes.txt', 'model.safetensors', 'config.json', 'tokenizer.json', 'latest',
+                       'x.safetensors',
+                       'model-00003-of-00003.safetensors', 'zero_to_fp32.py', 'bad\n\x1b[2J',
+                       'pytorch_model.bin'])  # fmt: skip
     path = file.with_name(name)
     if not path.exists() and not path.is_symlink():
         if name == 'FIFO':
@@ -146,5 +161,6 @@ def _extra(file: Path, files: list[Path], rng: random.Random) -> str:
 
 
 _EDITS = [
-    _swap, _swap, _swap, _overwrite, _overwrite, _remove, _again, _again, _rename, _rename, _link, _special, _special, _size, _extra,
+    _swap, _swap, _swap, _overwrite, _overwrite, _remove, _again, _again, _rename, _rename, _link, _special, _special,
+    _size, _extra,
 ]  # fmt: skip

@@ -105,8 +105,8 @@ def mutated_pickle(data: bytes, number: int) -> bytes:
 
 
 def _many(rng: random.Random) -> int:
-    """10 to a million, the larger ones seldom."""
-    return int(10 ** min(6.3, 1 + rng.expovariate(0.9)))
+    """10 to twenty million, the larger ones seldom."""
+    return int(10 ** min(7.3, 1 + rng.expovariate(0.6)))
 
 
 def _spliced(program: Program, span: Span, new: bytes) -> bytes:
@@ -288,7 +288,8 @@ _INTS: dict[str, Callable[[bytes], int]] = {
 _EXTREMES = [0, 1, -1, 2, 3, 7, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 2**5000]
 _HOSTILE_TEXTS = [
     '', '\n', '\x1b[2J\x1b[31mfine', 'a\0b', '\ud800', '../../../etc/passwd', '/etc/passwd', 'x' * 10**5, '\n' * 10**5,
-    '%s%n{0}', '0', 'zero_stage', 'module', 'state_dict', 'ema_state_dict', 'optimizer', '.', 'llm.', '\u202egnp', '9' * 5000,
+    '%s%n{0}', '0', 'zero_stage', 'module', 'state_dict', 'ema_state_dict', 'optimizer', '.', 'llm.', '\u202egnp',
+    '9' * 5000,
 ]  # fmt: skip
 _GLOBALS = [
     b'os\nsystem\n', b'builtins\neval\n', b'builtins\ngetattr\n', b'builtins\nset\n', b'builtins\ndict\n',
@@ -319,7 +320,8 @@ def _index(code: bytes) -> int:
 
 
 _CANNED = [
-    b'N', b'\x88', b'\x89', b'K\x00', b'K\x07', _long(-1), _long(2**64), b'G\x7f\xf8\0\0\0\0\0\0', _text(''), _text('F32'),
+    b'N', b'\x88', b'\x89', b'K\x00', b'K\x07', _long(-1), _long(2**64), b'G\x7f\xf8\0\0\0\0\0\0', _text(''),
+    _text('F32'),
     b'C\x01x', b')', b'K\x00\x85', b']', b'}', b'\x8f', b'(N\x91', b'](K\x01K\x02e', b'}' + _text('a') + b'Ns',
     b'ccollections\nOrderedDict\n)R', b'ctorch\nSize\n(K\x02t\x85R', b'ctorch\nfloat16\n', b'cos\nsystem\n', b'h\x00',
 ]  # fmt: skip
