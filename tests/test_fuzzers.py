@@ -23,7 +23,7 @@ from tests.helpers.fuzz_cases import Case, make_case, make_templates
 from tests.helpers.fuzz_judges import fault
 from tests.helpers.fuzz_templates import CHECKPOINTS, MODELS
 from tests.helpers.fuzz_weights import judge
-from tests.helpers.measured import Limits, Measured, Run
+from tests.helpers.limited_run import Limits, Measured, Run
 from tests.helpers.mutate_pickle import mutated_pickle, parse
 from tests.helpers.mutate_zip import mutated_zip, read_archive
 

@@ -40,7 +40,7 @@ os.environ.update(ENVIRONMENT)  # before torch and transformers are imported
 
 from tests.helpers.fuzz_cases import TOOLS, Case, make_case, make_templates  # noqa: E402
 from tests.helpers.fuzz_judges import fault, outcome  # noqa: E402
-from tests.helpers.measured import Limits, Measured, Run  # noqa: E402
+from tests.helpers.limited_run import Limits, Measured, Run  # noqa: E402
 
 _TELL_EVERY_SECS = 30.0
 _OUTPUT = ('out_text', 'err')

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.helpers.fuzz_cases import ORIGINAL, Case
-from tests.helpers.measured import Measured, read_output
+from tests.helpers.limited_run import Measured, read_output
 
 _QUOTED = re.compile(r"'[^']*'|[0-9]+")
 _MOST_LINES, _MOST_IN_LINE = 400, 4000
