@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import made_checkpoint
 from tests.helpers.fuzz_cases import ORIGINAL, Case
 from tests.helpers.fuzz_judges import left_behind
-from tests.helpers.made_checkpoint import ZeroStageEnum
 
 MANIFEST = 'xhf_manifest.json'
 
@@ -121,7 +121,12 @@ def _of_partitions(shapes: list[dict[str, Any]], groups: list[list[torch.Tensor]
 
 
 def _load(file: Path) -> Any:
-    with torch.serialization.safe_globals([ZeroStageEnum, getattr, OrderedDict]):
+    ours = [
+        value
+        for value in vars(made_checkpoint).values()
+        if getattr(value, '__module__', '') == made_checkpoint.__name__
+    ]
+    with torch.serialization.safe_globals([*ours, getattr, OrderedDict]):
         return torch.load(file, weights_only=True, map_location='cpu')
 
 
