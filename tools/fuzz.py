@@ -75,7 +75,9 @@ class Fuzzer:
     def __post_init__(self) -> None:
         self._root = self.folder / 'templates'
         import tqdm
+        import transformers
 
+        transformers.logging.get_logger()  # it keeps the standard error that it finds now
         tqdm.tqdm.monitor_interval = 0  # a thread
         with _silent():
             make_templates(self.tool, self._root)

@@ -185,7 +185,8 @@ def _run_child(
     try:
         for descriptor, path in zip((1, 2), output, strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-        sys.stdout, sys.stderr = (os.fdopen(fd, 'w', buffering=1, errors='backslashreplace') for fd in (1, 2))
+        sys.stdout = os.fdopen(1, 'w', encoding='utf-8')  # as a command's are
+        sys.stderr = os.fdopen(2, 'w', buffering=1, encoding='utf-8', errors='backslashreplace')
         about = prepare()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
