@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import resource
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from xhf_hooks.errors import XhfError
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 N_EACH = 200
+N_WHOLE = 300  # of the 10,000 that tools/fuzz.py tries
 FILES = {
     1: ('mp_rank_00_model_states.pt', 'zero_pp_rank_1_mp_rank_00_optim_states.pt'),
     3: ('zero_pp_rank_1_mp_rank_00_model_states.pt', 'zero_pp_rank_1_mp_rank_00_optim_states.pt'),
@@ -61,3 +64,11 @@ def test_mutated(tmp_path, stage, name, what):
         outcomes.append(outcome(folder))
     assert outcomes.count('refused') > N_EACH / 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kb < 200_000
+
+
+def test_whole_conversions():
+    """Mutants of pickles, archives, configs and names through the command; each is measured, its weights compared."""
+    command = [sys.executable, 'tools/fuzz.py', 'convert', '--mutants', str(N_WHOLE)]
+    finished = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f'{N_WHOLE} mutants in ' in finished.stdout

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from xhf_hooks.verify.header import read_header
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
+N_WHOLE = 300  # of the 10,000 that tools/fuzz.py tries
 N_HEADERS, N_INDEXES, N_MANIFESTS = 4000, 1500, 1500  # twice each: bytes and values
 SHARDS = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
 INDEX, MANIFEST = 'model.safetensors.index.json', 'xhf_manifest.json'
@@ -188,3 +191,11 @@ def test_a_header_longer_than_any(tmp_path):
         file.write(struct.pack('<Q', 2**39))
         file.truncate(2**40)
     assert outcome(path) is None
+
+
+def test_whole_folders():
+    """Mutants of headers, configs, names and holes through the command; each is measured, its verdict checked."""
+    command = [sys.executable, 'tools/fuzz.py', 'verify', '--mutants', str(N_WHOLE)]
+    finished = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f'{N_WHOLE} mutants in ' in finished.stdout

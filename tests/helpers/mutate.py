@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 #: What a reader may not expect in the place of a value.
@@ -74,7 +75,7 @@ def mutated_json(content: Any, number: int) -> Any:
     rng = random.Random(number)
     result = copy.deepcopy(content)
     for _ in range(rng.randint(1, 3)):
-        places = list(_places(result))
+        places = list(places_in(result))
         if not places:
             break
         parent, key = rng.choice(places)
@@ -93,8 +94,9 @@ def mutated_json(content: Any, number: int) -> Any:
     return result
 
 
-def _places(value: Any) -> Any:
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a JSON value with every key or index of it."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in pairs:
         yield value, key
-        yield from _places(child)
+        yield from places_in(child)
