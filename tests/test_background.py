@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from xhf_hooks.background import Background
+from xhf_hooks.concurrency.background_task import Background
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xhf_hooks import checksum
+from xhf_hooks.format import checksum
 
 
 @given(st.binary(), st.binary())

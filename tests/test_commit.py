@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
-from xhf_hooks.commit import retention, staging
-from xhf_hooks.commit.manifest import MANIFEST_NAME, read_commit
-from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.commit import checkpoint_folder, retention
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.errors import IncompleteError, TargetError
-from xhf_hooks.records import Step
-from xhf_hooks.safetensors_format import check_file
+from xhf_hooks.format.safetensors import check_file
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
+from xhf_hooks.planning.types import Step
 
 
 @pytest.fixture(params=['exchange', 'fallback'])
 def both_ways(request, monkeypatch):
     """With the atomic exchange of Linux, and as on file systems without it."""
     if request.param == 'fallback':
-        monkeypatch.setattr(staging, 'exchange', lambda one, other: False)
+        monkeypatch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, start_process, visible
 from xhf_hooks.commit import lock
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.commit.lock import RunLock
-from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

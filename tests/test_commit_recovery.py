@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, start_process, visible
-from xhf_hooks.commit.manifest import read_commit
-from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
+from xhf_hooks.integrity.manifest import read_commit
 
 
 def hidden(parent: Path) -> set[str]:

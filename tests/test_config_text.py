@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.hostile_configs import hostile_texts
 from xhf_hooks.errors import ConfigError
-from xhf_hooks.skeleton.config_text import Unread, parse_config
+from xhf_hooks.meta_model.parse_config import Unread, parse_config
 
 LAZY = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

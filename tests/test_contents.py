@@ -10,14 +10,14 @@ from functools import reduce
 import pytest
 import torch
 
-from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import merge, pack
-from xhf_hooks.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.nonfinite import count_non_finite
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import Chunk, ExportEntry, TensorSpec, WriteReceipt
-from xhf_hooks.safetensors_format import FLOAT_DTYPES
+from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.format.nonfinite import count_non_finite
+from xhf_hooks.format.safetensors import FLOAT_DTYPES
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, TensorSpec, WriteReceipt
 from xhf_hooks.writers import PositionalWriter
 
 NBYTES = 5000

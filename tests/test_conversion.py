@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.helpers.zoo import build
-from xhf_hooks.dtypes import dtype_code, host_bytes
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.conversion import _connected, _first_of_run, _traced_meta, convert_specs
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import ExportEntry, TensorSpec
+from xhf_hooks.exporters.weight_conversion import _connected, _first_of_run, _traced_meta, convert_specs
+from xhf_hooks.format.dtypes import dtype_code, host_bytes
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
 
 HAS_CONVERSION = util.find_spec('transformers.core_model_loading') is not None
 PREFIX = 'llm.'  # names in the source are not the names in the model

@@ -74,7 +74,7 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
 @pytest.mark.parametrize('dtype', ['keep', 'float16'])
 def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, block_nbytes, dtype):
     """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
-    from xhf_hooks.writers import blocks
+    from xhf_hooks.writers.file_io import blocks
 
     checkpoint = str(trained / 'iter_7.pth')
     assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
@@ -186,7 +186,7 @@ def test_disk_too_small(trained, tmp_path, capsys):
 HALFWAY = """
 import os, signal, sys, time
 from xhf_hooks.cli.convert import main
-from xhf_hooks.writers.blocks import BlockFile
+from xhf_hooks.writers.file_io.blocks import BlockFile
 
 def halfway(self, block, buffer):
     self.write(0, memoryview(b'half'))
@@ -219,7 +219,7 @@ def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, acti
 
 
 def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
-    from xhf_hooks.writers.blocks import BlockFile
+    from xhf_hooks.writers.file_io.blocks import BlockFile
 
     def spoil(self):
         self.write(self.path.stat().st_size - 1, memoryview(b'\x7f'))

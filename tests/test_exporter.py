@@ -9,10 +9,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tests.helpers.zoo import build
-from xhf_hooks.dtypes import dtype_code
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
-from xhf_hooks.records import ExportEntry
+from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
 
 

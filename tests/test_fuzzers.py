@@ -190,7 +190,9 @@ GOOD = Measured(about=None, status=0, verdict='')
 REFUSED = Measured(about=None, status=2, verdict='')
 CASE = Case('convert', 7, 'stage3', 'pickle', 'pickle of x', ('checkpoint-5', 'out'))
 LINE = 'xhf-convert: x: is damaged\n'
-TRACEBACK = 'Traceback (most recent call last):\n  File "/a/xhf_hooks/plan.py", line 3, in f\n    x\nKeyError: 1\n'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "/a/xhf_hooks/planning/planner.py", line 3, in f\n    x\nKeyError: 1\n'
+)
 
 
 @pytest.mark.parametrize(

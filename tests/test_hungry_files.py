@@ -17,7 +17,7 @@ from tests.helpers.measured import Measured, measured
 from tests.helpers.read_checkpoint import open_checkpoint
 from tests.helpers.torch_zip import write_torch_zip
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.skeleton.config_text import parse_config
+from xhf_hooks.meta_model.parse_config import parse_config
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import late_work
-from xhf_hooks.verify.threads import WorkerThreads
+from xhf_hooks.concurrency.thread_pool import WorkerThreads
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -259,7 +259,7 @@ def test_other_dtype(bases, tmp_path):
 def test_tokenizer_is_copied(bases):
     exporter = exporter_for(TinyLlava(bases), None, llava_format='huggingface')
     assert type(exporter) is LlavaExporter
-    from xhf_hooks.exporters.llava_huggingface import with_image_token
+    from xhf_hooks.exporters.xtuner.llava_hf import with_image_token
 
     mine = tokenizer()
     theirs, image_id, pad_id = with_image_token(mine)

@@ -15,7 +15,7 @@ from tests.helpers.engines import save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
-from xhf_hooks.records import SavePlan
+from xhf_hooks.planning.types import SavePlan
 from xhf_hooks.sources import source_for
 
 MANIFEST = 'xhf_manifest.json'

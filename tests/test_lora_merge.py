@@ -13,9 +13,9 @@ from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.derived import derive
-from xhf_hooks.exporters.lora_merge import WeightMerge
-from xhf_hooks.records import ExportEntry
+from xhf_hooks.exporters.computed import derive
+from xhf_hooks.exporters.lora.merge import WeightMerge
+from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
 
 BF16 = torch.bfloat16
@@ -166,7 +166,7 @@ def test_merged_live():
 
 def test_memory_of_a_merge_is_told(tmp_path):
     """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
-    from xhf_hooks.collective import Collective
+    from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.save import SaveOptions, Saver
 
     model = adapted('llama', BF16, target_modules=['q_proj', 'up_proj'])

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.writers import output_file, write_behind
-from xhf_hooks.writers.output_file import OutputFile, create_file
+from xhf_hooks.writers.file_io import output_file, write_behind
+from xhf_hooks.writers.file_io.output_file import OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from tests.helpers.whole import assert_whole
-from xhf_hooks.commit.manifest import MANIFEST_NAME
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.commit.receipts import pack
-from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import Chunk, ExportEntry, Step, TensorSpec
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
 from xhf_hooks.registry import WRITERS
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.sources.module import share
+from xhf_hooks.sources.replicated import share
 from xhf_hooks.writers import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

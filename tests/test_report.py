@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from xhf_hooks.report import RunLog, StallWatch
+from xhf_hooks.telemetry.log import RunLog, StallWatch
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.verify.rounding import compare
 
 FLOATS = ('F64', 'F32', 'BF16', 'F16')

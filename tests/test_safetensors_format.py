@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from xhf_hooks.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.errors import IncompleteError, TensorError
-from xhf_hooks.safetensors_format import DTYPE_NBYTES, build_header, check_file
+from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
+from xhf_hooks.format.safetensors import DTYPE_NBYTES, build_header, check_file
 
 CODES = [code for code in DTYPE_NBYTES if code in TORCH_DTYPES]
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig,
 
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.sidecar import base_file, exported_config, load_tokenizer
+from xhf_hooks.exporters.hf_assets import base_file, exported_config, load_tokenizer
 from xhf_hooks.sources import source_for
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from xhf_hooks.snapshot import SnapshotMemory
+from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
 
 
 class OnFirst(torch.Tensor):

@@ -14,8 +14,8 @@ from tests.helpers.model_folder import save_model
 from tests.helpers.special_files import KINDS, put
 from xhf_hooks.cli.verify import DIFFERENT, SAME, main
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.regular_files import open_regular, require_regular
-from xhf_hooks.verify.against_manifest import check_folder
+from xhf_hooks.files.regular_files import open_regular, require_regular
+from xhf_hooks.integrity.against_manifest import check_folder
 
 ROOT = Path(__file__).parents[1]
 LIMIT_SECS = 60

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_checkpoint import start_process
-from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import pack
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
-from xhf_hooks.safetensors_format import check_file
-from xhf_hooks.writers import output_file
+from xhf_hooks.format.safetensors import check_file
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
+from xhf_hooks.writers.file_io import output_file
 from xhf_hooks.writers.stream import StreamWriter
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

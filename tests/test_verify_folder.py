@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.model_folder import edit_json, flip, manifest_of, save_model, save_tokenizer, write_manifest
 from tests.helpers.zoo import FAMILIES, available, build
+from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
-from xhf_hooks.verify.against_manifest import check_folder
+from xhf_hooks.files.mapped_file import map_or_none
+from xhf_hooks.integrity.against_manifest import check_folder
+from xhf_hooks.integrity.checksums import FileToRead, sum_files
+from xhf_hooks.integrity.findings import FolderReport
 from xhf_hooks.verify.folder import verify_folder
-from xhf_hooks.verify.mapped import map_or_none
-from xhf_hooks.verify.report import FolderReport
-from xhf_hooks.verify.sums import FileToRead, sum_files
-from xhf_hooks.verify.threads import WorkerThreads
 
 WEIGHTS, INDEX, MANIFEST = 'model.safetensors', 'model.safetensors.index.json', 'xhf_manifest.json'
 FIRST_SHARD = 'model-00001-of-00002.safetensors'

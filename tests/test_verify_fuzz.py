@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from tests.helpers.model_folder import manifest_of
 from tests.helpers.mutate import mutated_bytes, mutated_json
 from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
-from xhf_hooks.verify import strict_json
-from xhf_hooks.verify.against_manifest import check_folder
+from xhf_hooks.format import strict_json
+from xhf_hooks.format.safetensors_header import read_header
+from xhf_hooks.integrity.against_manifest import check_folder
 from xhf_hooks.verify.folder import verify_folder
-from xhf_hooks.verify.header import read_header
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

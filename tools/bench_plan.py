@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from xhf_hooks.commit.contents import assemble
+from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import RECORD, merge
-from xhf_hooks.gather import BUCKETS_PER_AGREEMENT
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import ExportEntry, Group, SavePlan, TensorSpec
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import ExportEntry, Group, SavePlan, TensorSpec
+from xhf_hooks.sources.gather import BUCKETS_PER_AGREEMENT
 
-_PART_NBYTES = 8 * 2**20  # what xhf_hooks/slices.py writes at once, of 2-byte elements
+_PART_NBYTES = 8 * 2**20  # what xhf_hooks/sources/local_shards.py writes at once, of 2-byte elements
 
 Shape = tuple[int, ...]
 #: A tensor of the model, and what is cut out of it, one after the other; nothing for what goes out as it is.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.verify.threads import default_workers
+from xhf_hooks.concurrency.thread_pool import default_workers
 
 #: Billions of parameters to layers of a Llama of width 2048.
 LAYERS = {0.02: 0, 0.5: 8}

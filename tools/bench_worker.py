@@ -34,11 +34,11 @@ from bench_peers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xhf_hooks.collective import Collective
-from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.memory import MemoryMeter, return_freed_memory
-from xhf_hooks.records import Step
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.planning.types import Step
 from xhf_hooks.save import SaveOptions, Saver
+from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
 
 WRITERS = ('stream', 'parallel', 'positional')
 #: Bytes per second that a rank may write where the network to a share is what limits it.

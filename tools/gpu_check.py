@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xhf_hooks.collective import Collective
-from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.plan import parse_size
-from xhf_hooks.records import CommittedCheckpoint, Step
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.planning.planner import parse_size
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import SaveOptions, Saver
 
 WRITERS = ('positional', 'parallel', 'stream')

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.collector import without_collector
+from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.version import __version__
 
 with without_collector():  # torch's is the longest import of a conversion
     from xhf_hooks.registry import HOOKS
 
 if TYPE_CHECKING:
-    from xhf_hooks.call import save_hf
+    from xhf_hooks.api import save_hf
     from xhf_hooks.hooks import HFCheckpointHook
 
 __all__ = ['HFCheckpointHook', '__version__', 'save_hf']
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return HFCheckpointHook
     if name == 'save_hf':
-        from xhf_hooks.call import save_hf
+        from xhf_hooks.api import save_hf
 
         return save_hf
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -20,22 +20,31 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.checksum import crc32
-from xhf_hooks.commit.contents import warn_of_non_finite
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import pack
-from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.dtypes import host_bytes, is_float
 from xhf_hooks.errors import TensorError
 from xhf_hooks.exporters import Exporter
-from xhf_hooks.gather import group_chunks
-from xhf_hooks.memory import MemoryMeter
-from xhf_hooks.nonfinite import count_non_finite
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import CommittedCheckpoint, Group, Placement, SaveCost, SavePlan, Step, TensorSpec, WriteReceipt
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.sources.slices import SliceSource
+from xhf_hooks.format.checksum import crc32
+from xhf_hooks.format.dtypes import host_bytes, is_float
+from xhf_hooks.format.nonfinite import count_non_finite
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import (
+    CommittedCheckpoint,
+    Group,
+    Placement,
+    SaveCost,
+    SavePlan,
+    Step,
+    TensorSpec,
+    WriteReceipt,
+)
+from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.gather import group_chunks
+from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.version import package_versions
-from xhf_hooks.writers.blocks import BLOCK_NBYTES, Block, BlockFile, cut_into_blocks
+from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, cut_into_blocks
 
 #: Reads of groups that are made together which may be in memory at once; a larger group is there alone.
 _GROUPS_NBYTES = 64 * 10**6

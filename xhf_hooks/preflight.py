@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from xhf_hooks.collective import Collective
-from xhf_hooks.commit.staging import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.distributed.shared_filesystem import is_shared
 from xhf_hooks.errors import OptionError, TargetError
 from xhf_hooks.registry import WRITERS
-from xhf_hooks.shared_folder import is_shared
 
 _Log = logging.Logger | logging.LoggerAdapter
 

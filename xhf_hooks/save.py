@@ -23,20 +23,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from xhf_hooks.background import Background
-from xhf_hooks.clock import SaveClock
-from xhf_hooks.collective import Collective
-from xhf_hooks.commit.contents import warn_of_non_finite
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import merge, pack
-from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.dtypes import host_bytes
+from xhf_hooks.concurrency.background_task import Background
+from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
+from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
+from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.gather import gather
-from xhf_hooks.memory import MemoryMeter
-from xhf_hooks.open_files import allow_open_files
-from xhf_hooks.plan import describe_plan, make_plan
-from xhf_hooks.records import (
+from xhf_hooks.files.open_files import allow_open_files
+from xhf_hooks.format.dtypes import host_bytes
+from xhf_hooks.planning.planner import describe_plan, make_plan
+from xhf_hooks.planning.types import (
     Chunk,
     CommittedCheckpoint,
     SaveCost,
@@ -45,16 +44,17 @@ from xhf_hooks.records import (
     TensorSpec,
 )
 from xhf_hooks.registry import WRITERS
-from xhf_hooks.slices import own_slices
-from xhf_hooks.snapshot import SnapshotMemory
 from xhf_hooks.sources import source_for
-from xhf_hooks.verify.threads import WorkerThreads, default_workers
+from xhf_hooks.sources.gather import gather
+from xhf_hooks.sources.local_shards import own_slices
+from xhf_hooks.telemetry.memory import MemoryMeter
+from xhf_hooks.telemetry.timing import SaveClock
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
 from xhf_hooks.writers.evidence import require_samples, some_samples
-from xhf_hooks.writers.output_file import FileIdentity
+from xhf_hooks.writers.file_io.output_file import FileIdentity
 
-#: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (slices.py, writers/).
+#: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (sources/local_shards.py, writers/).
 _SLICES_NBYTES = 32 * 10**6
 
 

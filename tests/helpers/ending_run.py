@@ -16,7 +16,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tests.helpers.toy_run import run_config, train
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.writers.file_io.output_file import OutputFile
 
 ENDS_AT = 3
 WRITE_SECS = 0.2

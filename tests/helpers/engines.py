@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import deepspeed
     from torch import nn
 
-    from xhf_hooks.records import CommittedCheckpoint, SavePlan
+    from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 
 STEP_NUMBER = 1
 
@@ -56,9 +56,9 @@ def zero_engine(
 
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
     """What the hook does at a save, without a runner. Runs on: all ranks."""
-    from xhf_hooks.collective import Collective
-    from xhf_hooks.commit.staging import CheckpointFolder
-    from xhf_hooks.records import Step
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.planning.types import Step
     from xhf_hooks.save import SaveOptions, Saver
 
     collective = Collective(timeout_secs=600)

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from tests.helpers import doors
 from tests.helpers.whole import assert_whole
-from xhf_hooks import options
+from xhf_hooks import config
 from xhf_hooks.commit.lock import Answer, RunLock
+from xhf_hooks.manager import RunSaves
+from xhf_hooks.planning.types import Step
 from xhf_hooks.preflight import unwrap
-from xhf_hooks.records import Step
-from xhf_hooks.report import RunLog
-from xhf_hooks.run_saves import RunSaves
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.writers.file_io.output_file import OutputFile
 
 PATIENCE_SECS = 60.0
 
@@ -63,7 +63,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) / 'hf_model'
     model = dict(module=None, lora=None, llava_format=None, tokenizer=None, dtype=None)
     sizes = dict(max_keep_ckpts=1, max_shard_size='5GB', bucket_size='1MB', writer='auto')
-    parsed = options.parse_run(**model, **sizes, async_save=True)
+    parsed = config.parse_run(**model, **sizes, async_save=True)
     saves = RunSaves(unwrap(doors.tiny_llama()), folder, parsed, RunLog(logging.getLogger('test'), 'test'))
     saves.prepare(None, when='now')
 

@@ -126,7 +126,7 @@ def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
     Raises:
         AssertionError: Something is left over, or the newest save went back.
     """
-    from xhf_hooks.commit.staging import CheckpointFolder
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 
     before = check_all(parent)
     folder = CheckpointFolder(parent / NAME, max_keep)
@@ -179,10 +179,10 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 
 
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
-    from xhf_hooks.collective import Collective
-    from xhf_hooks.commit.staging import CheckpointFolder
-    from xhf_hooks.exit_wait import ExitWait
-    from xhf_hooks.records import Step
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.concurrency.exit_guard import ExitWait
+    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.planning.types import Step
     from xhf_hooks.save import SaveOptions, Saver
 
     model = tiny_model(kind.zero3)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from xhf_hooks.run_saves import RunSaves
+    from xhf_hooks.manager import RunSaves
 
 NAME = 'hf_model'
 WRITERS = ('positional', 'parallel', 'stream')
@@ -153,12 +153,12 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
     """A run that is ready to save, as a hook makes it. Runs on: all ranks."""
-    from xhf_hooks import options
+    from xhf_hooks import config
+    from xhf_hooks.manager import RunSaves
     from xhf_hooks.preflight import unwrap
-    from xhf_hooks.report import RunLog
-    from xhf_hooks.run_saves import RunSaves
+    from xhf_hooks.telemetry.log import RunLog
 
-    parsed = options.parse_run(
+    parsed = config.parse_run(
         max_keep_ckpts=way.max_keep,
         module=None,
         lora=None,
@@ -183,7 +183,7 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
 
 def save_in_run(saves: RunSaves, number: int) -> None:
     """Begin one save of a run; it has ended unless it goes on in the background. Runs on: all ranks."""
-    from xhf_hooks.records import Step
+    from xhf_hooks.planning.types import Step
 
     saves.save(Step('iter', number, number))
 
@@ -207,8 +207,8 @@ def judged(parent: Path, number: int) -> Seen:
 
 def _other_bytes(folder: Path, number: int) -> Iterator[str]:
     """What is not the weights of the save that the name says, in the words of xhf-verify and by the bytes."""
+    from xhf_hooks.integrity.findings import PROBLEM
     from xhf_hooks.verify.folder import verify_folder
-    from xhf_hooks.verify.report import PROBLEM
 
     wanted = number if folder.name == NAME else int(folder.name.rpartition('_')[2])
     step = json.loads((folder / MANIFEST).read_text())['step']['number']

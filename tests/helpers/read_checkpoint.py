@@ -25,7 +25,7 @@ def read_all(source: CheckpointSource, *, masters: bool = False, damaged: bool =
     """
     import torch
 
-    from xhf_hooks.dtypes import TORCH_DTYPES
+    from xhf_hooks.format.dtypes import TORCH_DTYPES
 
     tensors: dict[str, torch.Tensor] = {}
     for spec in source.specs():

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from xhf_hooks.commit.contents import assemble
-from xhf_hooks.commit.manifest import describe_folder, write_manifest
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import pack
-from xhf_hooks.commit.staging import CheckpointFolder
-from xhf_hooks.plan import make_plan
-from xhf_hooks.records import Chunk, ExportEntry, SavePlan, Step, TensorSpec
+from xhf_hooks.integrity.manifest import describe_folder, write_manifest
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec
 from xhf_hooks.writers.stream import StreamWriter
 
 N_TENSORS, N_ELEMENTS = 3, 5

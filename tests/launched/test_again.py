@@ -29,7 +29,7 @@ EVERY_STEP = dict(async_save=True, save_strategy='steps', save_steps=1)
 @contextmanager
 def slow_disk() -> Iterator[None]:
     """A save in the background is in flight for some iterations."""
-    from xhf_hooks.writers.output_file import OutputFile
+    from xhf_hooks.writers.file_io.output_file import OutputFile
 
     write = OutputFile.write
 
@@ -45,7 +45,7 @@ def groups() -> int:
     """How many process groups this process has, with the one that calls of ``save_hf`` share. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.collective import Collective
+    from xhf_hooks.distributed.collective import Collective
 
     Collective.shared()
     return len(dist.distributed_c10d._world.pg_map)
@@ -262,14 +262,14 @@ def writer_cannot_be_chosen(root: Path) -> list[Any]:
 
 def run_saves(root: Path, run: object | None = None) -> Any:
     """Saves of a run, in the background, ready. Runs on: all ranks."""
-    from xhf_hooks import options
+    from xhf_hooks import config
+    from xhf_hooks.manager import RunSaves
     from xhf_hooks.preflight import unwrap
-    from xhf_hooks.report import RunLog
-    from xhf_hooks.run_saves import RunSaves
+    from xhf_hooks.telemetry.log import RunLog
 
     model = dict(module=None, lora=None, llava_format=None, tokenizer=None, dtype=None)
     sizes = dict(max_keep_ckpts=1, max_shard_size='5GB', bucket_size='1MB', writer='auto')
-    parsed = options.parse_run(**model, **sizes, async_save=True)
+    parsed = config.parse_run(**model, **sizes, async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
     saves = RunSaves(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
     saves.prepare(None, when='now')
@@ -295,7 +295,7 @@ def processes_regrouped(root: Path) -> int:
     """A run is interrupted, and the next one begins with another default group. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.records import Step
+    from xhf_hooks.planning.types import Step
 
     runs, saves = [doors.Sequences(), doors.Sequences()], []  # any two objects
     for number, run in enumerate(runs):

@@ -22,11 +22,10 @@ def count_agreements(root: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.helpers.toy_run import ToyLM
-    from xhf_hooks import gather
-    from xhf_hooks.collective import Collective
+    from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.sources import Zero3Source
-    from xhf_hooks.writers.output_file import OutputFile
+    from xhf_hooks.sources import Zero3Source, gather
+    from xhf_hooks.writers.file_io.output_file import OutputFile
 
     engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
     agreed: list[str] = []

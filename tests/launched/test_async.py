@@ -31,7 +31,7 @@ N_WRITES = 21  # one tensor each
 
 def slowed(hook: dict[str, Any], work_dir: Path) -> str:
     """A run on a disk that takes several iterations for a save. Runs on: all ranks."""
-    from xhf_hooks.writers.output_file import OutputFile
+    from xhf_hooks.writers.file_io.output_file import OutputFile
 
     write = OutputFile.write
 

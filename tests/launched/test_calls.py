@@ -23,7 +23,7 @@ def call_again(root: Path) -> dict[str, Any]:
     """Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks import run_saves, save_hf
+    from xhf_hooks import manager, save_hf
     from xhf_hooks.exporters import huggingface
 
     model, found = two_layers(), {}
@@ -50,13 +50,13 @@ def call_again(root: Path) -> dict[str, Any]:
     written = json.loads((root / 'hf_model' / 'config.json').read_text())
     found['written'] = (written['initializer_range'], written['vocab_size'])
 
-    prepare = run_saves.RunSaves.prepare
+    prepare = manager.RunSaves.prepare
 
     def prepare_slowly(*args: Any, **options: Any) -> None:
         time.sleep(DELAY_SECS)
         prepare(*args, **options)
 
-    with mock.patch.object(run_saves.RunSaves, 'prepare', prepare_slowly):
+    with mock.patch.object(manager.RunSaves, 'prepare', prepare_slowly):
         cost = save_hf(model, root / 'hf_model').cost
     found['cost'] = (cost.seconds, dict(cost.stage_secs))
     return found
@@ -64,10 +64,10 @@ def call_again(root: Path) -> dict[str, Any]:
 
 def interrupt_rank_0(root: Path) -> list[str]:
     """Ctrl-C on rank 0 while the others wait for it; then they call again. Runs on: all ranks."""
-    from xhf_hooks import run_saves, save_hf
+    from xhf_hooks import manager, save_hf
 
     model, outcomes = two_layers(), []
-    with mock.patch.object(run_saves, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it
+    with mock.patch.object(manager, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it
         try:
             save_hf(model, root / 'hf_model')
         except BaseException as error:

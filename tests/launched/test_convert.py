@@ -107,7 +107,7 @@ def test_experts_are_unfused_as_the_hook_does(finished, tmp_path):
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('name', [name for name in PLAIN if 'lora' in name])
 def test_lora(finished, name, mode, tmp_path, monkeypatch):
-    from xhf_hooks.writers import blocks
+    from xhf_hooks.writers.file_io import blocks
 
     monkeypatch.setattr(blocks, 'BLOCK_NBYTES', 4096)  # so that what is merged lies across blocks, and between
     check(finished[1], name)

@@ -24,12 +24,12 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
     import torch
     import torch.distributed as dist
 
-    from xhf_hooks.options import RunOptions
+    from xhf_hooks.config import RunOptions
+    from xhf_hooks.manager import RunSaves
+    from xhf_hooks.planning.types import Step
     from xhf_hooks.preflight import unwrap
-    from xhf_hooks.records import Step
-    from xhf_hooks.report import RunLog
-    from xhf_hooks.run_saves import RunSaves
     from xhf_hooks.save import SaveOptions
+    from xhf_hooks.telemetry.log import RunLog
 
     model = doors.tiny_llama()
     save = SaveOptions(writer=writer, bucket_nbytes=40_000, in_background=in_background, max_shard_nbytes=30_000)

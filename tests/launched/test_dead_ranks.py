@@ -44,7 +44,8 @@ def first_call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
     """The same before the first save: the survivors look for a rank that never comes."""
     import torch.distributed as dist
 
-    from xhf_hooks import collective, save_hf
+    from xhf_hooks import save_hf
+    from xhf_hooks.distributed import collective
     from xhf_hooks.errors import XhfError
 
     model = two_layers()
@@ -83,7 +84,7 @@ def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
     """One dies between two agreements; returns what each survivor got. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.collective import Collective
+    from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import RankLostError
 
     ranks = Collective()

@@ -58,8 +58,8 @@ class Run:
 
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, max_keep: int = 1) -> None:
         from tests.helpers.lives import tiny_model
-        from xhf_hooks.collective import Collective
-        from xhf_hooks.commit.staging import CheckpointFolder
+        from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+        from xhf_hooks.distributed.collective import Collective
         from xhf_hooks.save import SaveOptions, Saver
 
         self.collective = Collective(timeout_secs=timeout_secs)
@@ -76,7 +76,7 @@ class Run:
         """What came of it; empty when all is well."""
         from tests.helpers.lives import fill
         from xhf_hooks.errors import XhfError
-        from xhf_hooks.records import Step
+        from xhf_hooks.planning.types import Step
 
         fill(self.model, number)
         message = ''
@@ -125,7 +125,7 @@ def short_writes(parent: Path) -> dict[str, Any]:
 
 def removed(parent: Path) -> dict[str, Any]:
     """Staging, then the newest save, then the whole folder is removed by somebody else. Runs on: all ranks."""
-    from xhf_hooks.writers.output_file import OutputFile
+    from xhf_hooks.writers.file_io.output_file import OutputFile
 
     run, report = Run(parent), {}
     run.save(1)
@@ -215,9 +215,9 @@ def other_user(parent: Path) -> str:
     """Ranks of a user who may not write there, as root may not on a root-squashed share. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.collective import Collective
+    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.distributed.shared_filesystem import is_shared
     from xhf_hooks.errors import XhfError
-    from xhf_hooks.shared_folder import is_shared
 
     if dist.get_rank() == 0:
         parent.mkdir(mode=0o755)

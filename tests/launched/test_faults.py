@@ -23,14 +23,14 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 STAGES = {
     'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any'),
     'plan': ('xhf_hooks.save.make_plan', 'any'),
-    'staging': ('xhf_hooks.commit.staging.CheckpointFolder.open_staging', 'rank 0'),
-    'sidecar': ('xhf_hooks.exporters.sidecar.write', 'rank 0'),
+    'staging': ('xhf_hooks.commit.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0'),
+    'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0'),
     'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any'),
-    'check': ('xhf_hooks.gather._check', 'rank 0'),
-    'open': ('xhf_hooks.writers.output_file.os.ftruncate', 'rank 0'),
-    'write': ('xhf_hooks.writers.output_file.os.pwrite', 'rank 0'),
-    'fsync': ('xhf_hooks.commit.staging.os.fsync', 'rank 0'),
-    'rename': ('xhf_hooks.commit.staging.exchange', 'rank 0'),
+    'check': ('xhf_hooks.sources.gather._check', 'rank 0'),
+    'open': ('xhf_hooks.writers.file_io.output_file.os.ftruncate', 'rank 0'),
+    'write': ('xhf_hooks.writers.file_io.output_file.os.pwrite', 'rank 0'),
+    'fsync': ('xhf_hooks.commit.checkpoint_folder.os.fsync', 'rank 0'),
+    'rename': ('xhf_hooks.commit.checkpoint_folder.exchange', 'rank 0'),
 }
 WORLD_SIZES = (2, 3)
 ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
@@ -51,11 +51,11 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.helpers.toy_run import ToyLM
-    from xhf_hooks.collective import Collective
-    from xhf_hooks.commit.manifest import read_commit
-    from xhf_hooks.commit.staging import CheckpointFolder
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.records import Step
+    from xhf_hooks.integrity.manifest import read_commit
+    from xhf_hooks.planning.types import Step
     from xhf_hooks.save import SaveOptions, Saver
 
     model = ToyLM(tied=True).llm.to(torch.bfloat16)
@@ -154,8 +154,8 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
     from tests.helpers.engines import save_folder
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks import save
-    from xhf_hooks.commit.manifest import read_commit
     from xhf_hooks.errors import AgreedError
+    from xhf_hooks.integrity.manifest import read_commit
 
     engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
     save_folder(engine.module, disk / 'hf_model')
@@ -167,7 +167,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
             yield chunk
 
     gather = save.gather
-    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.writers.output_file._fallocate', None)
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.writers.file_io.output_file._fallocate', None)
     with mock.patch('xhf_hooks.save.gather', gather_on_a_filling_disk), reserving:
         try:
             save_folder(engine.module, disk / 'hf_model')

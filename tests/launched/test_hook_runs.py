@@ -73,7 +73,7 @@ def with_tokenizer(source: str, work_dir: Path) -> str:
 
 def progress_is_logged(work_dir: Path) -> str:
     """With the half minute set to nothing. Runs on: all ranks."""
-    from xhf_hooks.report import ProgressLog
+    from xhf_hooks.telemetry.log import ProgressLog
 
     with mock.patch.object(ProgressLog, 'interval_secs', 0.0):
         return run(dict(hook={}, stage=3, max_iters=2), work_dir)
@@ -141,7 +141,7 @@ def _make_foreign_folder(work_dir: Path) -> None:
 
 
 def _hold_lock(work_dir: Path) -> None:
-    from xhf_hooks.commit.staging import CheckpointFolder
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 
     _HELD.append(CheckpointFolder(work_dir / 'target', max_keep=1))
     _HELD[-1].claim()

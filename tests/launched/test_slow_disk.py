@@ -26,7 +26,7 @@ def save_slowly(root: Path) -> float:
 
     from tests.helpers.engines import save_folder, zero_engine
     from tests.helpers.toy_run import ToyLM
-    from xhf_hooks.writers.output_file import OutputFile
+    from xhf_hooks.writers.file_io.output_file import OutputFile
 
     deepspeed.init_distributed(dist_backend='gloo', timeout=timedelta(seconds=GROUP_TIMEOUT_SECS))
     model = ToyLM().llm.to(torch.bfloat16)

@@ -69,7 +69,7 @@ CASES = {
     },
     **{
         f'lost_writes_{writer}_{verify}': (
-            *(writer, verify, 'xhf_hooks.writers.output_file.os.pwrite', lambda fd, data, offset: len(data)),
+            *(writer, verify, 'xhf_hooks.writers.file_io.output_file.os.pwrite', lambda fd, data, offset: len(data)),
         )
         for writer in WRITERS
         for verify in LEVELS

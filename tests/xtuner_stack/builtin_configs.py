@@ -24,8 +24,8 @@ from torch import nn
 from tests.xtuner_stack.stand_ins import family_of, stand_ins
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.chat_template import template_of_config
-from xhf_hooks.sources.module import ModuleSource
+from xhf_hooks.exporters.xtuner.chat_template import template_of_config
+from xhf_hooks.sources.replicated import ModuleSource
 
 NOT_MMENGINE = 'none: transformers.Trainer trains it, without MMEngine hooks'
 #: Options that choose an attention, a length, or weights to start from, and no other tensors.

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from xhf_hooks.commit.staging import CheckpointFolder
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.convert import Converter, ConvertOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.reward import has_head
-from xhf_hooks.records import CommittedCheckpoint, SavePlan, Step, TensorSpec
-from xhf_hooks.skeleton import RunConfig, build_skeleton, find_run_config, fit
-from xhf_hooks.skeleton.tokenizer import find_tokenizer
+from xhf_hooks.exporters.xtuner.reward import has_head
+from xhf_hooks.integrity.findings import some
+from xhf_hooks.meta_model import RunConfig, build_skeleton, find_run_config, fit
+from xhf_hooks.meta_model.tokenizer import find_tokenizer
+from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.verify.report import some
 
 
 class Conversion:

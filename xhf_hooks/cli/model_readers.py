@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
+from xhf_hooks.integrity.folder_scan import scan
+from xhf_hooks.integrity.manifest_reader import read_manifest
 from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
-from xhf_hooks.verify.content import scan
-from xhf_hooks.verify.manifest import read_manifest
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
 
 

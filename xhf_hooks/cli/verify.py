@@ -108,9 +108,9 @@ def _check(args: argparse.Namespace) -> tuple[int, _Result]:
 
 def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
     from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
+    from xhf_hooks.concurrency.thread_pool import default_workers
     from xhf_hooks.verify.compare import DIFFERENT as REALLY
     from xhf_hooks.verify.compare import compare_models
-    from xhf_hooks.verify.threads import default_workers
 
     options = CheckpointOptions(args.config, args.base, args.module, args.lora, args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)

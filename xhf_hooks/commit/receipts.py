@@ -1,7 +1,7 @@
 """Receipts packed for the way to rank 0, and put together on it: 32 bytes each, whatever the names in them.
 
 ZeRO-3 gives each rank a slice of each tensor, so N ranks write N times as many pieces as there are tensors. Those of
-neighbours are joined on the way (:meth:`xhf_hooks.collective.Collective.reduce`), so that nobody ever holds more
+neighbours are joined on the way (``Collective.reduce``), so that nobody ever holds more
 records than there are tensors, and pieces that are next to none.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from xhf_hooks.checksum import combine
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.records import SavePlan, WriteReceipt
+from xhf_hooks.format.checksum import combine
+from xhf_hooks.planning.types import SavePlan, WriteReceipt
 
 #: Consecutive bytes of the placement of that number in ``SavePlan.placements``; the rest as in WriteReceipt.
 RECORD = np.dtype([('placement', 'u4'), ('crc32', 'u4'), ('start', 'u8'), ('nbytes', 'u8'), ('non_finite', 'u8')])

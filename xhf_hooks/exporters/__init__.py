@@ -9,12 +9,12 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
-from xhf_hooks.exporters.llava import LlavaExporter
-from xhf_hooks.exporters.lora import LoraExporter
-from xhf_hooks.exporters.lora_inside import LoraInsideExporter
-from xhf_hooks.exporters.lora_inside_quantized import QuantizedLoraInsideExporter
-from xhf_hooks.exporters.reward import RewardExporter, RewardLoraExporter
-from xhf_hooks.exporters.sharded_moe import ShardedMoeExporter
+from xhf_hooks.exporters.lora.exporter import LoraExporter
+from xhf_hooks.exporters.lora.nested import LoraInsideExporter
+from xhf_hooks.exporters.lora.nested_quantized import QuantizedLoraInsideExporter
+from xhf_hooks.exporters.xtuner.llava import LlavaExporter
+from xhf_hooks.exporters.xtuner.reward import RewardExporter, RewardLoraExporter
+from xhf_hooks.exporters.xtuner.sharded_moe import ShardedMoeExporter
 from xhf_hooks.registry import EXPORTERS
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.records import ExportEntry, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn

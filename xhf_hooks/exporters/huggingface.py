@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from xhf_hooks.dtypes import is_float
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters import sidecar
+from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
-from xhf_hooks.exporters.conversion import convert_specs
-from xhf_hooks.exporters.derived import Derived, derive
-from xhf_hooks.module_tensors import model_class, module_tensors, without_wrappers
-from xhf_hooks.records import ExportEntry, TensorSpec
+from xhf_hooks.exporters.computed import Derived, derive
+from xhf_hooks.exporters.weight_conversion import convert_specs
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.model.tensors import model_class, module_tensors, without_wrappers
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class HuggingFaceExporter(Exporter):
         return None if int(transformers.__version__.split('.')[0]) < 5 else self._reference.num_parameters()
 
     def base_tokenizer(self) -> Any | None:
-        trusted = sidecar.is_remote_code(self._model)  # then the user has agreed to run the base's code
-        return sidecar.load_tokenizer(self.base_dir, trust_remote_code=trusted)
+        trusted = hf_assets.is_remote_code(self._model)  # then the user has agreed to run the base's code
+        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
 
     def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
         return self._write_sidecar_of(self._model, folder, tokenizer, stop_token_ids)
@@ -107,8 +107,8 @@ class HuggingFaceExporter(Exporter):
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]
     ) -> list[str]:
         text = self._config.get_text_config()
-        sidecar.require_vocabulary(tokenizer, getattr(text, 'vocab_size', None))
-        return sidecar.write(folder, model, self._config, tokenizer, stop_token_ids, self.base_dir)
+        hf_assets.require_vocabulary(tokenizer, getattr(text, 'vocab_size', None))
+        return hf_assets.write(folder, model, self._config, tokenizer, stop_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Every name of every tensor below the exported module, relative to it, in state-dict order."""
@@ -117,7 +117,7 @@ class HuggingFaceExporter(Exporter):
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        return sidecar.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
+        return hf_assets.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The class that ``from_pretrained`` will build, without memory."""

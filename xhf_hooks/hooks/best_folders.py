@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit.manifest import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
 
 
 @dataclass(frozen=True)

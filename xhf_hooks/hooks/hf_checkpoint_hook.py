@@ -9,18 +9,18 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
-from xhf_hooks import options
+from xhf_hooks import config
 from xhf_hooks.errors import OptionError, XhfError
-from xhf_hooks.exporters.reward import has_head
+from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best_folders import find_best_folders
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
+from xhf_hooks.manager import RunSaves
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.preflight import unwrap
-from xhf_hooks.records import CommittedCheckpoint, Step
-from xhf_hooks.report import RunLog, scalars
-from xhf_hooks.run_saves import RunSaves
+from xhf_hooks.telemetry.log import RunLog, scalars
 
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
@@ -113,16 +113,16 @@ class HFCheckpointHook(Hook):
         verify: str = 'sizes',
         on_error: str = 'continue',
     ) -> None:
-        options.check_schedule(interval, by_epoch, save_begin, save_last, save_best)
+        config.check_schedule(interval, by_epoch, save_begin, save_last, save_best)
         if rule is not None and save_best is None:
             raise OptionError('rule', 'None when save_best is None', rule)
-        self.out_dir = options.parse_out_dir(out_dir)
+        self.out_dir = config.parse_out_dir(out_dir)
         self.save_last = save_last
         self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
         self._best = None if save_best is None else BestMetric(save_best, rule)
-        self._ema = options.check_switch('ema', ema)
-        self._chat_template = options.check_switch('chat_template', chat_template)
-        self._options = options.parse_run(
+        self._ema = config.check_switch('ema', ema)
+        self._chat_template = config.check_switch('chat_template', chat_template)
+        self._options = config.parse_run(
             max_keep_ckpts=max_keep_ckpts,
             module=module,
             lora=lora,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xhf_hooks.exporters import chat_template as chat_templates
-from xhf_hooks.report import RunLog
+from xhf_hooks.exporters.xtuner import chat_template as chat_templates
+from xhf_hooks.telemetry.log import RunLog
 
 
 def with_chat_template(config: Any, tokenizer: Any | None, log: RunLog) -> tuple[Any | None, list[int]]:

@@ -9,7 +9,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.hooks.schedule import Schedule
-from xhf_hooks.report import RunLog
+from xhf_hooks.telemetry.log import RunLog
 
 
 def counts_epochs(runner: Any) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xhf_hooks import options, preflight
+from xhf_hooks import config, preflight
 from xhf_hooks.errors import OptionError
+from xhf_hooks.manager import RunSaves
+from xhf_hooks.planning.types import Step
 from xhf_hooks.preflight import Unwrapped
-from xhf_hooks.records import Step
-from xhf_hooks.report import RunLog
-from xhf_hooks.run_saves import RunSaves
+from xhf_hooks.telemetry.log import RunLog
 
 SAVE_STRATEGIES = ('no', 'steps', 'epoch')
 
@@ -63,13 +63,13 @@ class HFCheckpointCallback(TrainerCallback):
         verify: str = 'sizes',
         on_error: str = 'continue',
     ) -> None:
-        self._out_dir = options.parse_out_dir(out_dir)
-        self._strategy = options.check_choice('save_strategy', save_strategy, (None, *SAVE_STRATEGIES))
-        self._steps = options.check_save_steps(save_steps, save_strategy)
-        self._save_last = options.check_switch('save_last', save_last)
+        self._out_dir = config.parse_out_dir(out_dir)
+        self._strategy = config.check_choice('save_strategy', save_strategy, (None, *SAVE_STRATEGIES))
+        self._steps = config.check_save_steps(save_steps, save_strategy)
+        self._save_last = config.check_switch('save_last', save_last)
         if save_strategy == 'no' and not save_last:
             raise OptionError('save_strategy', 'another one, or save_last: like this nothing is ever saved', 'no')
-        self._options = options.parse_run(
+        self._options = config.parse_run(
             max_keep_ckpts=max_keep_ckpts,
             module=module,
             lora=lora,

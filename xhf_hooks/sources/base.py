@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xhf_hooks.records import TensorSpec
+from xhf_hooks.planning.types import TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from torch import nn
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
-from xhf_hooks.sources.module import ModuleSource, rank_and_world_size, share
+from xhf_hooks.sources.replicated import ModuleSource, rank_and_world_size, share
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel

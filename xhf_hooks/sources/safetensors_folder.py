@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.records import TensorSpec
-from xhf_hooks.regular_files import open_regular, read_regular_text
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.reader import PieceReader
+from xhf_hooks.files.regular_files import open_regular, read_regular_text
+from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.records import Piece
-from xhf_hooks.sources.slices import SliceSource
+from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.piece_reader import PieceReader
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from torch import nn
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
-from xhf_hooks.sources.module import ModuleSource, rank_and_world_size
+from xhf_hooks.sources.replicated import ModuleSource, rank_and_world_size
 from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_partition
 
 

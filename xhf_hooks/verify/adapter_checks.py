@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.safetensors_format import HeaderEntry
-from xhf_hooks.verify import strict_json
-from xhf_hooks.verify.content import FolderContent, WeightFolder
-from xhf_hooks.verify.report import Findings, some
+from xhf_hooks.format import strict_json
+from xhf_hooks.format.safetensors import HeaderEntry
+from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 
 #: Names that peft's ``get_peft_model_state_dict`` writes; an embedding's have no ``.weight``.
 _PAIR = re.compile(r'(?P<module>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B)(?:\.weight)?')

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from xhf_hooks.convert import Converter
-from xhf_hooks.dtypes import host_bytes
-from xhf_hooks.gather import group_chunks
-from xhf_hooks.memory import MemoryMeter
-from xhf_hooks.records import Group, Placement
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.sources.slices import SliceSource
+from xhf_hooks.format.dtypes import host_bytes
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.planning.types import Group, Placement
+from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.gather import group_chunks
+from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.verify.model_reader import ModelReader, TensorInfo
 
 

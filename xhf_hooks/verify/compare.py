@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.verify.holes import Range, in_both
+from xhf_hooks.concurrency.thread_pool import WorkerThreads
+from xhf_hooks.files.holes import Range, in_both
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.verify.model_reader import ModelReader
 from xhf_hooks.verify.rounding import (
     Difference,
@@ -22,7 +23,6 @@ from xhf_hooks.verify.rounding import (
     ways_through,
     went_through,
 )
-from xhf_hooks.verify.threads import WorkerThreads
 from xhf_hooks.verify.windows import PIECE_ELEMENTS, Windows
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'

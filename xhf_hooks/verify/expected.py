@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
-from xhf_hooks.verify import strict_json
+from xhf_hooks.format import strict_json
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def expected_model(folder: Path, n_tensors: int, *, trust_remote_code: bool) -> 
     from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (here, and not in each process)
 
     from xhf_hooks import exporters, sources  # noqa: F401
-    from xhf_hooks.skeleton import bounds, huggingface, trial
+    from xhf_hooks.meta_model import bounds, transformers_model, trial
 
-    with huggingface.quiet(), bounds.limited_modules(n_tensors):
+    with transformers_model.quiet(), bounds.limited_modules(n_tensors):
         return trial.in_child(
             lambda: _expected(folder, n_tensors, trust_remote_code), 'building the model of config.json', n_tensors
         )
@@ -60,22 +60,22 @@ def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> Expected
     from transformers import PreTrainedModel
 
     from xhf_hooks.exporters import exporter_for
-    from xhf_hooks.module_tensors import module_tensors
-    from xhf_hooks.skeleton import huggingface
+    from xhf_hooks.meta_model import transformers_model
+    from xhf_hooks.model.tensors import module_tensors
     from xhf_hooks.sources import source_for
 
     try:
-        config = huggingface.load_config(
+        config = transformers_model.load_config(
             str(folder), trust_remote_code=trust_remote_code, why='this folder', n_tensors=n_tensors
         )
     except BaseModelError as error:
         if _is_known(folder):
-            why = huggingface.in_one_line(error.__cause__ or error.__context__ or error)
+            why = transformers_model.in_one_line(error.__cause__ or error.__context__ or error)
             raise DamagedError(f'transformers refuses config.json: {why}') from None
         raise
     if getattr(config, 'quantization_config', None) is not None:
         raise ModelError(f'{folder}: quantized weights have other names and shapes than the model')
-    model = huggingface.build(config, None, trust_remote_code=trust_remote_code)
+    model = transformers_model.build(config, None, trust_remote_code=trust_remote_code)
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f'{folder}: {type(model).__name__} is no model of transformers')
     entries = exporter_for(model, None).entries(source_for(model).specs(), None)

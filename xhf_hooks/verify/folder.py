@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from xhf_hooks.byte_sizes import size_text
-from xhf_hooks.commit.manifest import MANIFEST_NAME
+from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.regular_files import require_regular
-from xhf_hooks.verify import against_manifest as against
-from xhf_hooks.verify.adapter_checks import check_adapter
-from xhf_hooks.verify.content import (
+from xhf_hooks.files.regular_files import require_regular
+from xhf_hooks.format.byte_sizes import size_text
+from xhf_hooks.integrity import against_manifest as against
+from xhf_hooks.integrity.checksums import FileSums
+from xhf_hooks.integrity.findings import Findings, FolderReport, some
+from xhf_hooks.integrity.folder_scan import (
     FolderContent,
     WeightFolder,
     check_indexes,
@@ -22,11 +23,10 @@ from xhf_hooks.verify.content import (
     scan,
     tell_links,
 )
-from xhf_hooks.verify.manifest import Manifest, read_manifest
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.integrity.manifest_reader import Manifest, read_manifest
+from xhf_hooks.verify.adapter_checks import check_adapter
 from xhf_hooks.verify.model_checks import check_model, check_texts
-from xhf_hooks.verify.report import Findings, FolderReport, some
-from xhf_hooks.verify.sums import FileSums
-from xhf_hooks.verify.threads import WorkerThreads, default_workers
 
 
 def verify_folder(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.skeleton.huggingface import class_named, first_architecture, quiet
-from xhf_hooks.verify import strict_json
+from xhf_hooks.format import strict_json
+from xhf_hooks.meta_model.transformers_model import class_named, first_architecture, quiet
 
 _PROMPT = 'The capital of France is'
 #: What the folder's own generation_config.json may not change: how long it takes.

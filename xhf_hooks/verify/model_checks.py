@@ -7,13 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
-from xhf_hooks.verify import strict_json
+from xhf_hooks.format import strict_json
+from xhf_hooks.integrity.checksums import FileSums
+from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 from xhf_hooks.verify.config_kinds import wrong_kinds
-from xhf_hooks.verify.content import FolderContent, WeightFolder
 from xhf_hooks.verify.expected import ExpectedModel, expected_model
 from xhf_hooks.verify.model_reader import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
-from xhf_hooks.verify.report import Findings, some
-from xhf_hooks.verify.sums import FileSums
 from xhf_hooks.verify.vocabulary import check_vocabulary
 
 
@@ -82,7 +82,7 @@ def check_model(
 
 
 def _tell_of_code(content: FolderContent, folder: WeightFolder, config: Mapping[str, Any], findings: Findings) -> None:
-    from xhf_hooks.skeleton.huggingface import own_code
+    from xhf_hooks.meta_model.transformers_model import own_code
 
     configs = [config]
     if 'tokenizer_config.json' in content.in_folder(folder.name):

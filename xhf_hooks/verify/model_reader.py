@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from xhf_hooks.byte_sizes import size_text
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.regular_files import open_regular_fd
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
-from xhf_hooks.verify import strict_json
-from xhf_hooks.verify.content import read_headers, scan
-from xhf_hooks.verify.header import Header, read_header
-from xhf_hooks.verify.holes import Range, find_holes, within
-from xhf_hooks.verify.mapped import MappedFile, map_or_none
-from xhf_hooks.verify.report import Findings
-from xhf_hooks.verify.sums import read_exactly
+from xhf_hooks.files.holes import Range, find_holes, within
+from xhf_hooks.files.mapped_file import MappedFile, map_or_none
+from xhf_hooks.files.regular_files import open_regular_fd
+from xhf_hooks.format import strict_json
+from xhf_hooks.format.byte_sizes import size_text
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.safetensors_header import Header, read_header
+from xhf_hooks.integrity.checksums import read_exactly
+from xhf_hooks.integrity.findings import Findings
+from xhf_hooks.integrity.folder_scan import read_headers, scan
 
 INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
 OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')

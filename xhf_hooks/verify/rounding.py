@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from xhf_hooks.dtypes import TORCH_DTYPES
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 
 #: Explicit bits of the fraction, and the exponent of the least normal number.
 _PRECISION = {'F64': (52, -1022), 'F32': (23, -126), 'F16': (10, -14), 'BF16': (7, -126)}

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.verify import strict_json
-from xhf_hooks.verify.content import FolderContent, WeightFolder
-from xhf_hooks.verify.report import Findings, some
+from xhf_hooks.format import strict_json
+from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 
 #: Their size says how much there is to load.
 _VOCABULARIES = frozenset(
@@ -77,8 +77,8 @@ def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> 
     """A tokenizer_config.json says how much there is to build, too."""
     from transformers import AutoTokenizer  # noqa: F401  (here, and not in each process)
 
-    from xhf_hooks.skeleton.huggingface import quiet
-    from xhf_hooks.skeleton.trial import in_child
+    from xhf_hooks.meta_model.transformers_model import quiet
+    from xhf_hooks.meta_model.trial import in_child
 
     with quiet():
         return in_child(lambda: _vocabulary(folder, rows, trust_remote_code), 'loading the tokenizer', nbytes // 1000)
@@ -87,7 +87,7 @@ def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> 
 def _vocabulary(folder: Path, rows: int, trust_remote_code: bool) -> _Vocabulary:
     from transformers import AutoTokenizer
 
-    from xhf_hooks.skeleton.huggingface import in_one_line
+    from xhf_hooks.meta_model.transformers_model import in_one_line
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(

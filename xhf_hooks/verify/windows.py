@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from xhf_hooks.dtypes import TORCH_DTYPES
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.verify.model_reader import ModelReader
 from xhf_hooks.verify.rounding import Workspace
 

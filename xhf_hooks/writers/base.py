@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from xhf_hooks.records import Chunk, SavePlan, WriteReceipt
+from xhf_hooks.planning.types import Chunk, SavePlan, WriteReceipt
 from xhf_hooks.writers.evidence import Sample
-from xhf_hooks.writers.output_file import FileIdentity
+from xhf_hooks.writers.file_io.output_file import FileIdentity
 
 
 class Writer(ABC):

@@ -8,6 +8,6 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='parallel')
 class ParallelWriter(StreamWriter):
-    """Whole tensors, each written by one rank: its own files where there are enough of them (plan.py)."""
+    """Whole tensors, each written by one rank: its own files where there are enough of them (planning/planner.py)."""
 
     all_ranks = True

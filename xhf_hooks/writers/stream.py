@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from xhf_hooks.checksum import crc32
-from xhf_hooks.nonfinite import count_non_finite
-from xhf_hooks.records import Chunk, Placement, SavePlan, WriteReceipt
+from xhf_hooks.format.checksum import crc32
+from xhf_hooks.format.nonfinite import count_non_finite
+from xhf_hooks.planning.types import Chunk, Placement, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
 from xhf_hooks.writers.evidence import SampleTaker
-from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
+from xhf_hooks.writers.file_io.output_file import FileIdentity, OutputFile, create_file
 
 #: Counted, summed and written before the next: the processor's cache still holds it.
 _PIECE_NBYTES = 2 * 2**20

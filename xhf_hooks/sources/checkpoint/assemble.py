@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region, zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.records import Region, StoredTensor
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.regular_files import open_regular
+from xhf_hooks.files.regular_files import open_regular
 from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import zip_root

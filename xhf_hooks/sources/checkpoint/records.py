@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.dtypes import TORCH_DTYPES
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.records import TensorSpec
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
-from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import NAMES_ALONE, require_one_save, unproven
@@ -23,7 +22,8 @@ from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
 from xhf_hooks.sources.checkpoint.universal import load_universal
-from xhf_hooks.sources.slices import SliceSource
+from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.piece_reader import PieceReader
 
 _SHOWN = 5
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.inert import Global
 from xhf_hooks.sources.checkpoint.records import Piece
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.regular_files import open_regular
-from xhf_hooks.safetensors_format import DTYPE_NBYTES
+from xhf_hooks.files.regular_files import open_regular
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
 from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
 from xhf_hooks.sources.checkpoint.tensors import BadTensor, Storage, make_storage

@@ -1,0 +1,93 @@
+"""One save by one call, for a training loop of your own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks import config
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.errors import AgreedError, OptionError
+from xhf_hooks.manager import RunSaves
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.preflight import unwrap
+from xhf_hooks.telemetry.log import RunLog
+
+
+def save_hf(
+    model: Any,
+    out_dir: str | Path,
+    *,
+    tokenizer: Any | None = None,
+    step: int | None = None,
+    max_keep_ckpts: int = 1,
+    module: str | None = None,
+    lora: str | None = None,
+    llava_format: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = '5GB',
+    bucket_size: int | str = '128MB',
+    writer: str = 'auto',
+    verify: str = 'sizes',
+) -> CommittedCheckpoint:
+    """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
+
+    The same save as HFCheckpointHook's, with its options of the same names. What is wrong with the save is
+    raised before any weight is read.
+
+    Args:
+        model: A DeepSpeed engine, what ``accelerator.prepare`` returned, or a PreTrainedModel or PeftModel,
+            alone, in DDP or in FSDP.
+        out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
+        tokenizer: A tokenizer, its MMEngine config, or its folder. None: the base model's own, else none,
+            with a warning.
+        step: Optimizer steps done. Needed when several saves are kept, because it names the older ones.
+        max_keep_ckpts: How many saves to keep; the older ones are named ``<out_dir>_iter_<step>``.
+
+    Returns:
+        What was committed: its ``path``, its ``step``, its ``cost`` (``nbytes``, ``seconds``, memory), and
+        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space, and what there is to
+        warn of in the files around the weights, is rank 0's to tell.
+
+    Raises:
+        OptionError: An option has a bad value, or is not for this model.
+        XhfError: The save failed; the same on every rank, and the previous save is untouched.
+    """
+    began = time.perf_counter()
+    folder = config.parse_out_dir(out_dir)
+    if folder is None:
+        raise OptionError('out_dir', 'the path of a folder', out_dir)
+    number = config.check_step(step, max_keep_ckpts)
+    run_options = config.parse_run(
+        max_keep_ckpts=max_keep_ckpts,
+        module=module,
+        lora=lora,
+        llava_format=llava_format,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        bucket_size=bucket_size,
+        writer=writer,
+        verify=verify,
+        on_error='raise',
+    )
+    committed: list[CommittedCheckpoint] = []
+    log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
+    shared = Collective.shared()  # connections to all ranks: made at the first call
+    try:
+        saves = RunSaves(
+            unwrap(model), folder.absolute(), run_options, log, on_committed=committed.append, collective=shared
+        )
+        try:
+            saves.prepare(None, when='now')
+            saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)
+        finally:
+            saves.close()
+    except AgreedError:
+        raise
+    except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
+        shared.abandon()
+        raise
+    return committed[0]

@@ -1,0 +1,388 @@
+"""The way from a staging folder to its final name, and the clearing of what a killed run left.
+
+Only rank 0 runs anything here. At every instant the final name holds the old or the new checkpoint,
+whole: on Linux the two folders are exchanged in one call; elsewhere (NFS, MooseFS) the old one is first put
+aside under a name from which :meth:`CheckpointFolder.recover` brings it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import shutil
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xhf_hooks.commit import retention
+from xhf_hooks.commit.completeness import assemble
+from xhf_hooks.commit.fresh_name import look_up
+from xhf_hooks.commit.lock import Answer, RunLock
+from xhf_hooks.commit.others import others_in, set_apart
+from xhf_hooks.commit.rename_exchange import exchange
+from xhf_hooks.concurrency.thread_pool import WorkerThreads
+from xhf_hooks.errors import TargetError
+from xhf_hooks.format.byte_sizes import size_text
+from xhf_hooks.format.safetensors import check_file
+from xhf_hooks.integrity.against_manifest import check_folder
+from xhf_hooks.integrity.manifest import Commit, describe_folder, read_commit, write_manifest
+from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+
+VERIFY_LEVELS = ('off', 'sizes', 'full')
+
+#: Bytes beside the final name: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
+_MOST_ADDED_TO_NAME = 24
+#: And behind it: ``/adapter/model-00001-of-00002.safetensors``, and room for files of remote code.
+_MOST_ADDED_TO_PATH = 128
+
+
+class CheckpointFolder:
+    """One final name, such as ``hf_model``, and all that stands beside it on its behalf.
+
+    Whatever this makes for a while has a name that was never used before, so that no host of the run knows it from
+    before; and what a name stands for is asked of the server before anything is done to it (fresh_name.py).
+
+    Args:
+        final: The name under which the newest committed save is found.
+        max_keep: How many saves are kept, the newest included; -1 keeps all.
+        fsync: Flush to the disk before the commit. Only a benchmark turns it off.
+        elsewhere: What the user does to have another folder, for messages.
+
+    Attributes:
+        staging: The folder that is being filled, from :meth:`open_staging` on.
+        warnings: What the log should say of the commit, or of the recovery; :meth:`open_staging` clears them.
+    """
+
+    def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
+        self.final = final
+        self.fsync = fsync
+        self.elsewhere = elsewhere
+        self.max_keep = max_keep
+        self.staging: Path | None = None
+        self.warnings: list[str] = []
+        self._lock = RunLock(final)
+        self._run_id = uuid.uuid4().hex
+        self._archived: dict[str, Commit | None] = {}  # by name; read once
+
+    def claim(self) -> None:
+        """Before training: make the parent, prove that it can be written, lock, recover, sweep.
+
+        Raises:
+            TargetError: Not writable, a name too long, in use by another run, or holding something that is not ours.
+        """
+        parent = self.final.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self._refuse_long_names()
+            self._lock.acquire_or_explain(self.final, self.elsewhere)
+            probe = self._new_name('probe')
+            probe.write_bytes(b'x')
+            probe.unlink()
+        except OSError as error:
+            self.release()
+            raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
+        except BaseException:
+            self.release()
+            raise
+        try:
+            self._refuse_foreign()
+            self.recover()
+        except BaseException:
+            self.release()
+            raise
+
+    def _refuse_long_names(self) -> None:
+        parent, name = self.final.parent, self.final.name
+        name_room = os.pathconf(parent, 'PC_NAME_MAX') - _MOST_ADDED_TO_NAME - len(os.fsencode(name))
+        path_room = os.pathconf(parent, 'PC_PATH_MAX') - _MOST_ADDED_TO_PATH - len(os.fsencode(self.final))
+        excess = -min(name_room, path_room)
+        if excess > 0:
+            raise TargetError(
+                f'{self.final}: {excess} bytes too long for the names that a save adds to it: '
+                f'{self.elsewhere} a shorter one'
+            )
+
+    def _refuse_foreign(self) -> Commit | None:
+        """What the final name holds now, if anything is there."""
+        final, found = self.final, look_up(self.final)
+        if found is None:
+            return None
+        if not stat.S_ISDIR(found.st_mode):
+            raise TargetError(
+                f'{final} is not a folder; a save would have to replace it. Remove it, or {self.elsewhere} another'
+            )
+        commit = read_commit(final)
+        if commit is None and any(final.iterdir()):
+            raise TargetError(
+                f'{final} holds files that this package did not write, and a save would replace them. '
+                f'Move them away, or {self.elsewhere} another'
+            )
+        return commit
+
+    def recover(self) -> None:
+        """Put right what a killed run left: bring a whole folder to its name, delete a partial one."""
+        for leftover in self._leftovers():
+            self._recover(leftover)
+        self._delete_discarded()
+        for probe in self._beside('probe', 'shared', 'lock.clock'):
+            probe.unlink(missing_ok=True)
+        _fsync_folder(self.final.parent)
+        self._delete_outdated()
+
+    def recover_if_dead(self) -> bool:
+        """:meth:`recover`, unless a run that is alive holds the lock, or may."""
+        if self._lock.acquire() is Answer.HELD:
+            return False
+        try:
+            self.recover()
+        finally:
+            self.release()
+        return True
+
+    def _recover(self, leftover: Path) -> None:
+        if look_up(leftover) is None:
+            return
+        saved, is_there = read_commit(leftover), look_up(self.final) is not None
+        current = read_commit(self.final) if is_there else None
+        if saved is None:  # partial: the manifest is written last
+            self._discard(leftover)
+        elif not is_there:
+            os.rename(leftover, self.final)
+        elif current is not None and saved > current:
+            self._tidy(self._replace_final(leftover), current, saved)
+        else:
+            self._tidy(leftover, saved, current)
+
+    def open_staging(self) -> Path:
+        """An empty staging folder."""
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in self._leftovers():  # of a save that failed after its commit
+            self._recover(leftover)
+        self.warnings = []
+        self.staging = self._new_name('staging')
+        self.staging.mkdir()
+        return self.staging
+
+    def free_nbytes(self) -> int:
+        """Free bytes where the folder goes."""
+        return shutil.disk_usage(self.final.parent).free
+
+    def require_room(self, nbytes: int) -> int:
+        """Free bytes where the folder goes.
+
+        Raises:
+            TargetError: Fewer than ``nbytes``.
+        """
+        free = self.free_nbytes()
+        if free < nbytes:
+            fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
+            raise TargetError(
+                f'{self.final.parent} has {size_text(free)} free, and {size_text(nbytes)} are needed; '
+                f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
+            )
+        return free
+
+    def commit(
+        self,
+        plan: SavePlan,
+        records: np.ndarray,
+        step: Step,
+        facts: dict[str, Any],
+        verify: str = 'sizes',
+        threads: WorkerThreads | None = None,
+    ) -> list[WrittenTensor]:
+        """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
+
+        Args:
+            records: What all ranks have written (receipts.py).
+            verify: One of :data:`VERIFY_LEVELS`: 'sizes' looks at sizes and headers, 'full' also reads all bytes
+                back, from the disk, and compares them with the checksums taken from memory.
+            threads: They read; None starts some.
+
+        Returns:
+            What was written.
+
+        Raises:
+            IncompleteError: Something planned is not there.
+            OSError: The file system refused; the previous checkpoint is still under the final name.
+        """
+        for name, index in plan.indexes.items():
+            with (self.staging / name).open('w', encoding='utf-8') as file:
+                file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
+        tensors = assemble(plan, records)
+        if verify != 'off':
+            for file in plan.files:
+                check_file(self.staging / file.name, file.header, file.nbytes)
+        before = self._refuse_foreign()
+        if self.fsync:
+            _fsync_tree(self.staging)
+        others = [before] if before else self._archives().values()
+        number = 1 + max((commit.number for commit in others), default=0)
+        facts = {**facts, 'commit': {'number': number, 'run': self._run_id}}
+        manifest = describe_folder(self.staging, plan, tensors, step, facts)
+        if verify == 'full':
+            check_folder(self.staging, manifest, 'full', threads=threads)
+        write_manifest(self.staging, manifest)
+        _fsync_folder(self.staging)
+        self._publish(Commit(number, step.iteration, step, files=None))
+        with contextlib.suppress(OSError):
+            self._delete_outdated()
+        return tensors
+
+    def abandon(self) -> None:
+        """Remove a staging folder that will not be committed."""
+        if self.staging is None:
+            return
+        staged, current = read_commit(self.staging), read_commit(self.final)
+        if staged and current and staged < current:
+            return  # the folders were swapped before the error: it is the old one, for open_staging() or recover()
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def release(self) -> None:
+        """Let another run use the folder."""
+        self._lock.release()
+
+    def _publish(self, new: Commit) -> None:
+        old = self._refuse_foreign()
+        if not self.final.exists():
+            os.rename(self.staging, self.final)
+            _fsync_folder(self.final.parent)
+            return
+        displaced = self._replace_final(self.staging)
+        _fsync_folder(self.final.parent)
+        with contextlib.suppress(OSError):  # the new save is live; what stays is recovered by the next
+            self._tidy(displaced, old, new)
+
+    def _replace_final(self, new: Path) -> Path:
+        """Give ``new`` the final name; returns where the old folder is now."""
+        if exchange(new, self.final):
+            return new
+        aside = self._new_name('previous')
+        os.rename(self.final, aside)
+        os.rename(new, self.final)
+        return aside
+
+    def _tidy(self, displaced: Path, old: Commit | None, new: Commit | None) -> None:
+        """Keep or delete a folder that is no longer the newest."""
+        if self.max_keep == 1 or old is None or (new is not None and old.step == new.step):
+            self._discard(displaced)
+        else:
+            self._archive(displaced, old)
+            _fsync_folder(self.final.parent)
+
+    def _archive(self, folder: Path, commit: Commit) -> None:
+        name = self.final.with_name(retention.archive_name(self.final.name, commit.step.label))
+        if look_up(name) is not None:
+            self._discard(name)
+        os.rename(folder, name)
+        self._archived[name.name] = commit
+
+    def _archives(self) -> dict[str, Commit]:
+        """Older saves by name; what is not ours is none."""
+        parent = self.final.parent
+        names = retention.archives(self.final.name, os.listdir(parent))
+        for name in names:
+            if name not in self._archived and look_up(parent / name) is not None:
+                self._archived[name] = read_commit(parent / name)
+        return {name: self._archived[name] for name in names if self._archived.get(name) is not None}
+
+    def _delete_outdated(self) -> None:
+        if self.max_keep != -1:
+            for name in retention.outdated(self._archives(), self.max_keep):
+                if look_up(self.final.with_name(name)) is not None:
+                    self._discard(self.final.with_name(name))
+
+    def _discard(self, folder: Path) -> None:
+        """Delete what :func:`look_up` has found, but for what others put there.
+
+        Under another name, for a half-deleted folder must not look like a save. What cannot be deleted now, such as a
+        file that a reader holds open on NFS, stays under that name until a later save or run can, and is in nobody's
+        way.
+        """
+        self._delete_discarded()
+        self._set_apart_others(folder)
+        discarded = self._new_name('discarded')
+        os.rename(folder, discarded)
+        self._archived.pop(folder.name, None)
+        shutil.rmtree(discarded, ignore_errors=True)
+
+    def _set_apart_others(self, folder: Path) -> None:
+        commit = read_commit(folder)
+        if commit is None or commit.files is None:
+            return
+        others = others_in(folder, commit.files)
+        if others:
+            name = f'{self.final.name}_others_{commit.step.label}'
+            place = set_apart(folder, others, self.final.with_name(name))
+            self.warnings.append(
+                f'{", ".join(others[:3])}{", ..." if len(others) > 3 else ""} in the save of {commit.step.label} '
+                f'did not come from this package; moved to {place}'
+            )
+
+    def _delete_discarded(self) -> None:
+        for path in self._beside('discarded'):
+            if look_up(path) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _leftovers(self) -> list[Path]:
+        """What may be a folder that was being filled, or put aside; not where a live run may be at work."""
+        found = self._beside('previous', 'staging')
+        if self._lock.answer is not Answer.UNKNOWN:
+            return found
+        return [path for path in found if not self._lock.changed_lately(path)]
+
+    def _beside(self, *kinds: str) -> list[Path]:
+        """Hidden names of ours beside the final one."""
+        either = '|'.join(map(re.escape, kinds))
+        pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({either})(-[0-9a-f]+)?')
+        return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
+
+    def _new_name(self, kind: str) -> Path:
+        return new_name(self.final, kind)
+
+
+def new_name(final: Path, kind: str) -> Path:
+    """A name beside the final one that no host has ever heard of; :meth:`CheckpointFolder.recover` knows the kinds."""
+    return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
+
+
+def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
+    """Recover or clear what killed runs left in the other timestamps of a work_dir.
+
+    Returns:
+        The folders that were dealt with. A run that is alive holds its lock and is left alone.
+    """
+    swept = []
+    hidden = f'*/.{glob.escape(final_name)}'
+    for kind in ('staging', 'previous', 'discarded', 'shared', 'probe'):
+        for leftover in sorted(root.glob(f'{hidden}.{kind}*')):
+            folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
+            if folder.recover_if_dead():
+                swept.append(leftover)
+    return swept
+
+
+def _fsync_tree(folder: Path) -> None:
+    for path in folder.rglob('*'):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        elif path.is_dir():
+            _fsync_folder(path)
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,47 @@
+"""What all ranks have written, put together: every byte of every tensor once, with checksums."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xhf_hooks.errors import IncompleteError
+from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
+
+
+def assemble(plan: SavePlan, records: np.ndarray) -> list[WrittenTensor]:
+    """The planned tensors, as the records of all ranks (receipts.py) say they were written. Runs on: rank 0.
+
+    A tensor's checksum is that of its bytes, however they were cut: CRC-32 of pieces can be combined.
+
+    Raises:
+        IncompleteError: Of some tensor bytes are missing, or were written twice.
+    """
+    placements = plan.placements
+    expected = np.array([place.nbytes for place in placements], np.uint64)
+    n_pieces = np.bincount(records['placement'], minlength=len(placements))
+    # Pieces that leave no gap and do not overlap have been joined into one
+    whole = n_pieces == (expected > 0)
+    whole[records['placement']] &= (records['start'] == 0) & (records['nbytes'] == expected[records['placement']])
+    for number in np.flatnonzero(~whole)[:1]:
+        raise IncompleteError(_what_is_wrong(placements[number], records[records['placement'] == number]))
+    crcs, non_finite = np.zeros(len(placements), np.uint32), np.zeros(len(placements), np.uint64)
+    crcs[records['placement']], non_finite[records['placement']] = records['crc32'], records['non_finite']
+    return [WrittenTensor(*one) for one in zip(placements, crcs.tolist(), non_finite.tolist(), strict=True)]
+
+
+def _what_is_wrong(place: Placement, pieces: np.ndarray) -> str:
+    first = pieces['nbytes'][:1].sum() if len(pieces) and pieces['start'][0] == 0 else 0
+    return (
+        f'{place.file}: {place.hf_name}: expected {place.nbytes} bytes, found {pieces["nbytes"].sum()} in '
+        f'{len(pieces)} pieces, without a gap or overlap up to byte {first}'
+    )
+
+
+def warn_of_non_finite(tensors: list[WrittenTensor]) -> list[str]:
+    """What to tell the user about NaN and infinite values that were written."""
+    bad = [tensor for tensor in tensors if tensor.non_finite]
+    if not bad:
+        return []
+    some = ', '.join(f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad[:5])
+    more = f' and {len(bad) - 5} more' if len(bad) > 5 else ''
+    return [f'NaN or infinite values in {len(bad)} tensors: {some}{more}']

@@ -1,0 +1,73 @@
+"""Host memory in which a save in the background keeps its bytes while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+#: Small against the models for which time matters, large against a tensor's part (sources/local_shards.py).
+_BLOCK_NBYTES = 256 * 2**20
+_ALIGNMENT = 64
+
+
+class SnapshotMemory:
+    """Memory that is taken once and used by one snapshot after the other.
+
+    Fresh pages are expensive, so nothing is given back between saves. On a GPU machine it is pinned, and
+    copies run beside each other until :meth:`synchronize`; on the CPU it is in huge pages where there are any.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self._index = self._used = 0
+        self._on_their_way: set[torch.device] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(block.numel() for block in self._blocks)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU can copy into all of it by itself."""
+        return bool(self._blocks) and all(block.is_pinned() for block in self._blocks)
+
+    def clear(self) -> None:
+        """Start the next snapshot; nobody may read the one before any more."""
+        self._index = self._used = 0
+
+    def hold(self, tensor: torch.Tensor) -> memoryview:
+        """Copy a tensor; its row-major bytes, good until :meth:`clear` and, from a GPU, after :meth:`synchronize`."""
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        room = self._take(flat.numel())
+        room.copy_(flat, non_blocking=True)
+        if flat.device.type != 'cpu':
+            self._on_their_way.add(flat.device)
+        return memoryview(room.numpy())
+
+    def synchronize(self) -> None:
+        """Return when all copies have arrived, from whichever devices."""
+        for device in self._on_their_way:
+            torch.get_device_module(device).synchronize(device)
+        self._on_their_way.clear()
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        while self._index < len(self._blocks) and self._used + nbytes > self._blocks[self._index].numel():
+            self._index, self._used = self._index + 1, 0
+        if self._index == len(self._blocks):
+            self._blocks.append(_new_block(max(nbytes, _BLOCK_NBYTES)))
+        room = self._blocks[self._index][self._used : self._used + nbytes]
+        self._used += nbytes + -nbytes % _ALIGNMENT
+        return room
+
+
+def _new_block(nbytes: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, 'MADV_HUGEPAGE'):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive

@@ -1,0 +1,1 @@
+"""Ranks: agreement, and what they see of one file system."""

@@ -1,0 +1,319 @@
+"""Agreement between ranks: an error on one becomes the same error on all, never a hang.
+
+Everything here runs on a gloo group of its own. While one rank writes to a slow disk the others wait
+on this group, with this group's time-out, so no NCCL collective ever spans a disk write.
+
+What is small goes up a binomial tree to rank 0 and comes back by broadcast, so that an agreement of N ranks takes
+2 log2(N) steps, where gloo's own all-reduce takes 2 (N - 1) of them, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import zip_longest
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import BarrierOptions, _set_pg_timeout
+
+from xhf_hooks.errors import AgreedError, PlanError, RankLostError
+from xhf_hooks.files.open_files import allow_open_files
+
+T = TypeVar('T')
+#: Making a group fails after so long. All ranks are about to begin: one that does not come now will not come at all.
+CONNECT_TIMEOUT_SECS = 120.0
+
+
+class Collective:
+    """The ranks of a run, able to agree. One process without torch.distributed is a run of one rank.
+
+    Runs on: all ranks must build it, use it and close it in the same order.
+
+    Args:
+        timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
+        connect_timeout_secs: How long it waits for them here, where nobody has anything to do.
+
+    Raises:
+        RankLostError: A rank did not come.
+        LimitError: This process may not open as many files as there are ranks.
+    """
+
+    def __init__(self, timeout_secs: float = 7200.0, connect_timeout_secs: float = CONNECT_TIMEOUT_SECS) -> None:
+        self.rank, self.world_size, self._group = 0, 1, None
+        self._timeout = timedelta(seconds=timeout_secs)
+        self._remembered: tuple[str, Exception] | None = None
+        self._is_shared = False
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.world_size > 1:
+            allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
+            self._group = self._connect(connect_timeout_secs)
+
+    @classmethod
+    def shared(cls) -> Collective:
+        """The one of this process's default group: made by the first call, then used again until that group ends.
+
+        Runs on: all ranks. For callers that come again and again; :meth:`close` leaves it open.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        found = _SHARED.get(dist.group.WORLD)
+        if found is None:
+            found = _SHARED[dist.group.WORLD] = cls()
+            found._is_shared = True
+        return found
+
+    def agree(self, stage: str, error: Exception | None = None) -> None:
+        """Raise on every rank if any rank brings an error, now or remembered. Runs on: all ranks.
+
+        Raises:
+            AgreedError: Some rank failed; the same on every rank.
+            RankLostError: A rank did not answer.
+        """
+        if error is not None:
+            self.remember(stage, error)
+        own, self._remembered = self._remembered, None
+        if not self.any(own is not None, stage):
+            return
+        reports = self.all_gather(None if own is None else (own[0], _describe(own[1])))
+        failures = {rank: report[1] for rank, report in enumerate(reports) if report is not None}
+        failed_stage = next(report[0] for report in reports if report is not None)
+        raise AgreedError(failed_stage, failures) from (None if own is None else own[1])
+
+    def remember(self, stage: str, error: Exception) -> None:
+        """Keep a failure for the next agreement, until which this rank goes on taking part. The first one counts."""
+        if self._remembered is None:
+            self._remembered = (stage, error)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether this rank remembers a failure."""
+        return self._remembered is not None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Run a block on all ranks and agree at its end, whatever happened in it. Runs on: all ranks.
+
+        The block must reach its end, or raise, without waiting for a rank that may have failed; inside
+        it :meth:`agree` may be called at points that all ranks pass.
+        """
+        try:
+            yield
+        except (AgreedError, RankLostError):
+            raise
+        except Exception as error:  # whatever it is, every rank must learn of it
+            self.agree(name, error)
+        else:
+            self.agree(name)
+
+    def wait(self, stage: str) -> None:
+        """Until all ranks are here. Runs on: all ranks. Says nothing about failures; log2(N) steps."""
+        if self.world_size > 1:
+            with self._in_touch(stage):
+                options = BarrierOptions()
+                options.device = torch.device('cpu')  # dist.barrier would take the GPU to which the run is bound
+                self._group.barrier(options).wait()
+
+    def any(self, flag: bool, stage: str = 'exchange') -> bool:
+        """Whether any rank says so. Runs on: all ranks."""
+        return bool(self.all_reduce(np.array([flag], np.uint8), np.maximum, stage)[0])
+
+    def all_reduce(
+        self, values: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray], stage: str = 'exchange'
+    ) -> np.ndarray:
+        """Everyone's numbers, merged two by two, on every rank. Runs on: all ranks.
+
+        Args:
+            values: A few; of one shape and type on all ranks.
+        """
+        if self.world_size == 1:
+            return values
+        children, parent = self._tree()
+        with self._in_touch(stage):
+            for child in children:
+                theirs = np.empty_like(values)
+                self._receive(theirs, child)
+                values = merge(values, theirs)
+            if parent is not None:
+                self._send(values, parent)
+            merged = torch.from_numpy(np.array(values))
+            dist.broadcast(merged, 0, group=self._group)
+        return merged.numpy()
+
+    def reduce(self, records: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Everyone's records, merged two by two, on rank 0; elsewhere what this rank had. Runs on: all ranks.
+
+        What ``merge`` raises is remembered.
+
+        Args:
+            records: Of one type on all ranks, in any number.
+            merge: Given those of consecutive ranks, the lower ones first.
+        """
+        if self.world_size == 1:
+            return records
+        children, parent = self._tree()
+        with self._in_touch('exchange'):
+            for child in children:
+                length = np.empty(1, np.int64)
+                self._receive(length, child)
+                theirs = np.empty(length[0], records.dtype)
+                self._receive(theirs, child)
+                try:
+                    records = merge(records, theirs)
+                except Exception as error:  # those above in the tree wait for this rank
+                    self.remember('exchange', error)
+            if parent is not None:
+                self._send(np.array([len(records)], np.int64), parent)
+                self._send(records, parent)
+        return records
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value. Runs on: all ranks; what others pass does not count."""
+        if self.world_size == 1:
+            return value
+        content = _pickled(value if self.rank == 0 else None)
+        length = torch.tensor([content.numel()])
+        with self._in_touch('exchange'):
+            dist.broadcast(length, 0, group=self._group)
+            if self.rank != 0:
+                content = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(content, 0, group=self._group)
+        return pickle.loads(content.numpy())
+
+    def exchange(self, value: T, distance: int) -> T:
+        """Send a value to the rank that is ``distance`` further on, and get that of the one as far back.
+
+        Runs on: all ranks. What a rank sends and gets does not grow with the number of ranks.
+        """
+        if self.world_size == 1:
+            return value
+        to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+        mine, length = _pickled(value), torch.empty(1, dtype=torch.int64)
+        with self._in_touch('exchange'):
+            self._swap(torch.tensor([mine.numel()]), to, length, source)
+            theirs = torch.empty(int(length), dtype=torch.uint8)
+            self._swap(mine, to, theirs, source)
+        return pickle.loads(theirs.numpy())
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order. Runs on: all ranks. For what is small and seldom."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T] = [value] * self.world_size
+        with self._in_touch('exchange'):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def require_same(self, what: str, digest: str, describe: Callable[[], list[str]]) -> None:
+        """Check that all ranks hold the same thing. Runs on: all ranks.
+
+        Args:
+            digest: Compared first, so that nothing large travels while all is well.
+            describe: The thing itself, line by line; called only to name the first difference.
+
+        Raises:
+            PlanError: It differs; both sides are named.
+        """
+        if not self.any(digest != self.broadcast(digest)):
+            return
+        digests = self.all_gather(digest)
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        everyone = self.all_gather(describe())
+        ours, theirs = everyone[0], everyone[odd[0]]
+        pairs = enumerate(zip_longest(ours, theirs, fillvalue='nothing more'))
+        first, sides = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        raise PlanError(
+            f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]!r} on rank 0 and '
+            f'{sides[1]!r} on rank {odd[0]}. All ranks must hold the same model.'
+        )
+
+    def close(self) -> None:
+        """Give the group back; a shared one stays for the next. Runs on: all ranks."""
+        if not self._is_shared:
+            self._end()
+
+    def abandon(self) -> None:
+        """Close all connections, of a shared one, too: others that wait for this rank learn that it has gone.
+
+        Runs on: a rank that leaves in the middle, with an error that is not agreed.
+        """
+        self._end()
+
+    def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
+        # The time-out of a new group is that of looking for its ranks in the store, too: short for this, then long
+        try:
+            group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
+        except RuntimeError as error:
+            raise RankLostError(
+                f'rank {self.rank} found not all of the {self.world_size} ranks within {timeout_secs:.0f} s, before '
+                f'a save: one has died, or has not come to it: {error}'
+            ) from error
+        _set_pg_timeout(self._timeout, group)
+        return group
+
+    def _tree(self) -> tuple[list[int], int | None]:
+        """Whom this rank hears, in this order, and whom it tells; rank 0 nobody."""
+        children, step = [], 1
+        while step < self.world_size and self.rank % (2 * step) == 0:
+            if self.rank + step < self.world_size:
+                children.append(self.rank + step)
+            step *= 2
+        return children, self.rank - step if self.rank else None
+
+    # Each wait is told the time-out: from one rank to another it is else that with which the group was made
+
+    def _send(self, values: np.ndarray, rank: int) -> None:
+        dist.isend(_as_tensor(values), rank, group=self._group).wait(self._timeout)
+
+    def _receive(self, values: np.ndarray, rank: int) -> None:
+        dist.irecv(_as_tensor(values), rank, group=self._group).wait(self._timeout)
+
+    def _swap(self, mine: torch.Tensor, to: int, theirs: torch.Tensor, source: int) -> None:
+        sending = dist.isend(mine, to, group=self._group)
+        dist.irecv(theirs, source, group=self._group).wait(self._timeout)
+        sending.wait(self._timeout)
+
+    @contextmanager
+    def _in_touch(self, stage: str) -> Iterator[None]:
+        what = f'rank {self.rank} lost touch with the others in stage {stage!r} of a save'
+        if self._group is None:
+            raise RankLostError(f'{what}: the connection broke in an earlier one')
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises for a closed connection and a time-out
+            # The connections are closed, or those that wait for this rank would do so until their own time-out
+            self._end()
+            secs = self._timeout.total_seconds()
+            raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
+
+    def _end(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            with contextlib.suppress(ValueError):  # it went with the default group, as in a notebook
+                dist.destroy_process_group(group)
+        if self._is_shared and dist.group.WORLD is not None:
+            _SHARED.pop(dist.group.WORLD, None)
+
+
+#: What :meth:`Collective.shared` has made, for as long as the process group exists.
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
+
+
+def _as_tensor(values: np.ndarray) -> torch.Tensor:
+    """Its bytes, not a copy."""
+    return torch.from_numpy(values.view(np.uint8))
+
+
+def _pickled(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _describe(error: Exception) -> str:
+    return f'{type(error).__name__}: {error}'

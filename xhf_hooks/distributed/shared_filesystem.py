@@ -1,0 +1,50 @@
+"""Whether all ranks see one folder, and can tell that a file is the one that rank 0 made: found out, not assumed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from xhf_hooks.commit.checkpoint_folder import new_name
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.errors import TargetError
+
+
+def is_shared(final: Path, collective: Collective) -> bool:
+    """Rank 0 writes a file of a new name beside ``final``, every rank looks for it. Runs on: all ranks.
+
+    Its inode number, too, must be the same for every rank: writers prove by it that they have the right file
+    (writers/file_io/output_file.py). NFS, Lustre, CephFS, MooseFS and others give every host the server's number; FUSE file
+    systems that make up their own do not.
+
+    Raises:
+        AgreedError: Rank 0 cannot write there.
+    """
+    probe = final.with_name(collective.broadcast(new_name(final, 'shared').name))  # hosts may mount it elsewhere
+    number = None
+    with collective.stage('preflight'):
+        if collective.rank == 0:
+            number = _write_probe(probe)
+    number = collective.broadcast(number)
+    is_missed = collective.any(not _sees(probe, number))
+    with collective.stage('preflight'):
+        if collective.rank == 0:
+            probe.unlink(missing_ok=True)
+    return not is_missed
+
+
+def _sees(probe: Path, number: int) -> bool:
+    try:
+        with probe.open() as file:
+            return file.read() == probe.name and os.fstat(file.fileno()).st_ino == number
+    except OSError:
+        return False
+
+
+def _write_probe(probe: Path) -> int:
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text(probe.name)
+        return probe.stat().st_ino
+    except OSError as error:
+        raise TargetError(f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can') from error

@@ -1,0 +1,192 @@
+"""Every file of a Hugging Face folder that is not weights. The live model's own objects are never edited."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.files.regular_files import open_regular, read_regular_text, require_regular
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.model.tensors import model_class
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
+PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
+_SAMPLING_OPTIONS = ('temperature', 'top_p', 'top_k', 'min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff')
+
+
+def exported_config(
+    model: PreTrainedModel, dtype: str | None, embedding_rows: int | None, base_dir: str
+) -> PretrainedConfig:
+    """A copy of the model's config that describes what is written.
+
+    Training code often sets ``use_cache`` to False for its own sake; the copy has what the base model had.
+
+    Args:
+        dtype: Element-type code that floats are cast to; None when they stay as trained.
+        embedding_rows: Rows of the input embedding, which ``vocab_size`` must match.
+    """
+    config = copy.deepcopy(model.config)
+    config.architectures = [model_class(model).__name__]
+    if getattr(config, '_attn_implementation_autoset', False):
+        config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
+    dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
+    written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
+    setattr(config, dtype_option, str(written).removeprefix('torch.'))
+    parts = [getattr(config, name) for name in getattr(config, 'sub_configs', ()) if getattr(config, name, None)]
+    if dtype is not None:
+        for part in parts:
+            if getattr(part, dtype_option, None) is not None:
+                setattr(part, dtype_option, getattr(config, dtype_option))
+    text = config.get_text_config()
+    if embedding_rows is not None and getattr(text, 'vocab_size', embedding_rows) != embedding_rows:
+        text.vocab_size = embedding_rows
+    if getattr(text, 'use_cache', None) is False:
+        text.use_cache = _base_use_cache(text, base_dir)
+    return config
+
+
+def _base_use_cache(config: PretrainedConfig, base_dir: str) -> bool:
+    default = getattr(type(config)(), 'use_cache', True)
+    if not base_dir:
+        return default
+    try:
+        base, _ = type(config).get_config_dict(base_dir, local_files_only=True)
+    except (OSError, ValueError):
+        return default
+    return base.get('use_cache', base.get('text_config', {}).get('use_cache', default))
+
+
+def write(
+    folder: Path,
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    tokenizer: Any | None,
+    stop_token_ids: Sequence[int],
+    base_dir: str,
+) -> list[str]:
+    """Write all of it. Runs on: rank 0.
+
+    Returns:
+        Warnings for the log.
+    """
+    from transformers.dynamic_module_utils import custom_object_save
+
+    warnings = []
+    if is_remote_code(model):  # the folder needs the code to load
+        # transformers 4.48 leaves _auto_class unset; the config has the base's auto_map then
+        custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        warnings += _write_generation_config(folder, model, stop_token_ids)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
+    _copy_processor_files(folder, base_dir, with_template=not replaced)
+    return warnings
+
+
+def is_remote_code(model: PreTrainedModel) -> bool:
+    """Whether the model's class came with its base model, by ``trust_remote_code``."""
+    return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
+
+
+def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_ids: Sequence[int]) -> list[str]:
+    """Save it; an invalid one is repaired by turning sampling on, or left out."""
+    generation = copy.deepcopy(model.generation_config)
+    if stop_token_ids:
+        known = generation.eos_token_id
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        generation.eos_token_id = list(dict.fromkeys([*known, *stop_token_ids]))
+    try:
+        generation.save_pretrained(folder)
+        return []
+    except ValueError as error:
+        problem = ' '.join(str(error).split())
+    set_options = [name for name in _SAMPLING_OPTIONS if getattr(generation, name, None) is not None]
+    generation.do_sample = True
+    try:
+        generation.save_pretrained(folder)
+    except ValueError:
+        return [f'generation_config.json is left out, transformers finds it invalid: {problem}']
+    return [f'generation_config.json: do_sample set to True, because {set_options} are set: {problem}']
+
+
+def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
+    """That of the base model's tokenizer, which is not built for this."""
+    if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
+        return read_regular_text(jinja)
+    config = base_file(base_dir, 'tokenizer_config.json')
+    template = None if config is None else json.loads(read_regular_text(config)).get('chat_template')
+    return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
+
+
+def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
+    names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
+    if names and with_template:  # one that training replaced must not come back by way of the processor
+        names.append('chat_template.json')  # a processor's template, transformers < 5
+    for name in names:
+        path = base_file(base_dir, name)
+        if path is not None and not (folder / name).exists():
+            with open_regular(path) as original, (folder / name).open('xb') as copied:
+                shutil.copyfileobj(original, copied)
+
+
+def base_file(base_dir: str, name: str) -> Path | None:
+    """A file of the base model, from its folder or from the local hub cache; never from the network."""
+    if not base_dir:
+        return None
+    if Path(base_dir).is_dir():
+        path = Path(base_dir) / name
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(base_dir, name)
+    except HFValidationError:  # not a hub name either
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for. Runs on: rank 0.
+
+    Fewer are fine: embeddings are often padded.
+
+    Raises:
+        ModelError: It has.
+    """
+    if embedding_rows is None or not hasattr(tokenizer, '__len__'):
+        return
+    if len(tokenizer) > embedding_rows:
+        raise ModelError(
+            f'the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {embedding_rows}: set the '
+            f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
+        )
+
+
+def recorded_vocab_size(base_dir: str) -> int | None:
+    """What the base model's config says; None when that is not on this machine, or says nothing."""
+    path = base_file(base_dir, 'config.json')
+    if path is None:
+        return None
+    config = json.loads(read_regular_text(path))
+    return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
+
+
+def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
+    """The base model's own tokenizer; None when the base has none. Runs on: rank 0."""
+    if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    require_regular(base_dir)
+    return AutoTokenizer.from_pretrained(base_dir, trust_remote_code=trust_remote_code, local_files_only=True)

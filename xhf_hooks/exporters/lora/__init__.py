@@ -1,0 +1,1 @@
+"""LoRA models: as an adapter, merged, or both; and adapters inside of larger models."""

@@ -1,0 +1,160 @@
+"""A LoRA adapter as peft's ``save_pretrained`` writes it, without its whole-model state dict."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.base import specs_below
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.model.tensors import model_class, module_tensors, without_wrappers
+from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+
+#: peft's SAFETENSORS_WEIGHTS_NAME; it reads this one file.
+_ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
+
+
+class AdapterExporter:
+    """``adapter_config.json``, ``adapter_model.safetensors`` and the model card of one adapter.
+
+    Which tensors belong to it, and under which names (``modules_to_save``, trained biases, embeddings of a
+    resized vocabulary), is peft's ``get_peft_model_state_dict`` to say. It only picks and renames what it is
+    given, so it is given specs instead of tensors.
+
+    Args:
+        path: Of the PeftModel in the trained model.
+        adapter: Its name in the PeftModel. The files do not mention it.
+        alone: No merged model goes out with it; :meth:`entries` then raises a ModelError when a trained tensor
+            would be lost, or when the base model is gone.
+    """
+
+    n_parameters = None
+    combine_nbytes = 0
+
+    def __init__(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> None:
+        self._path, self._peft_model, self._adapter, self._alone = path, peft_model, adapter, alone
+        self._model = peft_model.get_base_model()
+        self._config = peft_model.peft_config[adapter]
+        self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
+        self.left_out: tuple[str, ...] = ()
+        self._embedding_rows: int | None = None  # known after entries() when alone
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        from peft import get_peft_model_state_dict
+
+        # peft goes by the paths of modules, which FSDP1 lengthens
+        live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
+        own = {live[name]: spec for name, spec in specs_below(self._path, specs).items()}
+        found = get_peft_model_state_dict(self._peft_model, state_dict=own, adapter_name=self._adapter)
+        found = {without_wrappers(name): spec for name, spec in found.items()}
+        read = {spec.name for spec in found.values()}
+        if self._alone:
+            self._require_complete(specs, read)
+        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
+        return self._entries_of(found, dtype)
+
+    def _entries_of(self, found: Mapping[str, TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        return [
+            ExportEntry(
+                name,
+                spec.shape,
+                dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
+                (spec.name,),
+                file_set=_ADAPTER_FILES,
+            )
+            for name, spec in found.items()
+        ]
+
+    def _require_complete(self, specs: Sequence[TensorSpec], in_adapter: set[str]) -> None:
+        trained = {name for name, tensor in module_tensors(self._peft_model) if tensor.requires_grad}
+        lost = {s.name for n, s in specs_below(self._path, specs).items() if n in trained} - in_adapter
+        if lost:
+            raise ModelError(
+                f'{len(lost)} trained tensors are not part of the adapter and would be lost: {sorted(lost)[:5]}. Name '
+                f"their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
+            )
+        base = Path(self._recorded_base() or '.')
+        if base.is_absolute() and not base.is_dir():
+            raise ModelError(f'the base model {base} is not there, and without it nothing loads the adapter')
+        embeddings = self._embeddings(specs)
+        self._embedding_rows = None if embeddings is None else embeddings.shape[0]
+        base_rows = hf_assets.recorded_vocab_size(self._recorded_base() or '')
+        if None in (embeddings, base_rows) or embeddings.name in in_adapter or embeddings.shape[0] == base_rows:
+            return
+        raise ModelError(
+            f'the base model {self._recorded_base()} has {base_rows} tokens, but the one in training has embeddings '
+            f'for {embeddings.shape[0]} and the adapter does not hold them: record the right base_model_name_or_path, '
+            f"name the embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
+        )
+
+    def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:
+        """The input embeddings, unless an adapter or a copy took their place."""
+        try:
+            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
+        except (NotImplementedError, AttributeError):  # a model without token embeddings
+            return None
+        own = specs_below(self._path, specs)
+        return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
+
+    def base_tokenizer(self) -> Any | None:
+        """The tokenizer of the base model. Runs on: rank 0."""
+        trusted = hf_assets.is_remote_code(self._model)
+        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
+
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+        """Write all but the weights. Runs on: rank 0."""
+        self._peft_model.create_or_update_model_card(str(folder))
+        config = copy.copy(self._config)  # not a deep copy: a set may list its members in another order then
+        config.base_model_name_or_path = self._recorded_base()
+        config.inference_mode = True
+        auto_mapping = None
+        if config.task_type is None:  # then peft's AutoPeftModel needs to know what to build
+            kind = model_class(self._model)
+            auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
+        config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
+        hf_assets.require_vocabulary(tokenizer, self._embedding_rows)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if config.base_model_name_or_path:
+            return []
+        return ['adapter_config.json names no base model: the model was not loaded from one']
+
+    def _recorded_base(self) -> str | None:
+        """As peft's ``save_pretrained`` finds it."""
+        recorded = self._config.base_model_name_or_path
+        return recorded if recorded is not None else self._model.__dict__.get('name_or_path') or None
+
+
+def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
+    """Every PeftModel in the trained model, by path."""
+    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # whoever built one has imported it
+    if peft_model is None:
+        return {}
+    return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}
+
+
+def trained_adapter(path: str, peft_model: PeftModel) -> str:
+    """The name of the one adapter of the PeftModel at ``path``.
+
+    Raises:
+        ModelError: There are several, it is of another kind than LoRA, or nothing of it is trained.
+    """
+    kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
+    if list(kinds.values()) != ['LORA']:
+        raise ModelError(f'expected a PeftModel with one adapter of type LORA, found {kinds}')
+    (name,) = kinds
+    if not any(parameter.requires_grad for parameter in peft_model.parameters()):
+        raise ModelError(
+            f'the adapter {name!r} at {path or "the root"!r} has no trained tensor; load it with '
+            f'is_trainable=True, or make it with get_peft_model'
+        )
+    return name

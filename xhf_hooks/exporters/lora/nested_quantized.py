@@ -1,0 +1,117 @@
+"""A quantized model with LoRA adapters on some of its parts: what was trained, since no merge is without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from xhf_hooks.errors import ModelError, OptionError
+from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.base import Exporter, specs_below
+from xhf_hooks.exporters.composite import PartsExporter
+from xhf_hooks.exporters.huggingface import find_pretrained
+from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
+from xhf_hooks.exporters.lora.nested import LoraInsideExporter, quantized_parts
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.model.tensors import module_tensors
+from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
+from xhf_hooks.registry import EXPORTERS
+
+#: ``trained.safetensors``: state-dict names of the model that the adapters are on.
+_TRAINED_FILES = FileSet(stem='trained', may_split=False)
+
+
+@EXPORTERS.register_module()
+class QuantizedLoraInsideExporter(PartsExporter):
+    """``<part>_adapter/`` for each adapter, and ``trained.safetensors`` with what else was trained.
+
+    XTuner's QLoRA configs of InternVL train such models. To use the folder: load the unquantized base model, put
+    each adapter on its part with ``PeftModel.from_pretrained``, and load the rest with
+    ``load_state_dict(strict=False)``.
+
+    Args:
+        lora: 'adapter' is all that there is.
+
+    Raises:
+        OptionError: Another value was given.
+        ModelError: An adapter is of another kind than LoRA, or nothing of it is trained.
+    """
+
+    options = ('lora',)
+
+    def __init__(self, model: nn.Module, module: str | None, lora: str = 'adapter') -> None:
+        path, pretrained = find_pretrained(model, module)
+        adapters = adapters_in(pretrained)
+        if lora != 'adapter':
+            raise OptionError(
+                'lora',
+                f"None or 'adapter': {quantized_parts(pretrained)} is quantized, and an adapter cannot be merged into "
+                f'such weights without loss. Train with quantization_llm=False and quantization_vit=False to merge',
+                lora,
+            )
+        self.parts = {'': _TrainedRest(path, pretrained, sorted(adapters))}
+        for below, peft_model in adapters.items():
+            live = '.'.join(filter(None, (path, below)))
+            name = trained_adapter(live, peft_model)
+            self.parts[f'{below.replace(".", "_")}_adapter'] = AdapterExporter(live, peft_model, name, alone=False)
+        self.base_dir = getattr(pretrained.config, '_name_or_path', '') or ''
+        self._trusted = hf_assets.is_remote_code(pretrained)
+        self.notes = (
+            f'{type(pretrained).__name__} is quantized, so what was trained is written, not a whole model: adapters '
+            f'in {sorted(set(self.parts) - {""})}, to be put on the parts of {self.base_dir or "the base model"}, and '
+            f'the rest in trained.safetensors',
+        )
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        return LoraInsideExporter.accepts(model, module) and bool(quantized_parts(find_pretrained(model, module)[1]))
+
+    def base_tokenizer(self) -> Any | None:
+        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=self._trusted)
+
+
+class _TrainedRest(Exporter):
+    """Trained tensors that no adapter holds."""
+
+    n_parameters = None
+
+    def __init__(self, path: str, model: nn.Module, adapted: list[str]) -> None:
+        self._path = path
+        self._names = {
+            name
+            for name, tensor in module_tensors(model)
+            if tensor.requires_grad and not any(name.startswith(f'{part}.') for part in adapted)
+        }
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        return False
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        found = {name: spec for name, spec in specs_below(self._path, specs).items() if name in self._names}
+        missing = self._names - set(found)
+        if missing:
+            raise ModelError(f'trained, but not among the tensors of the model: {sorted(missing)[:5]}')
+        read = {spec.name for spec in found.values()}
+        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
+        return [
+            ExportEntry(
+                name,
+                spec.shape,
+                dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
+                (spec.name,),
+                file_set=_TRAINED_FILES,
+            )
+            for name, spec in found.items()
+        ]
+
+    def base_tokenizer(self) -> Any | None:
+        return None
+
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return []

@@ -1,0 +1,39 @@
+"""The tokenizer that goes out with the weights. Runs on: rank 0, before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters import Exporter
+from xhf_hooks.exporters.hf_assets import load_tokenizer
+from xhf_hooks.registry import BUILDER
+
+
+def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
+    """Build it from the option, from what the run itself has, or from the base model, the first that there is.
+
+    Returns:
+        The tokenizer, or None, and warnings.
+
+    Raises:
+        OptionError: The option names a folder without one.
+    """
+    tokenizer = option if option is not None else of_the_run
+    if isinstance(tokenizer, dict):
+        return BUILDER.build(dict(tokenizer)), []
+    if isinstance(tokenizer, (str, Path)):
+        found = load_tokenizer(str(tokenizer), trust_remote_code=False)
+        if found is None:
+            raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
+        return found, []
+    if tokenizer is None:
+        tokenizer = exporter.base_tokenizer()
+    if tokenizer is not None:
+        return tokenizer, []
+    warning = (
+        f'no tokenizer: the run has none, and neither has the base model {exporter.base_dir!r}. '
+        f'The folder will hold weights and configs only; set tokenizer'
+    )
+    return None, [warning]

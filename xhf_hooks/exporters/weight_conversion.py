@@ -1,0 +1,178 @@
+"""Renaming and un-fusing by transformers' own mapping, found out without copying it.
+
+Since version 5 transformers keeps some weights in memory in another form than in its checkpoints (fused
+experts, for example), and ``save_pretrained`` turns them back with
+``transformers.core_model_loading.revert_weight_conversion``. That function is run here once over meta
+tensors that remember what they were made of. So every output's name, shape and sources are known before
+a tensor is gathered, and the outputs fall into groups that can be made one after the other. An output that
+is a view of consecutive elements of one input, as an expert is of fused ones, need not even be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> list[ExportEntry]:
+    """What ``save_pretrained`` would write for these tensors.
+
+    Args:
+        model: The architecture, on the meta device; its shapes are read by some conversions.
+        specs: Name in the model (which may differ from the name in the source) to spec.
+
+    Returns:
+        Entries in ``save_pretrained``'s order, with the element types of the specs.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers < 5 stores every tensor as it is in memory
+        return [_unchanged(name, spec) for name, spec in specs.items()]
+
+    inputs = {name: _traced_meta(name, spec) for name, spec in specs.items()}
+    outputs = revert_weight_conversion(model, dict(inputs))
+    groups = _groups(model, specs, inputs, outputs)
+    entries = []
+    for hf_name, tensor in outputs.items():
+        group = groups.get(hf_name)
+        if group is None:
+            entries.append(_unchanged(hf_name, specs[next(iter(tensor.sources))]))
+        else:
+            reads = tuple(spec.name for spec in group.inputs.values())
+            shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
+            first = _first_of_run(tensor, [inputs[name] for name in group.inputs])
+            entries.append(ExportEntry(hf_name, shape, dtype, reads, group, first=first))
+    return entries
+
+
+def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) -> int | None:
+    """The element of the group's only input with which an output begins that is a run of its elements."""
+    if len(group_inputs) != 1:
+        return None
+    (read,) = group_inputs
+    is_view = tensor.untyped_storage()._cdata == read.untyped_storage()._cdata and tensor.dtype == read.dtype
+    as_it_was = read._version == 0  # no operation in place
+    return tensor.storage_offset() if is_view and as_it_was and tensor.is_contiguous() else None
+
+
+class ConversionGroup:
+    """Inputs that are converted together: what ``combine`` of their entries calls.
+
+    Args:
+        inputs: Name in the model to spec.
+        shapes: What must come out, HF name to shape.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, inputs: dict[str, TensorSpec], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        self._model = model
+        self.inputs = inputs
+        self.shapes = shapes
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert gathered tensors (name in the source -> tensor). Runs on: the rank that writes.
+
+        Raises:
+            ModelError: Other names or shapes come out than were planned.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        outputs = revert_weight_conversion(self._model, {n: tensors[s.name] for n, s in self.inputs.items()})
+        found = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
+        if found != self.shapes:
+            differing = sorted(set(found.items()) ^ set(self.shapes.items()))[:6]
+            raise ModelError(
+                f'transformers converts {sorted(self.inputs)} on their own into other tensors than within the '
+                f'whole model (differing: {differing}); this architecture needs an exporter of its own'
+            )
+        return outputs
+
+
+def _unchanged(hf_name: str, spec: TensorSpec) -> ExportEntry:
+    return ExportEntry(hf_name, spec.shape, spec.dtype, (spec.name,))
+
+
+def _groups(
+    model: PreTrainedModel,
+    specs: Mapping[str, TensorSpec],
+    inputs: Mapping[str, _TracedTensor],
+    outputs: Mapping[str, _TracedTensor],
+) -> dict[str, ConversionGroup]:
+    """HF name to its group, for outputs that were computed; the merely renamed ones are absent."""
+    computed = {
+        hf_name: tensor.sources
+        for hf_name, tensor in outputs.items()
+        if len(tensor.sources) != 1 or tensor is not inputs[next(iter(tensor.sources))]
+    }
+    groups = {}
+    for sources, hf_names in _connected(computed):
+        group = ConversionGroup(
+            model,
+            {name: spec for name, spec in specs.items() if name in sources},
+            {hf_name: tuple(outputs[hf_name].shape) for hf_name in hf_names},
+        )
+        group({spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()})  # works on its own?
+        groups.update(dict.fromkeys(hf_names, group))
+    return groups
+
+
+def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], list[str]]]:
+    """Outputs that share a source belong together: (all their sources, their names) of each such set."""
+    sets: list[tuple[set[str], list[str]]] = []
+    set_of: dict[str, tuple[set[str], list[str]]] = {}
+    for hf_name, sources in computed.items():
+        merged: tuple[set[str], list[str]] = (set(sources), [])
+        for old in {id(set_of[s]): set_of[s] for s in sources if s in set_of}.values():
+            merged[0].update(old[0])
+            merged[1].extend(old[1])
+            sets.remove(old)
+        merged[1].append(hf_name)
+        sets.append(merged)
+        set_of.update(dict.fromkeys(merged[0], merged))
+    return sets
+
+
+class _TracedTensor(torch.Tensor):
+    """A tensor that carries the names of the tensors that it was computed from.
+
+    It stays the view that it is where :meth:`~torch.Tensor.contiguous` would copy: that changes no element.
+    """
+
+    sources: frozenset[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        operands = list(_tensors_in((args, kwargs)))
+        for tensor in _tensors_in(result):
+            if not any(tensor is operand for operand in operands):
+                tensor.sources = frozenset().union(*(operand.sources for operand in operands))
+        return result
+
+
+def _traced_meta(name: str, spec: TensorSpec) -> _TracedTensor:
+    tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device='meta').as_subclass(_TracedTensor)
+    tensor.sources = frozenset({name})
+    return tensor
+
+
+def _tensors_in(value: Any) -> Iterable[_TracedTensor]:
+    if isinstance(value, _TracedTensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))

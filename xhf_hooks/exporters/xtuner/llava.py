@@ -1,0 +1,105 @@
+"""XTuner's ``LLaVAModel``: an ``llm``, a ``visual_encoder`` and a ``projector`` between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.composite import PartsExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
+from xhf_hooks.exporters.lora.exporter import ADAPTER_FOLDER
+from xhf_hooks.exporters.lora.merge import MergedExporter
+from xhf_hooks.exporters.xtuner.llava_hf import LlavaHuggingFaceExporter
+from xhf_hooks.registry import EXPORTERS
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+LLAVA_FORMATS = ('xtuner', 'xtuner_complete', 'huggingface')
+#: Where ``LLaVAModel.to_xtuner_llava`` (xtuner ``model/llava.py``) puts a complete part; the llm into the checkpoint
+#: itself, where ``xtuner chat CHECKPOINT --llava CHECKPOINT`` looks for it. An adapter goes to ``<part>_adapter``.
+_FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'projector'}
+
+
+@EXPORTERS.register_module()
+class LlavaExporter(PartsExporter):
+    """XTuner's layout with the trained parts, with all parts, or transformers' LlavaForConditionalGeneration.
+
+    Args:
+        lora: 'adapter', 'merge' or 'both', where a part has an adapter. Beside merged parts the adapters go to
+            ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` once more to what is merged.
+        llava_format: One of :data:`LLAVA_FORMATS`. 'xtuner' leaves frozen parts out, as XTuner does.
+
+    Raises:
+        OptionError: ``lora`` was given and there is no adapter, or it is 'adapter' and the format has none.
+        ModelError: A part cannot be exported like this.
+    """
+
+    options = ('lora', 'llava_format')
+
+    def __init__(
+        self, model: nn.Module, module: str | None, lora: str | None = None, llava_format: str = 'xtuner'
+    ) -> None:
+        adapted = {name: child for name, child in adapters_in(model).items() if name in _FOLDERS}
+        if lora is not None and not adapted:
+            raise OptionError('lora', 'None, because neither llm nor visual_encoder has an adapter', lora)
+        if llava_format == 'huggingface' and lora == 'adapter':
+            raise OptionError('lora', "None, 'merge' or 'both' with llava_format 'huggingface'", lora)
+        self.parts = {}
+        notes: list[str] = []
+        if llava_format == 'huggingface':
+            self.parts[''] = LlavaHuggingFaceExporter(model)
+            self._add_adapters(adapted, beside_merged=True, wanted=lora == 'both')
+        else:
+            lora = lora or 'adapter'
+            self._add_complete_parts(model, adapted, lora, llava_format == 'xtuner_complete', notes)
+            self._add_adapters(adapted, beside_merged=lora == 'both', wanted=lora != 'merge')
+        self.tokenizer_folder = next((folder for folder in ('', 'llm_adapter') if folder in self.parts), None)
+        if self.tokenizer_folder is None:
+            notes.append('the llm is not written, and neither is its tokenizer')
+        self.notes = tuple(notes)
+        llm = adapted['llm'].get_base_model() if 'llm' in adapted else model.llm
+        self._trusted = hf_assets.is_remote_code(llm)
+        self.base_dir = getattr(llm.config, '_name_or_path', '') or ''
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        from transformers import PreTrainedModel
+
+        children = dict(model.named_children())
+        adapted = adapters_in(model)
+        return module is None and all(
+            isinstance(children.get(name), PreTrainedModel) or (name in adapted and name != 'projector')
+            for name in _FOLDERS
+        )
+
+    def base_tokenizer(self) -> Any | None:
+        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=self._trusted)
+
+    def _add_complete_parts(
+        self, model: nn.Module, adapted: dict[str, PeftModel], lora: str, with_frozen: bool, notes: list[str]
+    ) -> None:
+        for name, folder in _FOLDERS.items():
+            child = getattr(model, name)
+            if name in adapted:
+                if lora != 'adapter':
+                    self.parts[folder] = MergedExporter(model, name, child, trained_adapter(name, child))
+            elif with_frozen or name == 'projector' or any(p.requires_grad for p in child.parameters()):
+                self.parts[folder] = HuggingFaceExporter(model, name)
+            else:
+                base = getattr(child.config, '_name_or_path', '') or 'what it was'
+                notes.append(
+                    f'{name} is frozen and not written: it still is {base}. llava_format '
+                    f"'xtuner_complete' or 'huggingface' writes it, too"
+                )
+
+    def _add_adapters(self, adapted: dict[str, PeftModel], *, beside_merged: bool, wanted: bool) -> None:
+        if wanted:
+            for name, child in adapted.items():
+                folder = f'{ADAPTER_FOLDER}/{name}_adapter' if beside_merged else f'{name}_adapter'
+                adapter = trained_adapter(name, child)
+                self.parts[folder] = AdapterExporter(name, child, adapter, alone=not beside_merged)

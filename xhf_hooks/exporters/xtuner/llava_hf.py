@@ -1,0 +1,220 @@
+"""XTuner's ``LLaVAModel`` as transformers' ``LlavaForConditionalGeneration``, complete, adapters merged."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
+from xhf_hooks.exporters.lora.adapter import adapters_in, trained_adapter
+from xhf_hooks.exporters.lora.merge import MergedExporter
+from xhf_hooks.exporters.resize_embeddings import ROWS_MULTIPLE, NewRows
+from xhf_hooks.model.tensors import model_class
+from xhf_hooks.planning.types import TensorSpec
+
+if TYPE_CHECKING:
+    from transformers import LlavaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+IMAGE_TOKEN, PAD_TOKEN = '<image>', '<pad>'
+#: The projector's names, XTuner's ``model/modules/projector`` to transformers' ``LlavaMultiModalProjector``.
+_PROJECTOR_NAMES = {'model.0.': 'linear_1.', 'model.2.': 'linear_2.'}
+_PROJECTOR_DEPTH = 2
+
+
+class LlavaHuggingFaceExporter(HuggingFaceExporter):
+    """What ``LLaVAModel.to_huggingface_llava`` (xtuner ``model/llava.py``) makes, with these differences.
+
+    The llm may be any that transformers builds itself, not only Llama; a frozen visual encoder is written, too;
+    the layer that features are taken from is the trained one; the processor knows the patch size. The tokenizer
+    gets ``<image>`` and ``<pad>``, and where they need new rows in the embeddings these are the mean of the rows
+    there are; XTuner draws them at random around it. No image ever reads the row of ``<image>``: features take its
+    place.
+
+    Raises:
+        ModelError: A part is quantized, is not transformers' own, or the projector is not one of two layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        adapted = adapters_in(model)
+        self._parts: dict[str, HuggingFaceExporter] = {}
+        for name in ('visual_encoder', 'projector', 'llm'):  # the order of LlavaForConditionalGeneration
+            child = getattr(model, name)
+            base = child.get_base_model() if name in adapted else child
+            if name != 'projector':
+                _require_usable(name, base)
+            if name in adapted:
+                self._parts[name] = MergedExporter(model, name, child, trained_adapter(name, child))
+            else:
+                self._parts[name] = HuggingFaceExporter(model, name)
+        super().__init__(model, self._parts['llm']._path)
+        _require_two_layers(self._parts['projector']._model.config)
+        self._select_layer = getattr(model, 'visual_select_layer', -2)
+        self._own: dict[str, dict[str, TensorSpec]] = {}
+        self._rows = 0
+
+    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+        """Those of LlavaForConditionalGeneration, with the embeddings as large as they will be."""
+        self._own = {name: part._own_names(specs) for name, part in self._parts.items()}
+        self._derived = {base: made for part in self._parts.values() for base, made in part._derived.items()}
+        self._rows, widened = self._with_new_rows()
+        prefixes = _prefixes(self._model)
+        named = {}
+        for part, own in {**self._own, 'llm': widened}.items():
+            for name, spec in own.items():
+                named[_renamed(name, prefixes[part])] = spec
+        return named
+
+    def _with_new_rows(self) -> tuple[int, dict[str, TensorSpec]]:
+        """The rows of the embeddings, and the llm's tensors with so many.
+
+        As XTuner does: none are added where the tokens fit, else up to the next multiple of 64. Its count is one
+        short where that many end exactly on the first of the two.
+        """
+        own = dict(self._own['llm'])
+        names = self._embedding_names()
+        rows = own[names[0]].shape[0]
+        tokenizer = self.base_tokenizer()
+        needed = rows + 2 if tokenizer is None else max(with_image_token(tokenizer)[1:]) + 1
+        if needed <= rows:
+            return rows, own
+        wanted = -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        for name in names:
+            spec = own[name]
+            made = self._derived.get(spec.name)
+            if not isinstance(made, NewRows):  # else it is tied to one that was seen
+                self._derived[spec.name] = NewRows(spec.name, wanted, made)
+            own[name] = TensorSpec(spec.name, (wanted, *spec.shape[1:]), spec.dtype, spec.aliases, spec.has_master)
+        return wanted, own
+
+    def _embedding_names(self) -> list[str]:
+        """Names in the llm of what has a row for each token, the input embedding first."""
+        llm = build_on_meta(model_class(self._model), self._model.config)
+        embeddings = [llm.get_input_embeddings(), llm.get_output_embeddings()]
+        tensors = {id(t): None for module in embeddings if module is not None for t in module.parameters()}
+        found = {name: id(t) for name, t in llm.named_parameters(remove_duplicate=False) if id(t) in tensors}
+        return sorted(found, key=lambda name: [*tensors].index(found[name]))
+
+    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> LlavaConfig:
+        from transformers import LlavaConfig
+
+        text = self._parts['llm']._exported_config(self._own['llm'], dtype)
+        vision = self._parts['visual_encoder']._exported_config(self._own['visual_encoder'], dtype)
+        projector = self._parts['projector']._model.config
+        text.vocab_size = self._rows
+        config = LlavaConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=self._rows - 2,  # until the tokenizer is known
+            image_seq_length=_n_patches(vision) + self._n_class_tokens() - 1,
+            projector_hidden_act=projector.hidden_act,
+            multimodal_projector_bias=projector.bias,
+            vision_feature_layer=self._select_layer,
+            vision_feature_select_strategy='default',  # without the first: LLaVAModel.forward
+            tie_word_embeddings=text.tie_word_embeddings,
+        )
+        config.architectures = ['LlavaForConditionalGeneration']
+        dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'
+        setattr(config, dtype_option, getattr(text, dtype_option))
+        return config
+
+    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+        from transformers import LlavaForConditionalGeneration
+
+        return build_on_meta(LlavaForConditionalGeneration, config)
+
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+        config = copy.deepcopy(self._config)
+        warnings = []
+        if tokenizer is None:
+            warnings.append(f'no tokenizer: config.json takes {config.image_token_index} for the token {IMAGE_TOKEN}')
+        else:
+            tokenizer, image_id, pad_id = with_image_token(tokenizer)
+            if max(image_id, pad_id) >= self._rows:
+                raise ModelError(
+                    f'the tokenizer has {len(tokenizer)} tokens with {IMAGE_TOKEN} and {PAD_TOKEN}, the embeddings '
+                    f'{self._rows} rows, as many as the tokenizer of the base model {self.base_dir!r} needs; set the '
+                    f'option tokenizer to one of this size, or call resize_token_embeddings before training'
+                )
+            config.image_token_index, config.pad_token_id = image_id, pad_id
+        warnings += hf_assets.write(folder, self._model, config, tokenizer, stop_token_ids, base_dir='')
+        return warnings + self._write_processor(folder)
+
+    def _write_processor(self, folder: Path) -> list[str]:
+        """What LlavaProcessor's ``save_pretrained`` writes, without building an image processor."""
+        vision_base = self._parts['visual_encoder'].base_dir
+        preprocessor = hf_assets.base_file(vision_base, 'preprocessor_config.json')
+        if preprocessor is None:
+            return [f'no processor: the base of the visual encoder {vision_base!r} has no preprocessor_config.json']
+        shutil.copyfile(preprocessor, folder / 'preprocessor_config.json')
+        processor = {
+            'processor_class': 'LlavaProcessor',
+            'image_token': IMAGE_TOKEN,
+            'patch_size': self._config.vision_config.patch_size,
+            'num_additional_image_tokens': self._n_class_tokens(),
+            'vision_feature_select_strategy': self._config.vision_feature_select_strategy,
+        }
+        (folder / 'processor_config.json').write_text(json.dumps(processor, indent=2) + '\n')
+        return []
+
+    def _n_class_tokens(self) -> int:
+        """How many positions of the visual encoder's output are no patches: CLIP has one, SigLIP none."""
+        positions = [s for n, s in self._own['visual_encoder'].items() if n.endswith('position_embedding.weight')]
+        return positions[0].shape[0] - _n_patches(self._parts['visual_encoder']._model.config) if positions else 1
+
+
+def with_image_token(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, int, int]:
+    """A copy with the tokens ``<image>`` and ``<pad>`` (which pads), and their ids."""
+    from transformers import AddedToken
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
+    tokenizer.add_special_tokens({'pad_token': PAD_TOKEN})
+    image_id, pad_id = tokenizer.convert_tokens_to_ids([IMAGE_TOKEN, PAD_TOKEN])
+    return tokenizer, image_id, pad_id
+
+
+def _require_usable(name: str, part: PreTrainedModel) -> None:
+    quantized = getattr(part, 'quantization_method', None)
+    if quantized is not None:
+        raise ModelError(f"{name} is quantized ({quantized}); set llava_format to 'xtuner', which saves its adapter")
+    if not type(part).__module__.startswith('transformers.models.'):
+        raise ModelError(
+            f'{name} is {type(part).__module__}.{type(part).__name__}, which LlavaForConditionalGeneration cannot '
+            f"hold: expected a model of transformers itself; set llava_format to 'xtuner' or 'xtuner_complete'"
+        )
+
+
+def _require_two_layers(projector: PretrainedConfig) -> None:
+    if projector.depth != _PROJECTOR_DEPTH:
+        raise ModelError(
+            f'LlavaForConditionalGeneration has a projector of {_PROJECTOR_DEPTH} layers, found depth '
+            f"{projector.depth}; set llava_format to 'xtuner' or 'xtuner_complete'"
+        )
+
+
+def _n_patches(vision: PretrainedConfig) -> int:
+    return (vision.image_size // vision.patch_size) ** 2
+
+
+def _prefixes(llm: PreTrainedModel) -> dict[str, Mapping[str, str]]:
+    """Part to what the start of its names becomes; the first that fits counts."""
+    import transformers
+
+    nested = hasattr(transformers, 'LlavaModel')  # since 4.52: LlavaForConditionalGeneration is a LlavaModel and a head
+    inside = 'model.' if nested else ''
+    language = {f'{llm.base_model_prefix}.': 'model.language_model.', '': ''} if nested else {'': 'language_model.'}
+    projector = {old: f'{inside}multi_modal_projector.{new}' for old, new in _PROJECTOR_NAMES.items()}
+    return {'visual_encoder': {'': f'{inside}vision_tower.'}, 'projector': projector, 'llm': language}
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    old, new = next((old, new) for old, new in prefixes.items() if name.startswith(old))
+    return new + name.removeprefix(old)

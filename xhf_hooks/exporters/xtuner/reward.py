@@ -1,0 +1,217 @@
+"""XTuner's RewardModel: a backbone ``llm`` without its language-model head, and ``v_head``, ``(1, hidden)``.
+
+What goes out is what ``RewardModel.to_hf`` makes of it (``xtuner/model/reward.py``): the sequence classifier of the
+backbone's family with one label and the head as ``score``, or for InternLM2 its reward model.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.base import specs_below
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, pretrained_in, quantization_of
+from xhf_hooks.exporters.lora.adapter import AdapterExporter
+from xhf_hooks.exporters.lora.exporter import LoraExporter
+from xhf_hooks.exporters.lora.merge import MergedExporter
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.registry import EXPORTERS
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+BACKBONE, HEAD = 'llm', 'v_head'
+#: What peft's names begin with.
+_IN_ADAPTER = 'base_model.model'
+
+
+def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
+    """What scores with such a backbone, as XTuner chooses it.
+
+    Raises:
+        ModelError: There is no such class.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    config, kind = backbone.config, type(backbone)
+    own_code = sys.modules[kind.__module__]  # the code that came with the base model, when that had any
+    named = [str(value).rpartition('.')[2] for value in (getattr(config, 'auto_map', None) or {}).values()]
+    for name in (name for name in named if name.endswith('ForRewardModel')):
+        if hasattr(own_code, name):
+            return getattr(own_code, name)
+    if 'InternLM2' in kind.__name__:
+        return _xtuners_internlm2(kind)
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    name = f'{kind.__name__.removesuffix("Model")}ForSequenceClassification'
+    if hasattr(own_code, name):
+        return getattr(own_code, name)
+    raise ModelError(
+        f'nothing loads a reward model with the backbone {kind.__name__}: transformers has no sequence classifier for '
+        f'{type(config).__name__}, and {kind.__module__} has neither {name} nor a ...ForRewardModel in auto_map. '
+        f'Set module to {BACKBONE!r} to save the backbone alone, or register an exporter of your own'
+    )
+
+
+def _xtuners_internlm2(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    try:
+        from xtuner.tools.model_converters.modeling_internlm2_reward.modeling_internlm2 import InternLM2ForRewardModel
+    except ImportError as error:
+        raise ModelError(
+            f'{kind.__name__} has no InternLM2ForRewardModel in the auto_map of its base model, and XTuner, which has '
+            f'one, cannot be imported ({error}); start from a base model that has one, such as internlm2-1_8b-reward'
+        ) from error
+    return InternLM2ForRewardModel
+
+
+def head_of(kind: type[PreTrainedModel]) -> str:
+    """Where a :func:`reward_class` has the head."""
+    return 'v_head' if kind.__name__.endswith('ForRewardModel') else 'score'
+
+
+class HeadedExporter(HuggingFaceExporter):
+    """A backbone with the head beside it, as one model of :func:`reward_class`.
+
+    Args:
+        reward_token_id: The token whose score counts, for classes that have one.
+    """
+
+    def __init__(self, *args: Any, reward_token_id: int | None) -> None:
+        super().__init__(*args)
+        self._class = reward_class(self._model)
+        self._head = head_of(self._class)
+        self._reward_token_id = reward_token_id
+
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+        warnings = self._write_sidecar_of(self._reference, folder, tokenizer, ())
+        if self._head == 'score' and self._config.pad_token_id is None:
+            warnings.append('config.json has no pad_token_id: transformers scores one text at a time until it is set')
+        return warnings
+
+    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+        prefix = self._class.base_model_prefix
+        own = {f'{prefix}.{name}': spec for name, spec in super()._own_names(specs).items()}
+        own.update((f'{self._head}.{name}', spec) for name, spec in specs_below(HEAD, specs).items())
+        return own
+
+    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
+        config = super()._exported_config(own, dtype)
+        config.architectures = [self._class.__name__]
+        auto_map = getattr(config, 'auto_map', None)
+        if self._head == 'score':
+            config.num_labels = 1
+            if auto_map and self._class.__module__ == type(self._model).__module__:
+                module = self._class.__module__.rpartition('.')[2]
+                auto_map['AutoModelForSequenceClassification'] = f'{module}.{self._class.__name__}'
+            return config
+        if auto_map:
+            auto_map.pop('AutoModelForCausalLM', None)
+        if self._reward_token_id is not None:
+            config.reward_token_id = self._reward_token_id
+        elif getattr(config, 'reward_token_id', None) is None:
+            raise ModelError(
+                f'{self._class.__name__} scores a token of its own: set reward_token_id in the config of the run, '
+                f'or of its RewardModel'
+            )
+        return config
+
+    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+        return build_on_meta(self._class, config)
+
+
+@EXPORTERS.register_module()
+class RewardExporter(HeadedExporter):
+    """A reward model that is trained as a whole."""
+
+    options = ('reward_token_id',)
+
+    def __init__(self, model: nn.Module, module: str | None, reward_token_id: int | None = None) -> None:
+        super().__init__(model, BACKBONE, reward_token_id=_reward_token_id(model, reward_token_id))
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        return module is None and has_head(model) and BACKBONE in pretrained_in(model)
+
+
+class MergedRewardExporter(HeadedExporter, MergedExporter):
+    """A reward model with its LoRA adapter merged into the backbone."""
+
+
+class RewardAdapterExporter(AdapterExporter):
+    """The adapter of the sequence classifier, with the head as one of its ``modules_to_save``.
+
+    It loads with ``PeftModel.from_pretrained`` onto ``AutoModelForSequenceClassification.from_pretrained(base,
+    num_labels=1)``; for InternLM2, onto its reward model.
+    """
+
+    def __init__(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> None:
+        super().__init__(path, peft_model, adapter, alone=alone)
+        kind = reward_class(self._model)
+        self._head, prefix = head_of(kind), kind.base_model_prefix
+        self._prefix = f'{_IN_ADAPTER}.{prefix}.'
+        self._config = config = copy.copy(self._config)
+        config.task_type = 'SEQ_CLS' if self._head == 'score' else 'FEATURE_EXTRACTION'
+        config.modules_to_save = [*(config.modules_to_save or ()), self._head]
+        for option in ('target_modules', 'exclude_modules'):
+            pattern = getattr(config, option, None)
+            if isinstance(pattern, str):  # matches whole names, which have a part more now
+                setattr(config, option, rf'{prefix}\.(?:{pattern})')
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        entries = [
+            replace(entry, hf_name=self._prefix + entry.hf_name.removeprefix(f'{_IN_ADAPTER}.'))
+            for entry in super().entries(specs, dtype)
+        ]
+        head = {f'{_IN_ADAPTER}.{self._head}.{name}': spec for name, spec in specs_below(HEAD, specs).items()}
+        self.left_out = tuple(name for name in self.left_out if name not in {spec.name for spec in head.values()})
+        return entries + self._entries_of(head, dtype)
+
+
+@EXPORTERS.register_module()
+class RewardLoraExporter(LoraExporter):
+    """A reward model with a LoRA adapter; merged as XTuner does it, unless the base model is quantized.
+
+    Args:
+        lora: One of :data:`LORA_MODES`. Defaults to None: 'merge', or 'adapter' on a quantized base model.
+    """
+
+    options = ('lora', 'reward_token_id')
+
+    def __init__(
+        self, model: nn.Module, module: str | None, lora: str | None = None, reward_token_id: int | None = None
+    ) -> None:
+        self._reward_token_id = _reward_token_id(model, reward_token_id)
+        if lora is None:
+            (base,) = (m for path, m in pretrained_in(model).items() if path.startswith(f'{BACKBONE}.'))
+            lora = 'merge' if quantization_of(base) is None else 'adapter'
+        super().__init__(model, BACKBONE, lora)
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        return module is None and has_head(model) and super().accepts(model, BACKBONE)
+
+    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> MergedExporter:
+        return MergedRewardExporter(model, path, peft_model, adapter, reward_token_id=self._reward_token_id)
+
+    def _adapter(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> AdapterExporter:
+        return RewardAdapterExporter(path, peft_model, adapter, alone=alone)
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether there is a ``v_head`` beside ``llm``."""
+    children = dict(model.named_children())  # getattr would look into llm, too
+    return BACKBONE in children and isinstance(children.get(HEAD), nn.Linear)
+
+
+def _reward_token_id(model: nn.Module, given: int | None) -> int | None:
+    """The RewardModel's own, else the one of the run's config."""
+    own = vars(model).get('reward_token_id')
+    return given if own is None else own

@@ -1,0 +1,164 @@
+"""XTuner's Mixtral and DeepSeek-V2 with ``moe_implementation='shard'``: experts fused for training, written one by one.
+
+XTuner holds the experts of a layer in shards, ``experts.{shard}.w1w3`` of shape ``(E, 2 * ffn, hidden)`` and
+``experts.{shard}.w2`` of shape ``(E, hidden, ffn)``, with E experts each (``ExpertShard`` in
+``xtuner/model/transformers_models``). Names and order of what they are made of are those of ``get_origin_state_dict``
+in ``xtuner/utils/handle_moe_load_and_save.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
+from xhf_hooks.exporters.lora.merge import base_path
+from xhf_hooks.exporters.weight_conversion import convert_specs
+from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.model.tensors import model_class, module_tensors
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.registry import EXPORTERS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: Model class to the official names of an expert's gate, up and down projection (XTuner's PARAM_NAME_MAPPING).
+_EXPERT_PARTS = {
+    'DeepseekV2ForCausalLM': ('gate_proj', 'up_proj', 'down_proj'),
+    'MixtralForCausalLM': ('w1', 'w3', 'w2'),
+}
+#: What XTuner added to the official configs.
+_XTUNER_OPTIONS = ('moe_implementation', 'expert_in_one_shard')
+_FUSED = re.compile(r'(?P<experts>.+\.experts)\.(?P<shard>\d+)\.(?P<part>w1w3|w2)')
+
+
+@dataclass(frozen=True)
+class Unfuse:
+    """Views of one fused tensor, ``(experts, rows, columns)``: ``outputs`` by row blocks, expert after expert."""
+
+    read: str
+    outputs: tuple[str, ...]
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        fused = tensors[self.read]
+        parts = fused.view(len(self.outputs), -1, fused.shape[-1])
+        return dict(zip(self.outputs, parts.unbind(0), strict=True))
+
+
+@EXPORTERS.register_module()
+class ShardedMoeExporter(HuggingFaceExporter):
+    """Writes the official model: its names, its config without XTuner's options.
+
+    The official class is transformers' own where this version has it, else XTuner's class with
+    ``moe_implementation='origin'``, which has the names of the code that came with the base model.
+
+    Raises:
+        ModelError: XTuner has no such model.
+    """
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        if not any(map(is_sharded_moe, pretrained_in(model).values())):
+            return False
+        path, found = find_pretrained(model, module)
+        return is_sharded_moe(found) and not path.endswith(base_path(''))  # below a PeftModel: LoraExporter's
+
+    def __init__(self, model: nn.Module, module: str | None) -> None:
+        super().__init__(model, module)
+        name = model_class(self._model).__name__
+        if name not in _EXPERT_PARTS:
+            raise ModelError(f'{name} has sharded experts; only those of {sorted(_EXPERT_PARTS)} can be written')
+        self._parts = _EXPERT_PARTS[name]
+
+    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+        warnings = super().write_sidecar(folder, tokenizer, stop_token_ids)
+        return warnings + self._copy_code(folder)
+
+    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
+        from transformers import CONFIG_MAPPING
+
+        config = super()._exported_config(own, dtype)
+        official = CONFIG_MAPPING.get(config.model_type)
+        if official is None:
+            for name in _XTUNER_OPTIONS:
+                config.__dict__.pop(name, None)
+            return config
+        options = {name: value for name, value in config.to_dict().items() if name not in _XTUNER_OPTIONS}
+        return official.from_dict(options)
+
+    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        official = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        if official:
+            return build_on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+        config = copy.deepcopy(config)
+        config.moe_implementation = 'origin'
+        return build_on_meta(model_class(self._model), config)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Transformers 5 fuses experts in memory, too, and in another way: what it writes is what counts."""
+        specs = {n: TensorSpec(n, tuple(t.shape), dtype_code(t.dtype)) for n, t in module_tensors(self._reference)}
+        return {entry.hf_name: entry.shape for entry in convert_specs(self._reference, specs)}
+
+    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+        """The official names; an expert's part has the name of the fused tensor in the source."""
+        own: dict[str, TensorSpec] = {}
+        for name, spec in super()._own_names(specs).items():
+            own.update((part, replace(spec, shape=shape)) for part, shape in self._unfused(name, spec))
+        return own
+
+    def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
+        outputs_of: dict[str, list[str]] = {}
+        for name, spec in own.items():
+            outputs_of.setdefault(spec.name, []).append(name)
+        entries = []
+        for read, outputs in outputs_of.items():
+            unfuse = Unfuse(read, tuple(outputs)) if _FUSED.match(read) else None
+            for i, name in enumerate(outputs):
+                spec = own[name]
+                first = None if unfuse is None else i * math.prod(spec.shape)
+                entries.append(ExportEntry(name, spec.shape, spec.dtype, (read,), unfuse, first=first))
+        return entries
+
+    def _unfused(self, name: str, spec: TensorSpec) -> list[tuple[str, tuple[int, ...]]]:
+        """Official names and shapes of a tensor, in the order of its rows."""
+        found = _FUSED.fullmatch(name)
+        if found is None:
+            return [(name, spec.shape)]
+        gate, up, down = self._parts
+        parts = (gate, up) if found['part'] == 'w1w3' else (down,)
+        n_experts, rows, columns = spec.shape
+        first, shape = int(found['shard']) * n_experts, (rows // len(parts), columns)
+        return [(f'{found["experts"]}.{first + i}.{part}.weight', shape) for i in range(n_experts) for part in parts]
+
+    def _copy_code(self, folder: Path) -> list[str]:
+        """The official code that the base model came with, where transformers does not have the model."""
+        code = getattr(self._config, 'auto_map', None) or {}
+        files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
+        missing = []
+        for name in sorted(files):
+            path = hf_assets.base_file(self.base_dir, name)
+            if path is None:
+                missing.append(name)
+            elif not (folder / name).exists():
+                shutil.copyfile(path, folder / name)
+        if not missing:
+            return []
+        return [f'{missing}, which config.json names in auto_map, are not in the base model {self.base_dir!r}']
+
+
+def is_sharded_moe(model: nn.Module) -> bool:
+    """Whether XTuner fused the experts, seen by the names of its tensors."""
+    return any(_FUSED.fullmatch(name) for name, _ in model.named_parameters())

@@ -1,0 +1,1 @@
+"""Files of the operating system, read with care."""

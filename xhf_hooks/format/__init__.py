@@ -1,0 +1,1 @@
+"""File formats and element types: safetensors, JSON, checksums."""

@@ -1,0 +1,87 @@
+"""JSON that anyone may have written: parsed within bounds, duplicate names refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from xhf_hooks.errors import DamagedError
+from xhf_hooks.files.regular_files import open_regular
+
+#: A value takes up to 100 bytes as a Python object. A million tensors have fewer values than this.
+MOST_VALUES = 5 * 10**6
+MOST_NBYTES = 100 * 10**6  # of safetensors headers: the library's own limit
+
+
+class _Duplicate(ValueError):
+    pass
+
+
+def parse(data: bytes, where: str) -> dict[str, Any]:
+    """An object in JSON.
+
+    Args:
+        where: For the message.
+
+    Raises:
+        DamagedError: It is not one, or takes more memory than any real one.
+    """
+    values = data.count(b',') + data.count(b'[') + data.count(b'{')
+    if values > MOST_VALUES:
+        raise DamagedError(f'{where}: {values} JSON values; expected at most {MOST_VALUES}')
+    try:
+        content = json.loads(data.decode('utf-8'), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise DamagedError(f'{where}: not UTF-8 text ({error.reason} at byte {error.start})') from None
+    except RecursionError:
+        raise DamagedError(f'{where}: JSON nested too deeply') from None
+    except ValueError as error:  # a number of too many digits, too
+        raise DamagedError(f'{where}: not valid JSON ({str(error)[:200]})') from None
+    if b'\\ud' in data.lower() and not _is_text(content):
+        raise DamagedError(f'{where}: half of a surrogate pair, which is no character')
+    if not isinstance(content, dict):
+        raise DamagedError(f'{where}: expected a JSON object, found {type(content).__name__}')
+    return content
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file that holds one object in JSON.
+
+    Raises:
+        DamagedError: It cannot be read, is too large, or is not one.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(MOST_NBYTES + 1)
+    except OSError as error:
+        raise DamagedError(f'{path}: cannot be read ({error.strerror})') from None
+    if len(data) > MOST_NBYTES:
+        raise DamagedError(f'{path}: larger than {MOST_NBYTES} bytes, the most that is read')
+    return parse(data, str(path))
+
+
+def is_count(value: Any) -> bool:
+    """A JSON integer that can be a size or an offset; true and 1.0 are none."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_text(content: Any) -> bool:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _Duplicate(f'the name {twice[:80]!r} is there twice')
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f'{text} is not JSON')

@@ -1,0 +1,294 @@
+"""All saves of one run, from its preflight to its last report: what hook, callback and call have in common."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from xhf_hooks import preflight
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.concurrency.exit_guard import ExitWait
+from xhf_hooks.config import RunOptions
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.errors import TargetError, XhfError
+from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.preflight import Unwrapped
+from xhf_hooks.save import Saver
+from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
+
+
+class RunSaves:
+    """Proves that saves will work, does them, and ends. Runs on: all ranks, every method.
+
+    Nobody tells hooks and callbacks that training was interrupted, by an exception or Ctrl-C. So the next run in the
+    same process (a notebook, a sweep, Trainer's auto_find_batch_size) ends the one before that holds its folders.
+
+    Args:
+        unwrapped: The trained model.
+        run: What this is one of, such as MMEngine's runner. Two of the same run cannot have the same folder, nor can
+            one without a run have that of another.
+        on_committed: Told of each save that is under its final name.
+        collective: That outlives these saves; None makes one for them.
+
+    Attributes:
+        newest: The folder of the newest save.
+        others: Further folders by the suffix of their names, each with one save.
+        saved_at: Iterations done at the last save to ``newest``, if it has not failed.
+        collective: Of this run's saves.
+    """
+
+    #: Those of this process that are open: of the process, as the locks are that they hold.
+    _open: ClassVar[weakref.WeakSet[RunSaves]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        unwrapped: Unwrapped,
+        final: Path,
+        options: RunOptions,
+        log: RunLog,
+        *,
+        run: object | None = None,
+        suffixes: Sequence[str] = (),
+        reward_token_id: int | None = None,
+        on_committed: Callable[[CommittedCheckpoint], None] | None = None,
+        collective: Collective | None = None,
+    ) -> None:
+        self._options, self._log = options, log
+        self._on_committed = on_committed
+        self._after: Callable[[], None] | None = None  # of the save in flight
+        self.saved_at: int | None = None
+        if options.save.dtype == 'F32':
+            preflight.refuse_unreadable_masters(unwrapped.engine)
+        self._run = None if run is None else weakref.ref(run)
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self.newest = CheckpointFolder(final, options.max_keep)
+        self.others = {
+            suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
+        }
+        self._end_interrupted()
+        with ExitStack() as ending:
+            self.collective = Collective() if collective is None else collective
+            ending.callback(self.collective.close)
+            self._writer = preflight.choose_writer(log, options.save.writer, final, self.collective)
+            save = replace(options.save, writer=self._writer, facts=unwrapped.facts, reward_token_id=reward_token_id)
+            self._saver = Saver(unwrapped.model, save, self.collective, unwrapped.root)
+            ending.callback(self._saver.close)
+            for folder in self._folders:
+                ending.callback(folder.release)
+            self._ending = ending.pop_all()
+        # The model must not stay in memory for a run that nobody ends; its locks must not stay when it goes
+        weakref.finalize(self, _release, self._process, self._folders).atexit = False
+        RunSaves._open.add(self)
+        self._tokenizer_warnings: tuple[str, ...] = ()
+        self._watch = StallWatch(log, in_background=options.save.in_background, writer=self._writer)
+
+    def prepare(
+        self,
+        tokenizer: Any | None,
+        *,
+        when: Any,
+        sweep: Path | None = None,
+        finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int]]] | None = None,
+    ) -> None:
+        """Plan, claim the folders and rehearse.
+
+        Args:
+            tokenizer: Of the run; the option of that name goes before it, the base model's after.
+            when: For the log: when saves are made.
+            sweep: A work_dir to clear of what killed runs left.
+            finish_tokenizer: Gives the final tokenizer, and the ids of what ends an answer.
+
+        Raises:
+            XhfError: Saves will not work; the same on every rank, before any training is paid for. It is closed then.
+        """
+        try:
+            self._prepare(tokenizer, when, sweep, finish_tokenizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(
+        self,
+        tokenizer: Any | None,
+        when: Any,
+        sweep: Path | None,
+        finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int]]] | None,
+    ) -> None:
+        plan = self._saver.prepare()
+        with self.collective.stage('preflight'):
+            if self.collective.rank == 0:
+                self._refuse_other_runs()
+                preflight.claim_targets(
+                    self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep
+                )
+                found, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
+                for warning in warnings:
+                    self._log.warning(warning)
+                self._tokenizer_warnings = tuple(warnings)
+                self._saver.set_tokenizer(*((found, ()) if finish_tokenizer is None else finish_tokenizer(found)))
+                for warning in self._saver.rehearse(self.newest):
+                    self._log.warning(warning)
+        if self._saver.in_background:
+            with self.collective.stage('preflight'):
+                reserved = self._saver.reserve_snapshot()
+            self._log.info(f'saves go on in the background, from {reserved / 1e6:.0f} MB of host memory on this rank')
+            self._ending.callback(ExitWait(self._wait_at_exit).close)
+        log_preparations(self._log, self._saver, when, self._writer, self.newest.final)
+
+    def save(
+        self,
+        step: Step,
+        folder: CheckpointFolder | None = None,
+        *,
+        may_skip: bool = False,
+        after: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        prepare_secs: float = 0.0,
+    ) -> None:
+        """One save; into ``newest`` unless another folder is given.
+
+        Args:
+            facts: What the manifest says of this save alone.
+            may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
+            after: Called when it is committed.
+            prepare_secs: What counts as part of it and has passed before, if it is not in the background.
+
+        Raises:
+            XhfError: It failed, and ``on_error`` is 'raise'.
+        """
+        began, folder = time.monotonic(), folder or self.newest
+        if self._saver.in_background and not self._make_way(step, may_skip=may_skip):
+            return
+        committed, progress = None, ProgressLog(self._log, step.label)
+        try:
+            if self._saver.in_background:
+                self._saver.start(folder, step, progress, facts)
+            else:
+                committed = self._saver.save(folder, step, progress, facts, prepare_secs=prepare_secs)
+        except XhfError as error:
+            self.handle(error, f'the save of {step.label}')
+            return
+        if folder is self.newest:
+            self.saved_at = step.iteration
+        self._after = after
+        if committed is not None:
+            self._report(committed)
+        if may_skip:
+            self._watch.saved(began)
+
+    @property
+    def must_tell_after(self) -> bool:
+        """Whether there is a save in flight whose ``after`` has not been called."""
+        return self._after is not None
+
+    def collect_if_done(self) -> None:
+        """Report the save in the background if it has ended well on this rank, or will at any moment."""
+        if self._saver.background.succeeded:
+            self.collect()
+
+    def collect(self) -> None:
+        """Wait for the save in flight, if any, and report it. All ranks get the same outcome."""
+        if not self._saver.background.busy:
+            return
+        try:
+            committed = self._saver.background.outcome()
+        except XhfError as error:
+            self._after, self.saved_at = None, None
+            self.handle(error, 'the save in the background')
+        else:
+            self._report(committed)
+
+    def handle(self, error: XhfError, what: str) -> None:
+        """An error that all ranks have: end the run or go on, as ``on_error`` says."""
+        if self._options.on_error == 'raise':
+            raise error
+        self._log.error(f'{what} failed and training goes on: {error}. The previous save is untouched.')
+
+    def close(self) -> None:
+        """Wait for a save that is in flight, let others use the folders, and give process groups back.
+
+        Needs no other rank. A second time it does nothing, and nothing in a forked child, whose parent goes on.
+        """
+        if os.getpid() != self._process:
+            return
+        if self._saver.background.busy:
+            self._log.warning('a save is being written: waiting for it')
+            try:
+                self._report(self._saver.background.outcome())
+            except Exception as error:  # it is over, and what comes next must not suffer
+                self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
+        RunSaves._open.discard(self)
+        self._ending.close()
+
+    def _end_interrupted(self) -> None:
+        """Close what earlier runs of this process hold of our folders."""
+        for other in self._others_with_our_folders():
+            if self._may_end(other):
+                self._log.warning(f'{other.newest.final}: an earlier run of this process was interrupted; it ends now')
+                other.close()
+
+    def _refuse_other_runs(self) -> None:
+        for other in self._others_with_our_folders():
+            raise TargetError(
+                f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
+                f'If that run was interrupted, call close() of its hook or callback'
+            )
+
+    def _others_with_our_folders(self) -> list[RunSaves]:
+        ours = {folder.final for folder in self._folders}
+        others = [other for other in RunSaves._open if other is not self and other._process == os.getpid()]
+        return [other for other in others if ours & {folder.final for folder in other._folders}]
+
+    def _may_end(self, other: RunSaves) -> bool:
+        """A thread that begins a run has left the one before; only if both are known to be runs, and two."""
+        if self._run is None or other._run is None or other._thread != self._thread:
+            return False
+        return other._run() is not self._run()
+
+    @property
+    def _folders(self) -> list[CheckpointFolder]:
+        return [self.newest, *self.others.values()]
+
+    def _make_way(self, step: Step, *, may_skip: bool) -> bool:
+        """End the save that is in flight; False when this one is to be skipped instead."""
+        background = self._saver.background
+        ranks_agree_on_it = self._options.async_busy == 'skip' and may_skip
+        if ranks_agree_on_it and self.collective.any(background.busy and not background.done):
+            self._log.warning(f'skipped the save of {step.label}: the one before is still being written')
+            return False
+        self.collect()
+        return True
+
+    def _report(self, committed: CommittedCheckpoint) -> None:
+        if self._after is not None:
+            after, self._after = self._after, None
+            after()
+        log_save(self._log, committed)
+        committed = replace(committed, warnings=(*self._tokenizer_warnings, *committed.warnings))  # logged before
+        if self._on_committed is not None:
+            self._on_committed(committed)
+
+    def _wait_at_exit(self) -> None:
+        background = self._saver.background
+        if background.busy and not background.done:
+            self._log.warning('the process ends, but a save is being written: waiting for it')
+            if not background.wait(self._options.exit_wait_secs):
+                self._log.error(
+                    f'it was not written within exit_wait_secs={self._options.exit_wait_secs} s. The previous save '
+                    f'is untouched.'
+                )
+
+
+def _release(process: int, folders: Sequence[CheckpointFolder]) -> None:
+    """A run has been forgotten, in this process or in a child."""
+    if os.getpid() == process:
+        for folder in folders:
+            folder.release()

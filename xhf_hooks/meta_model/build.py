@@ -1,0 +1,313 @@
+"""Builds the model that was trained, without memory, from what describes it.
+
+- XTuner's models, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
+- What transformers.Trainer and Axolotl train: the ``config.json`` (and ``adapter_config.json``) in the checkpoint.
+- Anything else that holds one transformers model: the folder given with ``--base``, at the place where the
+  checkpoint's names have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import BaseModelError, ConfigError
+from xhf_hooks.meta_model import peft_model, transformers_model
+from xhf_hooks.meta_model.bounds import limited_modules
+from xhf_hooks.meta_model.run_config import RunConfig, required
+from xhf_hooks.meta_model.trial import in_child
+from xhf_hooks.model.tensors import module_tensors
+
+#: Fields of an XTuner model's config that are models, and those that adapt them (xtuner ``model/*.py``).
+_MODELS = ('llm', 'ref_llm', 'visual_encoder')
+_ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
+#: What any model may have: a checkpoint can hold few of its tensors (LoRA, a projector). Mixtures of experts whose
+#: experts are modules of their own register 150,000 modules and parameters.
+_LEAST_TENSORS = 7000
+
+
+@dataclass
+class Skeleton:
+    """The trained model on the meta device, and where each part of it began.
+
+    Attributes:
+        described_by: What the user is told that it was built from.
+        bases: Folder that a part was loaded from, and the names of the part's tensors there, by the identity
+            of the skeleton's tensors.
+        notes: What the user should know.
+    """
+
+    module: nn.Module
+    described_by: str
+    bases: list[tuple[str, dict[int, list[str]]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def remember_base(self, folder: str, model: nn.Module) -> None:
+        """Before the model is wrapped or adapted: its names are those of the files."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in module_tensors(model):
+            names.setdefault(id(tensor), []).append(name)
+        self.bases.append((folder, names))
+
+
+def build_skeleton(
+    config: RunConfig | None,
+    checkpoint: Path,
+    names: Collection[str],
+    *,
+    base: str | None,
+    trust_remote_code: bool = False,
+) -> Skeleton:
+    """The model that a checkpoint belongs to.
+
+    Configs of models are anyone's files: it is built twice, the first time in a process that may take so much and no
+    more. Both times take less than a second for most models.
+
+    Args:
+        config: Of the run.
+        checkpoint: The tag folder or file; a ``config.json`` is looked for around it.
+        names: Of the checkpoint's tensors.
+        base: Folder or hub name given by the user, instead of what the config or the checkpoint says.
+
+    Raises:
+        ConfigError, BaseModelError: Nothing says how it was built, or what does cannot be used.
+        DamagedError: What does asks for too much, or cannot be built.
+    """
+    build = partial(_build, config, checkpoint, names, base, trust_remote_code)
+    _import_first(config, checkpoint, base)
+    with transformers_model.quiet(), limited_modules(max(len(names), _LEAST_TENSORS)):
+        in_child(lambda: bool(build()), 'building the model', len(names))
+        return build()
+
+
+def _import_first(config: RunConfig | None, checkpoint: Path, base: str | None) -> None:
+    """What takes seconds to import, so that it is not imported twice."""
+    from transformers import AutoConfig, PreTrainedModel  # noqa: F401
+
+    model = {} if config is None else config.model or {}
+    if any(model.get(option) for option in _ADAPTERS) or _adapted(base, _hugging_face_folder(checkpoint)) is not None:
+        import peft  # noqa: F401
+    if 'visual_encoder' in model:
+        _projector_classes()
+
+
+def _adapted(*folders: str | Path | None) -> Path | None:
+    """The first folder with an adapter."""
+    found = (Path(folder) for folder in folders if folder is not None)
+    return next((folder for folder in found if (folder / 'adapter_config.json').is_file()), None)
+
+
+def _build(
+    config: RunConfig | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
+) -> Skeleton:
+    if config is not None and config.model is not None and _is_xtuners(config.model):
+        return _of_xtuner(config, config.model, names, base, trust_remote_code)
+    folder = _hugging_face_folder(checkpoint)
+    if base is None and folder is None:
+        found = 'no config was found' if config is None else f'{config.where} has no model that is known here'
+        raise ConfigError(
+            f"{checkpoint}: {found}, and there is no config.json beside it. Name the run's config with --config, or a "
+            f'folder with the config.json of the model with --base'
+        )
+    return _of_transformers(folder, checkpoint, names, base, trust_remote_code)
+
+
+def _is_xtuners(model: Mapping[str, Any]) -> bool:
+    return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
+
+
+def _of_xtuner(
+    config: RunConfig, model: Mapping[str, Any], names: Collection[str], base: str | None, trust_remote_code: bool
+) -> Skeleton:
+    kind = model['type'].rpartition('.')[2]
+    skeleton = Skeleton(nn.Module(), f'{kind} of {config.where}')
+    for name in _MODELS:
+        if not isinstance(model.get(name), Mapping):
+            continue
+        given = base if name != 'visual_encoder' else None
+        child = _child(skeleton, config, model, name, names, given, trust_remote_code)
+        if kind == 'RewardModel' and name == 'llm':
+            child = child.model  # xtuner keeps the backbone alone (model/reward.py)
+        skeleton.module.add_module(name, child)
+    for option, name in _ADAPTERS.items():
+        if isinstance(model.get(option), Mapping) and hasattr(skeleton.module, name):
+            lora = peft_model.lora_config_of(model[option], config.where)
+            setattr(skeleton.module, name, peft_model.adapt(getattr(skeleton.module, name), lora))
+    _add_the_rest(skeleton.module, model, names)
+    _freeze(skeleton.module, model)
+    return skeleton
+
+
+def _child(
+    skeleton: Skeleton,
+    config: RunConfig,
+    model: Mapping[str, Any],
+    name: str,
+    names: Collection[str],
+    base: str | None,
+    trust_remote_code: bool,
+) -> nn.Module:
+    options = model[name]
+    what = f'model.{name}.pretrained_model_name_or_path'
+    folder = base or str(required(options.get('pretrained_model_name_or_path'), what, config.where))
+    why = '--base' if base else f'{what} of {config.where}'
+    parts = str(required(options.get('type'), f'model.{name}.type', config.where)).split('.')
+    auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
+
+    def edit(hf_config: Any) -> None:
+        transformers_model.apply_options(hf_config, options)
+        if name != 'visual_encoder':
+            _enlarge_context(hf_config, model.get('max_position_embeddings'))
+
+    return _model_at(skeleton, folder, why, names, trust_remote_code, auto_class, edit)
+
+
+def _enlarge_context(config: Any, wanted: Any) -> None:
+    """As ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``."""
+    now = getattr(config, 'max_position_embeddings', None)
+    if type(wanted) is int and type(now) is int and hasattr(config, 'rope_scaling'):
+        factor = float(-(-wanted // now)) if wanted > now else 1.0
+        config.rope_scaling = {'type': 'linear', 'factor': factor}
+
+
+def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection[str]) -> None:
+    children = {name.partition('.')[0] for name in names}
+    if 'v_head' in children:
+        hidden = module.llm.config.get_text_config().hidden_size
+        module.v_head = nn.Linear(hidden, 1, bias=False, device='meta')
+    if 'ref_llm' in children and not hasattr(module, 'ref_llm'):
+        module.ref_llm = nn.Module()  # a copy of llm that does not go out; its tensors are left out by name
+    if 'visual_encoder' in model:
+        module.add_module('projector', _projector(module, model))
+
+
+def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
+    """XTuner's own class, which goes out with the weights."""
+    config_class, model_class = _projector_classes()
+    depth = model.get('projector_depth', 2)
+    sizes = dict(
+        visual_hidden_size=module.visual_encoder.config.hidden_size,
+        llm_hidden_size=module.llm.config.hidden_size,
+        depth=depth,
+    )
+    with torch.device('meta'):
+        return model_class(config_class(**sizes))
+
+
+def _projector_classes() -> tuple[Any, Any]:
+    """Of its config, and of itself.
+
+    Raises:
+        ConfigError: XTuner is not here.
+    """
+    import pkgutil
+
+    owner = 'xtuner.model.modules.projector'
+    try:
+        config_class = pkgutil.resolve_name(f'{owner}:ProjectorConfig')
+        model_class = pkgutil.resolve_name(f'{owner}:ProjectorModel')
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"a LLaVAModel goes out with the code of its projector, which is xtuner's, and that cannot be imported "
+            f'({error}); convert where xtuner is installed'
+        ) from None
+    return config_class, model_class
+
+
+def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
+    """As LLaVAModel does; adapters are trained all the same."""
+    for name in ('llm', 'visual_encoder'):
+        if model.get(f'freeze_{name}') is True:
+            for path, parameter in getattr(module, name).named_parameters():
+                parameter.requires_grad_('lora_' in path)
+
+
+def _of_transformers(
+    folder: Path | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
+) -> Skeleton:
+    described_by = folder if base is None else base
+    adapter, place = None, _adapted(base, folder)
+    if place is not None:
+        adapter = peft_model.adapter_config_in(place)
+        if base is None or place == Path(base):
+            base = adapter.base_model_name_or_path
+        if not isinstance(base, str) or not base:
+            raise BaseModelError(f'{place}/adapter_config.json names no base model; set base_model_name_or_path in it')
+        described_by = f'{place}/adapter_config.json and {base}'
+    source = str(base if base is not None else folder)
+    skeleton = Skeleton(nn.Module(), str(described_by))
+    model: nn.Module = _model_at(skeleton, source, 'the model', names, trust_remote_code)
+    if adapter is not None:
+        model = peft_model.adapt(model, adapter)
+    skeleton.module = _placed(model, _prefix(model, names, checkpoint, source))
+    return skeleton
+
+
+def _model_at(
+    skeleton: Skeleton,
+    folder: str,
+    why: str,
+    names: Collection[str],
+    trust_remote_code: bool,
+    auto_class: str | None = None,
+    edit: Callable[[Any], None] = lambda config: None,
+) -> nn.Module:
+    """The model of the config.json in ``folder``, one of the skeleton's bases from now on.
+
+    Args:
+        edit: Its config, before it is built.
+    """
+    hf_config = transformers_model.load_config(
+        folder, trust_remote_code=trust_remote_code, why=why, n_tensors=max(len(names), _LEAST_TENSORS)
+    )
+    edit(hf_config)
+    model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust_remote_code)
+    code = transformers_model.own_code(transformers_model.raw_config(folder))
+    if code and not trust_remote_code:
+        skeleton.notes.append(
+            f'{folder} has code of its own ({", ".join(code)}), which was not run; --trust-remote-code runs it'
+        )
+    skeleton.remember_base(folder, model)
+    return model
+
+
+def _hugging_face_folder(checkpoint: Path) -> Path | None:
+    """Where Trainer put its files: around ``global_step500``, ``pytorch_model`` or ``latest``'s folder."""
+    for folder in (checkpoint, checkpoint.parent, checkpoint.parent.parent):
+        if folder.is_dir() and any((folder / name).is_file() for name in ('adapter_config.json', 'config.json')):
+            return folder
+    return None
+
+
+def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:
+    """What the checkpoint's names of the model's tensors begin with: '' for the model itself, or ``'llm.'``."""
+    own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
+    found: dict[str, int] = {}
+    for name in own[:50]:
+        for there in names:
+            if there == name or there.endswith(f'.{name}'):
+                prefix = there[: len(there) - len(name)]
+                found[prefix] = found.get(prefix, 0) + 1
+    if not found:
+        raise BaseModelError(
+            f'{source}: a {type(model).__name__} has tensors such as {own[0] if own else "none"}, and {checkpoint} has '
+            f'{sorted(names)[:1]}; --base has to name the model that was trained'
+        )
+    best = max(found.values())
+    prefixes = sorted((prefix for prefix, count in found.items() if count == best), key=len)
+    return prefixes[0]
+
+
+def _placed(model: nn.Module, prefix: str) -> nn.Module:
+    """The model at its path in a module that holds nothing else."""
+    for name in reversed(prefix.split('.')[:-1]):
+        outer = nn.Module()
+        outer.add_module(name, model)
+        model = outer
+    return model

@@ -1,0 +1,194 @@
+"""Brings a skeleton and a checkpoint together: names, shapes, element types, ties, and what the base model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import BaseModelError
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.meta_model.build import Skeleton
+from xhf_hooks.model.tensors import module_tensors
+from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.sources.file_source import JoinedSource, SliceSource, renamed
+from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
+
+_COMPARED_NBYTES = 2**20  # at once
+#: In words that are right whether the user has given --base or not.
+_REMEDY = '--base has to name the model that training started from'
+
+
+def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> tuple[JoinedSource, list[str]]:
+    """A source whose names are the skeleton's, and a skeleton whose shapes and element types are the source's.
+
+    What the checkpoint does not hold and the base model does is read from there; what neither holds is left for
+    the exporter to miss.
+
+    Args:
+        trained_dtype: What training cast the base model to; None kept its element types.
+
+    Returns:
+        The source, and what to say about it in the log.
+
+    Raises:
+        BaseModelError: The skeleton is not the model that was trained.
+    """
+    spec_of = {name: spec for spec in source.specs() for name in (spec.name, *spec.aliases)}
+    base = _BaseWeights(skeleton, trained_dtype)
+    embeddings = _embeddings(skeleton.module)
+    tensors: dict[TensorSpec, tuple[SliceSource, str]] = {}
+    known: set[str] = set()
+    other_shape = []
+    for tensor, names in _names_by_identity(skeleton.module):
+        known.update(names)
+        held = list({spec_of[name].name: spec_of[name] for name in names if name in spec_of}.values())
+        if held:
+            spec, place = held[0], (source, held[0].name)
+            _require_equal(held, source, skeleton)
+        elif (found := base.find(tensor)) is not None:
+            spec, place = found
+        else:
+            continue
+        if spec.shape != tuple(tensor.shape) and not (id(tensor) in embeddings and _has_other_rows(spec, tensor)):
+            other_shape.append(f'{names[0]} is {spec.shape}, expected {tuple(tensor.shape)}')
+            continue
+        _become(tensor, spec)
+        tensors[renamed(spec, names)] = place
+    notes = [*skeleton.notes]
+    notes += _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
+    if base.lacking:
+        raise BaseModelError(
+            f'the model of {skeleton.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
+            f'({_some(base.lacking)}), and no safetensors are there to read them from; if it is the model that was '
+            f'trained, {_REMEDY}, with its weights'
+        )
+    if base.n_found:
+        notes.append(f'{base.n_found} tensors are not in the checkpoint and are read from {base.folders}')
+    return JoinedSource(tensors), notes
+
+
+class _BaseWeights:
+    """Opened when the first tensor is missing.
+
+    Attributes:
+        n_found: Tensors that are read from there.
+        lacking: Names of tensors that were looked for in folders without weights.
+    """
+
+    def __init__(self, skeleton: Skeleton, dtype: str | None) -> None:
+        self._bases = skeleton.bases
+        self._dtype = dtype
+        self._opened: dict[str, tuple[SafetensorsSource, dict[str, TensorSpec]]] = {}
+        self.n_found = 0
+        self.lacking: list[str] = []
+
+    @property
+    def folders(self) -> str:
+        return ' and '.join(self._opened)
+
+    def find(self, tensor: torch.Tensor) -> tuple[TensorSpec, tuple[SliceSource, str]] | None:
+        lacking = []
+        for folder, names_of in self._bases:
+            names = names_of.get(id(tensor), ())
+            if names and Path(folder).is_dir():
+                if not holds_weights(Path(folder)):
+                    lacking.append(names[0])
+                    continue
+                opened, specs = self._open(folder)
+                for name in names:
+                    if name in specs:
+                        self.n_found += 1
+                        return specs[name], (opened, name)
+        self.lacking += lacking
+        return None
+
+    def _open(self, folder: str) -> tuple[SafetensorsSource, dict[str, TensorSpec]]:
+        if folder not in self._opened:
+            opened = SafetensorsSource(Path(folder), self._dtype)
+            self._opened[folder] = (opened, {spec.name: spec for spec in opened.specs()})
+        return self._opened[folder]
+
+
+def _names_by_identity(module: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in module_tensors(module):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def _embeddings(module: nn.Module) -> set[int]:
+    """Identities of the weights whose rows are the vocabulary: training may have added some."""
+    found = set()
+    for child in module.modules():
+        for get in ('get_input_embeddings', 'get_output_embeddings'):
+            try:
+                layer = getattr(child, get, lambda: None)()
+            except (NotImplementedError, AttributeError):  # a model without such embeddings
+                continue
+            for name in ('weight', 'bias'):
+                tensor = getattr(layer, name, None)
+                if isinstance(tensor, torch.Tensor):
+                    found.add(id(tensor))
+    return found
+
+
+def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+    return len(spec.shape) == tensor.dim() and spec.shape[1:] == tuple(tensor.shape)[1:]
+
+
+def _require_equal(held: Sequence[TensorSpec], source: SliceSource, skeleton: Skeleton) -> None:
+    """Tensors that the model ties must be one in the checkpoint, or equal (as torch.save stores them on a GPU run)."""
+    for other in held[1:]:
+        if not _same_bytes(held[0], other, source):
+            raise BaseModelError(
+                f'the model of {skeleton.described_by} ties {held[0].name} and {other.name}, and they '
+                f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
+            )
+
+
+def _same_bytes(one: TensorSpec, other: TensorSpec, source: SliceSource) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    width = one.nbytes // max(1, torch.Size(one.shape).numel())
+    buffers = bytearray(_COMPARED_NBYTES), bytearray(_COMPARED_NBYTES)
+    for start in range(0, one.nbytes, _COMPARED_NBYTES):
+        count = min(_COMPARED_NBYTES, one.nbytes - start)
+        views = [memoryview(buffer)[:count] for buffer in buffers]
+        for spec, view in zip((one, other), views, strict=True):
+            source.read_into(spec.name, start // width, view, spec.dtype, masters=False)
+        if views[0] != views[1]:
+            return False
+    return True
+
+
+def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:
+    """The tensor keeps its identity, by which ties are known."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    if tensor.dtype != dtype or tuple(tensor.shape) != spec.shape:
+        tensor.data = torch.empty(spec.shape, dtype=dtype, device='meta')
+
+
+def _judge(skeleton: Skeleton, other_shape: list[str], unexpected: list[str]) -> list[str]:
+    """Raise for a checkpoint of another model; else notes on what stays behind."""
+    if other_shape:
+        raise BaseModelError(
+            f'the checkpoint and the model of {skeleton.described_by} differ: {_some(other_shape)}; {_REMEDY}'
+        )
+    unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
+    inside = {path.partition('.')[0] for path, _ in module_tensors(skeleton.module)}
+    lost = [name for name in unexpected if name.partition('.')[0] in inside]
+    if lost:
+        raise BaseModelError(
+            f'the checkpoint has tensors that the model of {skeleton.described_by} has not: {_some(lost)}; {_REMEDY}'
+        )
+    if unexpected:
+        return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {_some(unexpected)}']
+    return []
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ', '.join(names[:3])
+    return f'{shown} and {len(names) - 3} more' if len(names) > 3 else shown

@@ -1,0 +1,92 @@
+"""peft adapters around a model without memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import ConfigError, XhfError
+from xhf_hooks.files.regular_files import require_regular
+from xhf_hooks.meta_model.transformers_model import in_one_line
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
+
+
+def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
+    """peft's LoraConfig with the options of a run's config.
+
+    Raises:
+        ConfigError: It is another kind of adapter, or peft does not know an option.
+    """
+    from peft import LoraConfig
+
+    kind = str(options.get('type', ''))
+    if kind.rpartition('.')[2] != 'LoraConfig':
+        raise ConfigError(f'{where}: lora is a {kind or "nothing known"}; LoraConfig is what can be converted')
+    given = {name: value for name, value in options.items() if name != 'type'}
+    unknown = sorted(given.keys() - inspect.signature(LoraConfig).parameters.keys())
+    if unknown:
+        raise ConfigError(f'{where}: peft has no LoraConfig option {unknown}; install the version that trained it')
+    try:
+        return LoraConfig(**given)
+    except Exception as error:  # the text of a config: whatever peft's classes raise, it cannot be used
+        raise ConfigError(f'{where}: peft refuses the options of lora ({in_one_line(error)})') from None
+
+
+def adapter_config_in(folder: Path) -> PeftConfig:
+    """The ``adapter_config.json`` of a folder that peft wrote.
+
+    Raises:
+        ConfigError: peft cannot read it.
+    """
+    from peft import PeftConfig
+
+    try:
+        require_regular(folder)
+        return PeftConfig.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # anyone's data
+        raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None
+
+
+def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
+    """``model`` with an untrained adapter.
+
+    XTuner adapts every linear layer but the head when the config names none (``find_all_linear_names`` in xtuner
+    ``model/utils.py``).
+
+    Raises:
+        ConfigError: peft cannot.
+    """
+    from peft import get_peft_model
+
+    wanted = copy.copy(lora)
+    wanted.inference_mode = False
+    if getattr(wanted, 'megatron_config', None) is not None:
+        wanted.megatron_config = None  # with it peft imports whatever module megatron_core names
+    if wanted.target_modules is None:
+        wanted.target_modules = _all_linear_names(model)
+    initialised = wanted.init_lora_weights
+    wanted.init_lora_weights = False  # there is nothing to initialise, or to decompose
+    try:
+        with torch.device('meta'):
+            adapted = get_peft_model(model, wanted)
+    except (XhfError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f'peft cannot adapt a {type(model).__name__} as configured ({in_one_line(error)})') from None
+    for config in adapted.peft_config.values():
+        config.init_lora_weights = initialised
+    return adapted
+
+
+def _all_linear_names(model: nn.Module) -> set[str]:
+    found = {name.rpartition('.')[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return found - {'lm_head', 'output_layer'}

@@ -1,0 +1,138 @@
+"""The tokenizer of a finished run, chatting as the run was trained, without importing what its config names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import BaseModelError, OptionError, XhfError
+from xhf_hooks.exporters import Exporter
+from xhf_hooks.exporters.hf_assets import TOKENIZER_FILES, base_file, load_tokenizer
+from xhf_hooks.exporters.xtuner import chat_template
+from xhf_hooks.meta_model.parse_config import parse_config
+from xhf_hooks.meta_model.run_config import RunConfig
+from xhf_hooks.meta_model.transformers_model import in_one_line, quiet
+from xhf_hooks.meta_model.trial import in_child
+
+#: Options of ``from_pretrained`` that change what is saved, and run nothing.
+_OPTIONS = (
+    *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
+    *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
+)
+#: What sets how much is built: 50 MB are more than any vocabulary takes, and no count in the small files has 7 digits.
+_SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
+_SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
+_HUGE, _NO_LIMIT = re.compile(rb'(?<![\d.])[1-9]\d{6}'), re.compile(rb'"model_max_length":\s*\d+')
+_TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
+
+
+def find_tokenizer(
+    config: RunConfig | None, exporter: Exporter, base: str | None, *, trust_remote_code: bool
+) -> tuple[Any | None, list[int], list[str]]:
+    """The tokenizer to write, the tokens that end an answer, and warnings for the log.
+
+    Args:
+        base: Given by the user, instead of what the config names.
+    """
+    tokenizer, warnings = _load(config, exporter, base, trust_remote_code)
+    if tokenizer is None:
+        where = 'set --base' if base is None else f'{base} has none'
+        return None, [], [*warnings, f'no tokenizer was found: the folder holds weights and configs only; {where}']
+    if config is None:
+        return tokenizer, [], warnings
+    try:
+        found = chat_template.template_of_config(_with_templates(config.fields))
+        if found is None:
+            return tokenizer, [], warnings
+        name, template = found
+        tokenizer, messages = chat_template.apply_to_tokenizer(tokenizer, template, name)
+        return tokenizer, chat_template.stop_token_ids(tokenizer, template), [*warnings, *messages]
+    except OptionError as error:
+        return tokenizer, [], [*warnings, f'the chat template of training is not written: {error}']
+
+
+def _load(
+    config: RunConfig | None, exporter: Exporter, base: str | None, trust_remote_code: bool
+) -> tuple[Any | None, list[str]]:
+    folder = base or (config.tokenizer_folder() if config is not None else None)
+    where = folder or exporter.base_dir
+    load = partial(_loaded, config, folder, exporter, trust_remote_code)
+    kilobytes = _kilobytes_that_may_take_long(where)
+    try:
+        with quiet():
+            if kilobytes is not None:
+                in_child(lambda: bool(load()), f'{where}: loading the tokenizer', kilobytes)
+            return load(), []
+    except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # its files are anyone's data; a panic in Rust is no Exception
+        if 'trust_remote_code' not in str(error):
+            raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
+        return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
+
+
+def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, trust_remote_code: bool) -> Any | None:
+    """The tokenizer in the folder, if there is one, else that of the exported model's base."""
+    tokenizer = None if folder is None else load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return exporter.base_tokenizer() if tokenizer is None else _with_options(tokenizer, config)
+
+
+def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
+    """The size of a tokenizer's files where it, or a number in them, is beyond what real ones have; else None.
+
+    Loading one takes up to a second, so that it is not done twice without need.
+    """
+    nbytes, suspect = 0, False
+    for name in (*TOKENIZER_FILES, *_SMALL_FILES):
+        path = base_file(base_dir, name)
+        if path is not None:
+            found = path.stat().st_size
+            nbytes += 0 if name in _SMALL_FILES else found
+            if found > (_SMALL_NBYTES if name in _SMALL_FILES else _MOST_NBYTES):
+                suspect = True
+            elif name in _SMALL_FILES:
+                suspect = suspect or _HUGE.search(_NO_LIMIT.sub(b'', path.read_bytes())) is not None
+    return min(nbytes, _MOST_NBYTES) // 1000 if suspect else None
+
+
+def _with_options(tokenizer: Any, config: RunConfig | None) -> Any:
+    options = {} if config is None else config.fields.get('tokenizer')
+    for name in _OPTIONS if isinstance(options, Mapping) else ():
+        if isinstance(options.get(name), (str, int)):
+            setattr(tokenizer, name, options[name])
+            tokenizer.init_kwargs[name] = options[name]
+    return tokenizer
+
+
+def _with_templates(value: Any, key: str = '') -> Any:
+    """A copy of the config with XTuner's templates in the place of their names.
+
+    Raises:
+        OptionError: The name is not one of XTuner's, or XTuner is not installed.
+    """
+    if isinstance(value, Mapping):
+        return {name: _with_templates(item, name) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_templates(item) for item in value]
+    if key in ('template', 'prompt_template') and isinstance(value, str):
+        name = _TEMPLATE_NAME.fullmatch(value)
+        templates = _xtuner_templates()
+        if name is None or name[1] not in templates:
+            raise OptionError('prompt_template', f'one of {sorted(templates)} (xtuner must be installed)', value)
+        return templates[name[1]]
+    return value
+
+
+def _xtuner_templates() -> Mapping[str, Any]:
+    """XTuner's PROMPT_TEMPLATE, read and not imported, which would take many seconds."""
+    found = find_spec('xtuner')
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        file = Path(folder) / 'utils' / 'templates.py'
+        if file.is_file():
+            templates = parse_config(file.read_text(encoding='utf-8'), str(file)).get('PROMPT_TEMPLATE')
+            return templates if isinstance(templates, Mapping) else {}
+    return {}

@@ -1,0 +1,216 @@
+"""A transformers model on the meta device, as ``from_pretrained`` builds it from a folder, without the weights."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xhf_hooks.errors import BaseModelError, DamagedError, XhfError
+from xhf_hooks.exporters.hf_assets import base_file
+from xhf_hooks.files.regular_files import open_regular, require_regular
+from xhf_hooks.meta_model.bounds import require_modest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: Arguments of ``from_pretrained`` that say how weights are loaded, not what the model is; and what must not come
+#: from a config that is anybody's text.
+_NOT_OF_THE_CONFIG = ('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path')
+_NEVER_RECORDED = ('quantization_config', 'architectures', 'use_cache')
+_MOST_NBYTES = 100 * 10**6
+_SHOWN = 4
+_CLEAR, _LONGEST = 20, 200  # characters of an error's text
+
+
+def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int) -> PretrainedConfig:
+    """The config of the model at ``base``, a folder or a name in the local hub cache; never from the network.
+
+    Args:
+        why: What names the base, for the message.
+        n_tensors: That the model's files hold, more or less.
+
+    Raises:
+        BaseModelError: It is not there, or needs code that is not trusted.
+        DamagedError: It asks for more than so many tensors can use.
+    """
+    from transformers import AutoConfig
+
+    raw = raw_config(base)
+    require_modest(raw, n_tensors, f'{base}/config.json')
+    try:
+        require_regular(base)
+        config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (XhfError, MemoryError):
+        raise
+    except Exception as error:  # a config.json is anyone's data: whatever its class raises, it cannot be used
+        remedy = '--base has to name a folder with the model that training started from'
+        if 'trust_remote_code' in str(error):
+            remedy = 'if you trust that code, add --trust-remote-code'
+        raise BaseModelError(f'{base} ({why}): no usable config.json ({in_one_line(error)}); {remedy}') from None
+    require_modest(config, n_tensors, f'{base}/config.json')
+    return config
+
+
+def raw_config(base: object) -> dict[str, Any]:
+    """What the config.json at ``base`` holds; {} where there is none, or none that can be read.
+
+    Raises:
+        DamagedError: It is larger than any config.
+    """
+    path = base_file(base, 'config.json') if isinstance(base, str) else None
+    if path is None:
+        return {}
+    nbytes = path.stat().st_size
+    if nbytes > _MOST_NBYTES:
+        raise DamagedError(f'{path}: {nbytes} bytes; expected at most {_MOST_NBYTES}')
+    try:
+        with open_regular(path) as file:
+            content = json.load(file)
+    except (ValueError, RecursionError, OSError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def own_code(*configs: Mapping[str, Any]) -> list[str]:
+    """The files of code that these name in ``auto_map``: a config.json, a tokenizer_config.json. The first few."""
+    todo: list[Any] = [config.get('auto_map') for config in configs]
+    found: set[str] = set()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, str):
+            module = value.rpartition('--')[2].rpartition('.')[0]
+            found.update([f'{module[:60]}.py'] if module else [])
+        elif isinstance(value, (dict, list)):
+            todo.extend(value.values() if isinstance(value, dict) else value)
+    return [*sorted(found)[:_SHOWN], *(['...'] if len(found) > _SHOWN else [])]
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a library says, shortened, with the kind of error where that says more."""
+    line = ' '.join(str(error).split())
+    line = line if len(line) > _CLEAR else f'{type(error).__name__}: {line}'.rstrip(': ')
+    return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While it is open, transformers says nothing: it quotes what files hold, and what matters is an error."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
+    """Further arguments of ``from_pretrained`` that are fields of the config, as ``rope_scaling``."""
+    for name, value in options.items():
+        known = hasattr(config, name) and not name.startswith('_')
+        is_plain = isinstance(value, (str, int, float, bool, dict, list, type(None)))
+        if known and is_plain and name not in (*_NOT_OF_THE_CONFIG, *_NEVER_RECORDED):
+            setattr(config, name, value)
+
+
+def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model without memory.
+
+    Args:
+        auto_class: Such as ``'AutoModelForCausalLM'``, or a class of transformers; None takes the config's
+            ``architectures``.
+
+    Raises:
+        BaseModelError: transformers does not know it.
+        DamagedError: It does, and cannot build it.
+    """
+    import transformers
+
+    base = config._name_or_path
+    name = auto_class or first_architecture(getattr(config, 'architectures', None))
+    kind = class_named(name, base, auto=auto_class is not None)
+    remote = trust_remote_code and getattr(config, 'auto_map', None)
+    if name is None and not remote:
+        raise BaseModelError(f'{base}: its config.json names no architecture; set architectures to a list of one name')
+    if kind is None and not remote:
+        raise BaseModelError(
+            f'{base}: its config.json names the architecture {name[:80]!r}, which transformers '
+            f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
+        )
+    try:
+        with torch.device('meta'):
+            if kind is None:
+                model = _remote_model(config)
+            elif hasattr(kind, 'from_config'):
+                model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
+            else:
+                model = kind(config)
+        config.to_json_string()  # it goes out with the weights
+    except (XhfError, MemoryError):
+        raise
+    except ImportError as error:
+        raise BaseModelError(f'{base}: its model needs a package that is missing ({in_one_line(error)})') from None
+    except Exception as error:  # a config.json is anyone's data: whatever its class raises, it builds nothing
+        raise DamagedError(f'{base}: no model can be built from config.json ({in_one_line(error)})') from None
+    _use_generation_config(model, base)
+    return model
+
+
+def first_architecture(architectures: Any) -> str | None:
+    """Of a config's field, which may be anything."""
+    found = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else None
+    return found if isinstance(found, str) else None
+
+
+def class_named(name: str | None, base: str, *, auto: bool) -> Any | None:
+    """A model class of transformers; None where it has nothing of this name.
+
+    Args:
+        auto: It may be one such as ``AutoModel``.
+
+    Raises:
+        BaseModelError: It cannot be imported.
+        DamagedError: The name is that of something else.
+    """
+    import transformers
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    if name is None or not name.isidentifier():
+        return None
+    try:
+        found = getattr(transformers, name, None)
+    except Exception as error:  # it needs a package that is not installed
+        raise BaseModelError(f'{base}: {name[:80]} cannot be imported ({in_one_line(error)})') from None
+    is_class = isinstance(found, type) and found is not transformers.PreTrainedModel
+    kinds = (transformers.PreTrainedModel, *((_BaseAutoModelClass,) if auto else ()))
+    if found is None or (is_class and issubclass(found, kinds)):
+        return found
+    raise DamagedError(f'{base}: {name[:80]!r} is in transformers, but is no model class; set architectures')
+
+
+def _remote_model(config: PretrainedConfig) -> PreTrainedModel:
+    import transformers
+
+    auto = next((name for name in config.auto_map if name.startswith('AutoModel')), 'AutoModel')
+    return getattr(transformers, auto).from_config(config, trust_remote_code=True)
+
+
+def _use_generation_config(model: PreTrainedModel, base: str) -> None:
+    """As ``from_pretrained`` does for models that generate."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate() or not (Path(base).is_dir() and (Path(base) / 'generation_config.json').is_file()):
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(base, local_files_only=True)
+    except Exception as error:  # it is anyone's data, too
+        raise DamagedError(f'{base}: no usable generation_config.json ({in_one_line(error)})') from None

@@ -1,0 +1,1 @@
+"""What a live model is made of."""

@@ -1,0 +1,272 @@
+"""The frozen records that flow through a save, in the order in which they appear.
+
+Only names, numbers and text live here: no tensor, no torch. Element types are the codes of the
+safetensors format (``'BF16'``, ``'F32'``, ``'I64'`` ...), see :mod:`xhf_hooks.format.safetensors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+
+#: Turns the gathered tensors of a :class:`Group` (source name -> tensor) into its outputs (HF name -> tensor).
+Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A full, unpartitioned tensor of a source.
+
+    Attributes:
+        aliases: The other names of the same parameter (tied weights), found by identity.
+        has_master: Whether an fp32 master copy exists, as it does for trained 16-bit parameters.
+        master_lost: A 16-bit tensor of a checkpoint that was trained, or may have been, and has none there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+    has_master: bool = False
+    master_lost: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Files that one loader reads together; a save splits, names and indexes each set on its own.
+
+    Attributes:
+        folder: Relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
+        stem: ``'model'`` gives ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on.
+        may_split: Whether the loader accepts several files and an index.
+    """
+
+    folder: str = ''
+    stem: str = 'model'
+    may_split: bool = True
+
+    def path(self, name: str) -> str:
+        """A file of the set, relative to the checkpoint."""
+        return f'{self.folder}/{name}' if self.folder else name
+
+
+@dataclass(frozen=True)
+class ExportEntry:
+    """A tensor that goes out: its name and shape in the folder, and what must be read to make it.
+
+    Entries that come out of one ``combine`` share the object, and are made together. ``None`` means
+    that the single read is the entry, apart from the element type.
+
+    Attributes:
+        first: Where ``combine`` only cuts a run of elements out of the single read, as an expert out of fused
+            ones: the element with which it begins. None: what ``combine`` makes must be made.
+    """
+
+    hf_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    reads: tuple[str, ...]
+    combine: Combine | None = None
+    file_set: FileSet = FileSet()
+    first: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one output tensor lies: ``nbytes`` at ``offset`` (bytes from the start of ``file``).
+
+    Attributes:
+        owner: The rank that writes it, unless every rank writes its own slice.
+        first: The element of the group's only read with which it begins; None if it is no run of elements.
+    """
+
+    hf_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    offset: int
+    nbytes: int
+    owner: int = 0
+    first: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that must be gathered together, because the outputs are made of all of them."""
+
+    reads: tuple[TensorSpec, ...]
+    placements: tuple[Placement, ...]
+    combine: Combine | None
+
+    @property
+    def is_in_runs(self) -> bool:
+        """Whether any slice of any output can be made of the same slice of the only read."""
+        return all(placement.first is not None for placement in self.placements)
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.reads)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Groups that are gathered at once."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(group.read_nbytes for group in self.groups)
+
+    @property
+    def read_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for group in self.groups for spec in group.reads)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One safetensors file, named relative to the checkpoint: its header bytes and whole size."""
+
+    name: str
+    header: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Everything about a save that can be known before a tensor is touched.
+
+    Attributes:
+        sliced: Groups in runs of which every rank writes its own slice; they need no gathering.
+        buckets: All other groups.
+        indexes: Content of each index file (``model.safetensors.index.json``); a set of one file has none.
+        digest: Hash of all the above; equal on all ranks, or the save does not start.
+    """
+
+    files: tuple[OutputFile, ...]
+    sliced: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
+    indexes: dict[str, dict[str, Any]]
+    digest: str
+
+    @property
+    def gathered(self) -> list[Group]:
+        """The groups of all buckets."""
+        return [group for bucket in self.buckets for group in bucket.groups]
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [p for group in (*self.sliced, *self.gathered) for p in group.placements]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def largest_bucket_nbytes(self) -> int:
+        return max((bucket.read_nbytes for bucket in self.buckets), default=0)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes of one placement, in host memory, on the rank that writes them.
+
+    Attributes:
+        start: Where in the placement they begin, in bytes.
+        overflows: Finite elements that a cast made infinite.
+    """
+
+    placement: Placement
+    data: memoryview
+    start: int = 0
+    overflows: int = 0
+
+
+@dataclass(frozen=True)
+class WriteReceipt:
+    """Consecutive bytes of one tensor that one rank has written.
+
+    Attributes:
+        start: Where in the tensor they begin, in bytes.
+        crc32: Of the bytes, taken from memory before they were written.
+        non_finite: NaN and infinite values among them.
+    """
+
+    file: str
+    hf_name: str
+    start: int
+    nbytes: int
+    crc32: int
+    non_finite: int
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """All of a placement, written: CRC-32 of its bytes and count of its NaN and infinite values."""
+
+    placement: Placement
+    crc32: int
+    non_finite: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a save belongs to: ``number`` iterations or epochs, and always the iterations done."""
+
+    unit: str
+    number: int
+    iteration: int
+
+    @property
+    def label(self) -> str:
+        return f'{self.unit}_{self.number}'
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What a save cost. Memory is the extra anonymous memory of the busiest rank, in bytes.
+
+    Attributes:
+        seconds: From its begin to its commit; of ``save_hf`` from the call on.
+        stalled_secs: For how long training stood still; less than ``seconds`` for a save in the background.
+        stage_secs: Seconds by stage, in their order, waiting for other ranks included. The first of ``save_hf`` is
+            'prepare': connecting, planning, claiming the folder, a trial of the files around the weights.
+        free_before_nbytes: Free on the disk when the save began, on rank 0.
+        free_after_nbytes: And when it was committed, and older ones deleted.
+    """
+
+    nbytes: int
+    seconds: float
+    stalled_secs: float
+    peak_extra_nbytes: int
+    overflows: int
+    stage_secs: Mapping[str, float] = field(default_factory=dict)
+    free_before_nbytes: int | None = None
+    free_after_nbytes: int | None = None
+
+    @property
+    def gbytes_per_sec(self) -> float:
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A folder under its final name, and what the log should say about it."""
+
+    path: Path
+    step: Step
+    cost: SaveCost
+    warnings: tuple[str, ...] = ()

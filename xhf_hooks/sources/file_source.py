@@ -1,0 +1,73 @@
+"""Sources that lie in files, and of which any slice of any tensor can be read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.sources.base import Source
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class SliceSource(Source):
+    """A source that a conversion reads, by several threads at once."""
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        """Never: it is not made from a live model."""
+        return False
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+        """Cast elements from ``start`` on into ``out``, as many as fit; how many finite ones became infinite."""
+
+    @abstractmethod
+    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+        """Bytes in the files that reading these tensors reads."""
+
+
+class JoinedSource(SliceSource):
+    """Tensors of several sources, under other names.
+
+    Args:
+        tensors: Spec to the source that holds it, and its name there.
+    """
+
+    def __init__(self, tensors: Mapping[TensorSpec, tuple[SliceSource, str]]) -> None:
+        self._specs = list(tensors)
+        self._places = {spec.name: place for spec, place in tensors.items()}
+
+    def specs(self) -> list[TensorSpec]:
+        return list(self._specs)
+
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+        source, there = self._places[name]
+        return source.read_into(there, start, out, dtype, masters=masters)
+
+    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+        return sum(
+            source.stored_nbytes([there], masters=masters) for source, there in (self._places[name] for name in names)
+        )
+
+    @contextmanager
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        found = {}
+        for name in wanted:
+            source, there = self._places[name]
+            with source.gathered([there], wanted=[there], masters=masters) as tensors:
+                found[name] = tensors[there]
+        yield found
+
+
+def renamed(spec: TensorSpec, names: Sequence[str]) -> TensorSpec:
+    """The same tensor under other names, the first of which is its own."""
+    return replace(spec, name=names[0], aliases=tuple(names[1:]))

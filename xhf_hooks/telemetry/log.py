@@ -1,0 +1,131 @@
+"""What is told to the log, whatever trains the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from xhf_hooks.planning.types import CommittedCheckpoint
+from xhf_hooks.save import Saver
+from xhf_hooks.sources.replicated import rank_and_world_size
+
+
+class RunLog(logging.LoggerAdapter):
+    """A logger whose lines begin with the name of what speaks.
+
+    Args:
+        only_errors: Leave the rest out, as other ranks than 0 do.
+    """
+
+    def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
+        super().__init__(logger, {})
+        self._name, self._only_errors = name, only_errors
+
+    @classmethod
+    def of_this_rank(cls, name: str, logger: logging.Logger) -> RunLog:
+        """For a logger that all ranks have: other ranks than 0 log errors only."""
+        return cls(logger, name, only_errors=rank_and_world_size()[0] != 0)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        return f'{self._name}: {msg}', kwargs
+
+    def isEnabledFor(self, level: int) -> bool:
+        return (level >= logging.ERROR or not self._only_errors) and super().isEnabledFor(level)
+
+
+def log_preparations(log: RunLog, saver: Saver, when: Any, writer: str, final: Any) -> None:
+    """One line that says what will be saved, when, how and where; more where something is left out."""
+    plan, exporter = saver.plan, saver.exporter
+    log.info(
+        f'{len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
+        f'file(s), about {saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
+        f'{when}, by the {writer} writer, to {final}'
+    )
+    left_out = exporter.left_out
+    if left_out:
+        some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
+        log.info(f'not exported: {len(left_out)} tensors ({some})')
+    for note in exporter.notes:
+        log.info(note)
+
+
+def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
+    """What a save cost, and what it warns of."""
+    cost = committed.cost
+    for warning in committed.warnings:
+        log.warning(warning)
+    stages = ', '.join(f'{stage} {seconds:.2f} s' for stage, seconds in cost.stage_secs.items())
+    log.info(
+        f'saved {committed.step.label} to {committed.path}: {cost.nbytes / 1e6:.1f} MB in '
+        f'{cost.seconds:.2f} s ({stages}), {cost.gbytes_per_sec:.2f} GB/s, training stalled for '
+        f'{cost.stalled_secs:.2f} s, {cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
+    )
+    if cost.free_before_nbytes is not None:
+        log.info(
+            f'disk: {cost.free_before_nbytes / 1e9:.2f} GB free before, {cost.free_after_nbytes / 1e9:.2f} GB after'
+        )
+
+
+def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
+    """What a save cost, by name, for a visualizer."""
+    cost = committed.cost
+    stages = {f'hf_checkpoint/{stage}_seconds': seconds for stage, seconds in cost.stage_secs.items()}
+    free = {'before': cost.free_before_nbytes, 'after': cost.free_after_nbytes}
+    return {
+        'hf_checkpoint/seconds': cost.seconds,
+        'hf_checkpoint/stalled_seconds': cost.stalled_secs,
+        'hf_checkpoint/nbytes': cost.nbytes,
+        'hf_checkpoint/gbytes_per_sec': cost.gbytes_per_sec,
+        'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
+        **stages,
+        **{f'hf_checkpoint/free_gb_{when}': nbytes / 1e9 for when, nbytes in free.items() if nbytes is not None},
+    }
+
+
+class ProgressLog:
+    """A log line every half minute of a save. Called with bytes written and bytes in all."""
+
+    interval_secs = 30.0
+
+    def __init__(self, log: RunLog, label: str) -> None:
+        self._log, self._label = log, label
+        self._last = time.monotonic()
+
+    def __call__(self, done_nbytes: int, total_nbytes: int) -> None:
+        if time.monotonic() - self._last >= self.interval_secs:
+            self._last = time.monotonic()
+            self._log.info(f'saving {self._label}, {done_nbytes / 1e9:.2f} of {total_nbytes / 1e9:.2f} GB')
+
+
+class StallWatch:
+    """Warns, once, when saves take more of the training than they should."""
+
+    most_of_time = 0.1
+
+    def __init__(self, log: RunLog, *, in_background: bool, writer: str) -> None:
+        self._log, self._warned = log, False
+        self._in_background, self._writer = in_background, writer
+        self._last_began: float | None = None
+
+    def saved(self, began: float) -> None:
+        """A save of the schedule has let training go on.
+
+        Args:
+            began: ``time.monotonic()`` when training stopped for it.
+        """
+        stalled, last, self._last_began = time.monotonic() - began, self._last_began, began
+        if last is None or self._warned or stalled <= self.most_of_time * (began - last):
+            return
+        self._warned = True
+        self._log.warning(
+            f'training stood still for {stalled:.1f} s of the {began - last:.1f} s between two saves, '
+            f'{stalled / (began - last):.0%}: {self._advice()}'
+        )
+
+    def _advice(self) -> str:
+        if not self._in_background:
+            faster = ' or an out_dir that all ranks see, for the positional writer' if self._writer == 'stream' else ''
+            return f'set async_save=True, or a larger interval{faster}'
+        return "set a larger interval, or async_busy='skip' to leave out saves that are due too early"

@@ -1,0 +1,121 @@
+"""One file being written, at any offsets."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from xhf_hooks.errors import TargetError
+from xhf_hooks.writers.file_io.write_behind import WriteBehind
+
+_PART_NBYTES = 8 * 2**20
+
+try:
+    _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+except (AttributeError, OSError):  # not Linux
+    _fallocate = None
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What proves that an open file is the one that rank 0 made, whatever name it was opened by.
+
+    Attributes:
+        inode: The server's number, the same on every host (distributed/shared_filesystem.py finds out whether that is so).
+        nbytes: The whole file, which it has from the beginning.
+    """
+
+    inode: int
+    nbytes: int
+
+    def require(self, fd: int, path: Path) -> None:
+        """Raise unless the descriptor is of that file.
+
+        Raises:
+            TargetError: It is of another.
+        """
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_size) != (self.inode, self.nbytes):
+            raise TargetError(
+                f'{path}: expected file number {self.inode} of {self.nbytes} bytes, which rank 0 has made; this host '
+                f'finds number {found.st_ino} of {found.st_size} bytes, as a stale cache of names does. Set '
+                f"writer='stream', with which rank 0 alone writes"
+            )
+
+
+def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
+    """Make a new file of a known size, with nothing in it yet but its header, and all of its room on the disk.
+
+    Raises:
+        OSError: The file exists, or cannot be made; or the disk has not the room, where the file system can tell.
+    """
+    with path.open('xb', buffering=0) as file:
+        os.ftruncate(file.fileno(), nbytes)
+        _reserve(file.fileno(), path, nbytes)
+        _write_all(file.fileno(), memoryview(header), 0)
+        return FileIdentity(os.fstat(file.fileno()).st_ino, nbytes)
+
+
+def _reserve(fd: int, path: Path, nbytes: int) -> None:
+    """Give the file its blocks now: a full disk is found before the first byte, and writers need not look for any.
+
+    Two ranks that write 1.66 GB into one file on ext4 take 0.33 s instead of 0.44 to 0.52 s. Not os.posix_fallocate:
+    where a file system cannot do it, glibc writes a byte into every block instead.
+    """
+    if _fallocate is None:
+        return
+    while nbytes and _fallocate(fd, 0, 0, nbytes):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return
+        if number != errno.EINTR:  # a signal came
+            raise OSError(number, os.strerror(number), str(path))
+
+
+class OutputFile:
+    """A file that exists. Used by: any number of threads and ranks, each for bytes of its own.
+
+    Args:
+        identity: Which file it must be; None takes what has the name.
+        write_behind: Do not leave to :meth:`fsync` what the disk can do before.
+
+    Raises:
+        OSError: It cannot be opened.
+        TargetError: The name stands for another file here.
+    """
+
+    def __init__(self, path: Path, identity: FileIdentity | None = None, *, write_behind: bool = True) -> None:
+        self._fd = os.open(path, os.O_WRONLY)
+        try:
+            if identity is not None:
+                identity.require(self._fd, path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._behind = WriteBehind(self._fd) if write_behind else None
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``."""
+        for start in range(0, data.nbytes, _PART_NBYTES):
+            part = data[start : start + _PART_NBYTES]
+            _write_all(self._fd, part, offset + start)
+            if self._behind is not None:
+                self._behind.wrote(offset + start, part.nbytes)
+
+    def fsync(self) -> None:
+        """Return when everything is on the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close it, whatever state it is in."""
+        os.close(self._fd)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < data.nbytes:
+        done += os.pwrite(fd, data[done:], offset + done)
