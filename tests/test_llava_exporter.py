@@ -17,6 +17,7 @@ from tests.helpers.engines import save_folder
 from tests.helpers.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
 from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
+from xhf_hooks.config import dtype_code
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
 from xhf_hooks.sources import source_for
@@ -35,7 +36,7 @@ def bases(tmp_path_factory):
 def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **options) -> tuple[Path, LlavaExporter]:
     """Saves ``model`` with a tokenizer; the folder and the exporter."""
     exporter = exporter_for(model, None, **{k: options.get(k) for k in ('lora', 'llava_format')})
-    exporter.entries(source_for(model).specs(), options.get('dtype'))
+    exporter.entries(source_for(model).specs(), dtype_code('dtype', options.get('dtype')))
     _, committed = save_folder(model, folder, **options)
     exporter.write_sidecar(committed.path, None if words is None else tokenizer(words), ())
     return committed.path, exporter
@@ -151,7 +152,7 @@ def test_lora_llm_and_frozen_visual_encoder(bases, tmp_path):
 
 def test_index_counts_its_own_part(bases, tmp_path):
     model = TinyLlava(bases)
-    path, _ = saved(model, tmp_path / 'hf_model', max_shard_nbytes=20_000)
+    path, _ = saved(model, tmp_path / 'hf_model', max_shard_size=20_000)
     for name, part in (('.', model.llm), ('visual_encoder', model.visual_encoder)):
         part.save_pretrained(tmp_path / name / 'expected', max_shard_size='20KB')
         index = 'model.safetensors.index.json'
@@ -251,7 +252,7 @@ def test_processor(bases, tmp_path):
 
 
 def test_other_dtype(bases, tmp_path):
-    path, _ = saved(TinyLlava(bases), tmp_path / 'hf_model', llava_format='huggingface', dtype='BF16')
+    path, _ = saved(TinyLlava(bases), tmp_path / 'hf_model', llava_format='huggingface', dtype='bfloat16')
     assert {tensor.dtype for tensor in folder_tensors(path).values()} == {torch.bfloat16}
     assert assert_loads_clean(path, LlavaForConditionalGeneration).dtype == torch.bfloat16
 

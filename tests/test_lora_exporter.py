@@ -107,13 +107,13 @@ def test_adapter_of_another_name(tmp_path):
 
 
 def test_adapter_is_never_split(tmp_path):
-    plan, _ = save_folder(adapted('llama'), tmp_path / 'hf_model', max_shard_nbytes=100)
+    plan, _ = save_folder(adapted('llama'), tmp_path / 'hf_model', max_shard_size=100)
     assert [file.name for file in plan.files] == ['adapter_model.safetensors'] and plan.indexes == {}
 
 
 def test_adapter_in_another_dtype(tmp_path):
     model = adapted('llama')
-    save_folder(model, tmp_path / 'hf_model', dtype='BF16')
+    save_folder(model, tmp_path / 'hf_model', dtype='bfloat16')
     model.save_pretrained(tmp_path / 'expected')
     found, trained = folder_tensors(tmp_path / 'hf_model'), folder_tensors(tmp_path / 'expected')
     assert all(torch.equal(found[name], tensor.to(BF16)) for name, tensor in trained.items())
@@ -123,7 +123,7 @@ def test_both(tmp_path):
     model = adapted('llama')
     model.save_pretrained(tmp_path / 'adapter')
     merged_by_peft(model, tmp_path / 'merged')
-    plan, committed = save_folder(model, tmp_path / 'hf_model', lora='both', max_shard_nbytes=20_000)
+    plan, committed = save_folder(model, tmp_path / 'hf_model', lora='both', max_shard_size=20_000)
     assert_same_folder_tensors(tmp_path / 'merged', committed.path)
     assert_same_folder_tensors(tmp_path / 'adapter', committed.path / 'adapter')
     assert {path.name for path in (committed.path / 'adapter').iterdir()} == {

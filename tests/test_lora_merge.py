@@ -68,7 +68,7 @@ def test_one_rounding_is_nearer_than_pefts_several(tmp_path):
         assert errors[0] < errors[1], name
 
 
-@pytest.mark.parametrize('dtype', ['BF16', 'F16'])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_merge_is_cast_once(dtype, tmp_path):
     model = adapted('llama', use_dora=True)
     save_folder(model, tmp_path / 'hf_model', lora='merge', dtype=dtype)
@@ -104,7 +104,7 @@ def test_merged_entries_stand_where_the_base_weights_do(tmp_path):
     model = adapted('llama', target_modules='all-linear')
     merged = copy.deepcopy(model).merge_and_unload()
     merged.save_pretrained(tmp_path / 'expected', max_shard_size='20KB')
-    save_folder(model, tmp_path / 'hf_model', lora='merge', max_shard_nbytes=20_000)
+    save_folder(model, tmp_path / 'hf_model', lora='merge', max_shard_size=20_000)
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('model*')}
     assert len(expected) > 3
     assert {path.name: path.read_bytes() for path in (tmp_path / 'hf_model').glob('model*')} == expected
@@ -166,8 +166,9 @@ def test_merged_live():
 
 def test_memory_of_a_merge_is_told(tmp_path):
     """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
+    from xhf_hooks.config import SaveOptions
     from xhf_hooks.distributed.collective import Collective
-    from xhf_hooks.save import SaveOptions, Saver
+    from xhf_hooks.save import Saver
 
     model = adapted('llama', BF16, target_modules=['q_proj', 'up_proj'])
     expected = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
-from xhf_hooks import HFCheckpointHook
+from xhf_hooks import HFCheckpointHook, save_hf
+from xhf_hooks.config import CallOptions
 from xhf_hooks.errors import OptionError
+from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
 BAD = {
     'out_dir': ['', 5, b'folder', 's3://bucket/folder', '/', ['folder']],
@@ -102,9 +106,37 @@ def test_bad_values_are_value_errors_too():
         HFCheckpointHook(interval=0)
 
 
-def test_unknown_option():
-    with pytest.raises(TypeError, match='max_keep_ckpt'):
-        HFCheckpointHook(max_keep_ckpt=3)
+@pytest.mark.parametrize('door', [HFCheckpointHook, HFCheckpointCallback, partial(save_hf, None, 'folder')], ids=str)
+def test_a_misspelt_option(door):
+    """It is told which one may have been meant."""
+    with pytest.raises(
+        TypeError, match=r'option max_keep_ckpt: \w+ has none of this name; did you mean max_keep_ckpts\?'
+    ):
+        door(max_keep_ckpt=3)
+    with pytest.raises(OptionError, match=r'option z: \w+ has none of this name; it has '):
+        door(z=3)
+
+
+def test_a_misspelt_option_in_a_config():
+    with pytest.raises(TypeError, match='did you mean save_best'):
+        HOOKS.build(dict(type='HFCheckpointHook', safe_best='auto'))
+
+
+def test_save_hf_has_the_options_that_are_described_for_it():
+    """Its signature is written by hand."""
+    signature = dict(inspect.signature(save_hf).parameters)
+    assert list(signature)[:2] == ['model', 'out_dir'] and not signature.keys() & {'args', 'given', 'options'}
+    described = {option.name: option for option in fields(CallOptions)}
+    assert signature.keys() - {'model', 'out_dir'} == described.keys()
+    for name, option in described.items():
+        assert (signature[name].default, signature[name].annotation) == (option.default, option.type), name
+
+
+@pytest.mark.parametrize('door', [HFCheckpointHook, HFCheckpointCallback, save_hf], ids=lambda door: door.__name__)
+def test_every_option_is_explained(door):
+    for name in set(inspect.signature(door).parameters) - {'model'}:
+        assert f'\n    {name} (' in door.__doc__ or f'\n    {name}: ' in door.__doc__, name
+    assert max(map(len, door.__doc__.splitlines())) <= 120
 
 
 def test_out_dir_is_the_only_positional_option():
@@ -132,8 +164,8 @@ def test_bad_options_in_a_config():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_dtype_of_torch_is_the_same_as_its_name(dtype):
     by_name, by_type = HFCheckpointHook(dtype=dtype), HFCheckpointHook(dtype=getattr(torch, dtype))
-    assert by_name._options.save == by_type._options.save
-    assert by_name._options.save != HFCheckpointHook()._options.save
+    assert by_name.dtype == by_type.dtype
+    assert by_name.dtype != HFCheckpointHook().dtype
 
 
 def test_runs_after_the_checkpoint_hook():

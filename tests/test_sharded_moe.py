@@ -70,7 +70,7 @@ def official(tmp_path):
     return tmp_path / 'official'
 
 
-@pytest.mark.parametrize('dtype', [None, 'BF16'])
+@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
 def test_folder_is_the_official_one(official, tmp_path, dtype):
     from transformers import MixtralForCausalLM
 

@@ -40,7 +40,7 @@ from bench_plan import measure_plans
 from bench_ranks import measure_ranks
 from bench_report import describe_machine, draw, table
 
-from xhf_hooks.planning.planner import parse_size
+from xhf_hooks.config import parse_size
 
 WORKER = Path(__file__).with_name('bench_worker.py')
 #: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too. Here, since the

@@ -35,9 +35,10 @@ from bench_peers import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.config import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import Step
-from xhf_hooks.save import SaveOptions, Saver
+from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
 
 WRITERS = ('stream', 'parallel', 'positional')
@@ -121,7 +122,7 @@ def measure_last(n_runs: int, way: Callable[[Path], None], folder: Path, nbytes:
 
 
 def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
-    saver = Saver(engine.module, SaveOptions(writer=writer, bucket_nbytes=bucket_nbytes, **options), Collective())
+    saver = Saver(engine.module, SaveOptions(bucket_size=bucket_nbytes), Collective(), writer=writer, **options)
     saver.prepare()
     return saver
 

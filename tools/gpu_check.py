@@ -23,10 +23,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.config import SaveOptions, parse_size
 from xhf_hooks.distributed.collective import Collective
-from xhf_hooks.planning.planner import parse_size
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.save import SaveOptions, Saver
+from xhf_hooks.save import Saver
 
 WRITERS = ('positional', 'parallel', 'stream')
 STEPS_MEANWHILE = 2
@@ -91,8 +91,8 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     """One way to save. Runs on: all ranks."""
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
-    options = SaveOptions(writer=writer, in_background=in_background, bucket_nbytes=bucket_nbytes)
-    saver = Saver(training.engine.module, options, Collective())
+    options = SaveOptions(bucket_size=bucket_nbytes)
+    saver = Saver(training.engine.module, options, Collective(), writer=writer, in_background=in_background)
     saver.prepare()
     pinned, meanwhile = True, STEPS_MEANWHILE if in_background else 0
     if in_background:

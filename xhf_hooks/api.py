@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks import config
+from xhf_hooks.config import CallOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import AgreedError, OptionError
 from xhf_hooks.manager import RunSaves
@@ -16,11 +17,12 @@ from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog
 
 
+@config.door_function(CallOptions)
 def save_hf(
     model: Any,
     out_dir: str | Path,
     *,
-    tokenizer: Any | None = None,
+    tokenizer: Any = None,
     step: int | None = None,
     max_keep_ckpts: int = 1,
     module: str | None = None,
@@ -41,10 +43,6 @@ def save_hf(
         model: A DeepSpeed engine, what ``accelerator.prepare`` returned, or a PreTrainedModel or PeftModel,
             alone, in DDP or in FSDP.
         out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
-        tokenizer: A tokenizer, its MMEngine config, or its folder. None: the base model's own, else none,
-            with a warning.
-        step: Optimizer steps done. Needed when several saves are kept, because it names the older ones.
-        max_keep_ckpts: How many saves to keep; the older ones are named ``<out_dir>_iter_<step>``.
 
     Returns:
         What was committed: its ``path``, its ``step``, its ``cost`` (``nbytes``, ``seconds``, memory), and
@@ -56,29 +54,29 @@ def save_hf(
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
     began = time.perf_counter()
-    folder = config.parse_out_dir(out_dir)
+    folder = config.folder('out_dir', out_dir)
     if folder is None:
         raise OptionError('out_dir', 'the path of a folder', out_dir)
-    number = config.check_step(step, max_keep_ckpts)
-    run_options = config.parse_run(
+    options = CallOptions(
+        step=step,
+        tokenizer=tokenizer,
         max_keep_ckpts=max_keep_ckpts,
         module=module,
         lora=lora,
         llava_format=llava_format,
-        tokenizer=tokenizer,
         dtype=dtype,
         max_shard_size=max_shard_size,
         bucket_size=bucket_size,
         writer=writer,
         verify=verify,
-        on_error='raise',
     )
+    number = options.step or 0
     committed: list[CommittedCheckpoint] = []
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
     shared = Collective.shared()  # connections to all ranks: made at the first call
     try:
         saves = RunSaves(
-            unwrap(model), folder.absolute(), run_options, log, on_committed=committed.append, collective=shared
+            unwrap(model), folder.absolute(), options, log, on_committed=committed.append, collective=shared
         )
         try:
             saves.prepare(None, when='now')

@@ -15,6 +15,14 @@ class OptionError(XhfError, ValueError):
         self.option = option
 
 
+class UnknownOptionError(OptionError, TypeError):
+    """An option that is not there, misspelt as a rule."""
+
+    def __init__(self, option: str, door: str, hint: str) -> None:
+        XhfError.__init__(self, f'option {option}: {door} has none of this name; {hint}')
+        self.option = option
+
+
 class ModelError(XhfError):
     """The trained model cannot be exported: not found, ambiguous, or unlike what loads it."""
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from xhf_hooks import preflight
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.concurrency.exit_guard import ExitWait
-from xhf_hooks.config import RunOptions
+from xhf_hooks.config import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
@@ -52,7 +52,7 @@ class RunSaves:
         self,
         unwrapped: Unwrapped,
         final: Path,
-        options: RunOptions,
+        options: RunOptions | CallOptions,
         log: RunLog,
         *,
         run: object | None = None,
@@ -65,11 +65,11 @@ class RunSaves:
         self._on_committed = on_committed
         self._after: Callable[[], None] | None = None  # of the save in flight
         self.saved_at: int | None = None
-        if options.save.dtype == 'F32':
+        if options.dtype == 'F32':
             preflight.refuse_unreadable_masters(unwrapped.engine)
         self._run = None if run is None else weakref.ref(run)
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self.newest = CheckpointFolder(final, options.max_keep)
+        self.newest = CheckpointFolder(final, options.max_keep_ckpts)
         self.others = {
             suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
         }
@@ -77,9 +77,17 @@ class RunSaves:
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
-            self._writer = preflight.choose_writer(log, options.save.writer, final, self.collective)
-            save = replace(options.save, writer=self._writer, facts=unwrapped.facts, reward_token_id=reward_token_id)
-            self._saver = Saver(unwrapped.model, save, self.collective, unwrapped.root)
+            self._writer = preflight.choose_writer(log, options.writer, final, self.collective)
+            self._saver = Saver(
+                unwrapped.model,
+                options,
+                self.collective,
+                unwrapped.root,
+                writer=self._writer,
+                reward_token_id=reward_token_id,
+                in_background=options.async_save,
+                facts=unwrapped.facts,
+            )
             ending.callback(self._saver.close)
             for folder in self._folders:
                 ending.callback(folder.release)
@@ -88,7 +96,7 @@ class RunSaves:
         weakref.finalize(self, _release, self._process, self._folders).atexit = False
         RunSaves._open.add(self)
         self._tokenizer_warnings: tuple[str, ...] = ()
-        self._watch = StallWatch(log, in_background=options.save.in_background, writer=self._writer)
+        self._watch = StallWatch(log, in_background=options.async_save, writer=self._writer)
 
     def prepare(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
+from xhf_hooks.config import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
@@ -54,38 +55,8 @@ from xhf_hooks.writers import Writer
 from xhf_hooks.writers.evidence import require_samples, some_samples
 from xhf_hooks.writers.file_io.output_file import FileIdentity
 
-#: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (sources/local_shards.py, writers/).
+#: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
 _SLICES_NBYTES = 32 * 10**6
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """How to save. The hook's options of the same names, parsed.
-
-    Attributes:
-        module: Dotted path of the PreTrainedModel in the trained model; None finds it.
-        dtype: Element-type code that floats are cast to; None keeps them as trained. ``'F32'`` takes the
-            fp32 master weights where there are any.
-        lora: 'adapter', 'merge' or 'both' for a model with a LoRA adapter; None for any other.
-        llava_format: 'xtuner', 'xtuner_complete' or 'huggingface' for XTuner's LLaVAModel; None for any other.
-        reward_token_id: Of a reward model that is told by the config of the run; None for any other.
-        writer: Name in WRITERS.
-        in_background: Whether :meth:`Saver.start` will be used.
-        verify: One of commit.staging's VERIFY_LEVELS: what is looked at before the commit.
-        facts: What else the manifest says, such as engine and ZeRO stage.
-    """
-
-    module: str | None = None
-    dtype: str | None = None
-    lora: str | None = None
-    llava_format: str | None = None
-    reward_token_id: int | None = None
-    max_shard_nbytes: int = 5 * 10**9
-    bucket_nbytes: int = 128 * 10**6
-    writer: str = 'stream'
-    in_background: bool = False
-    verify: str = 'sizes'
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +84,10 @@ class Saver:
     Args:
         model: The bare trained module (not the engine or wrapper around it).
         root: What the source reads where that is another module (preflight.py); None: the model.
+        writer: Name in WRITERS; what the option of that name has come to.
+        reward_token_id: Of a reward model that is told by the config of the run; None for any other.
+        in_background: Whether :meth:`start` will be used.
+        facts: What else the manifest says, such as engine and ZeRO stage.
 
     Attributes:
         exporter: Set by :meth:`prepare`.
@@ -121,11 +96,21 @@ class Saver:
     """
 
     def __init__(
-        self, model: nn.Module, options: SaveOptions, collective: Collective, root: nn.Module | None = None
+        self,
+        model: nn.Module,
+        options: SaveOptions,
+        collective: Collective,
+        root: nn.Module | None = None,
+        *,
+        writer: str = 'stream',
+        reward_token_id: int | None = None,
+        in_background: bool = False,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._model = model
         self._root = model if root is None else root
-        self._options = options
+        self._options, self._writer, self._reward_token_id = options, writer, reward_token_id
+        self._facts_of_run = facts or {}
         self._collective = collective
         self._specs: list[TensorSpec] | None = None
         self.plan: SavePlan | None = None
@@ -134,12 +119,12 @@ class Saver:
         self.background: Background[CommittedCheckpoint] = Background('xhf-save')
         self._snapshot = SnapshotMemory()
         # A group of its own: training and the next save's first stages use the other one meanwhile
-        self._in_background = Collective() if options.in_background else None
+        self._in_background = Collective() if in_background else None
 
     @property
     def in_background(self) -> bool:
         """Whether :meth:`start` may be used."""
-        return self._options.in_background
+        return self._in_background is not None
 
     def set_tokenizer(self, tokenizer: Any | None, stop_token_ids: Sequence[int] = ()) -> None:
         """What to write beside the weights, and the tokens that end an answer. Runs on: rank 0."""
@@ -159,7 +144,7 @@ class Saver:
                 self._options.module,
                 lora=self._options.lora,
                 llava_format=self._options.llava_format,
-                reward_token_id=self._options.reward_token_id,
+                reward_token_id=self._reward_token_id,
             )
             self._make_plan(self._source.specs())
             allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
@@ -285,7 +270,7 @@ class Saver:
 
     def _make_plan(self, specs: list[TensorSpec]) -> None:
         self._specs = specs
-        writer = WRITERS.get(self._options.writer)
+        writer = WRITERS.get(self._writer)
         if self._masters:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
         entries = self.exporter.entries(specs, self._options.dtype)
@@ -310,7 +295,7 @@ class Saver:
         """Start all threads that the save will need, before training goes on. Whoever gets them closes them."""
         with ExitStack() as to_close:
             with self._collective.stage('threads'):
-                writer = WRITERS.get(self._options.writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
+                writer = WRITERS.get(self._writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
                 to_close.callback(writer.abort)
                 readers = None
                 if self._options.verify == 'full' and self._collective.rank == 0:
@@ -428,10 +413,10 @@ class Saver:
     def _facts(self) -> dict[str, Any]:
         return {
             'world_size': self._collective.world_size,
-            'writer': self._options.writer,
+            'writer': self._writer,
             'dtype': self._options.dtype or 'as trained',
             'weights': 'live',
-            **self._options.facts,
+            **self._facts_of_run,
         }
 
 

@@ -54,15 +54,23 @@ def zero_engine(
     return engine
 
 
+def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
+    """A Saver with these options, and those of its own. Runs on: all ranks."""
+    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.save import Saver
+
+    own = {n: options.pop(n) for n in ('writer', 'in_background', 'reward_token_id', 'facts') if n in options}
+    return Saver(model, SaveOptions(**options), collective, **own)
+
+
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
     """What the hook does at a save, without a runner. Runs on: all ranks."""
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.save import SaveOptions, Saver
 
     collective = Collective(timeout_secs=600)
-    saver = Saver(model, SaveOptions(**{'bucket_nbytes': 20_000, **options}), collective)
+    saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
     plan = saver.prepare()
     folder = CheckpointFolder(final, max_keep=1)
     with collective.stage('claim'):

@@ -19,10 +19,11 @@ import torch
 from tests.helpers.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, no_exchange
 from tests.helpers.whole import check_all, hidden, weight_of
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.config import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.planning.types import Step
-from xhf_hooks.save import SaveOptions, Saver
+from xhf_hooks.save import Saver
 
 _NAME = 'hf_model'
 
@@ -41,7 +42,7 @@ class SmallRun:
         parent.mkdir(parents=True, exist_ok=True)
         self.model = small_model()
         self.alone = Collective()
-        self.saver = Saver(self.model, SaveOptions(writer='positional', max_shard_nbytes=2500), self.alone)
+        self.saver = Saver(self.model, SaveOptions(max_shard_size=2500), self.alone, writer='positional')
         self.saver.prepare()
         self.parent = parent
         self.max_keep = max_keep

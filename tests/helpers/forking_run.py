@@ -61,9 +61,7 @@ def sleep_on() -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) / 'hf_model'
-    model = dict(module=None, lora=None, llava_format=None, tokenizer=None, dtype=None)
-    sizes = dict(max_keep_ckpts=1, max_shard_size='5GB', bucket_size='1MB', writer='auto')
-    parsed = config.parse_run(**model, **sizes, async_save=True)
+    parsed = config.RunOptions(bucket_size='1MB', async_save=True)
     saves = RunSaves(unwrap(doors.tiny_llama()), folder, parsed, RunLog(logging.getLogger('test'), 'test'))
     saves.prepare(None, when='now')
 

@@ -181,16 +181,15 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
     from xhf_hooks.concurrency.exit_guard import ExitWait
+    from xhf_hooks.config import SaveOptions
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.save import SaveOptions, Saver
+    from xhf_hooks.save import Saver
 
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)
-    options = SaveOptions(
-        writer=kind.writer, in_background=kind.in_background, bucket_nbytes=20_000, max_shard_nbytes=30_000
-    )
-    saver = Saver(model, options, collective)
+    options = SaveOptions(bucket_size=20_000, max_shard_size=30_000)
+    saver = Saver(model, options, collective, writer=kind.writer, in_background=kind.in_background)
     saver.prepare()
     folder = CheckpointFolder(parent / NAME, max_keep)
     with collective.stage('preflight'):

@@ -158,14 +158,8 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
     from xhf_hooks.preflight import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
-    parsed = config.parse_run(
+    parsed = config.RunOptions(
         max_keep_ckpts=way.max_keep,
-        module=None,
-        lora=None,
-        llava_format=None,
-        tokenizer=None,
-        dtype=None,
-        max_shard_size='5GB',
         bucket_size=20_000,
         writer=way.writer,
         async_save=way.door == 'async',

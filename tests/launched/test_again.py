@@ -267,9 +267,7 @@ def run_saves(root: Path, run: object | None = None) -> Any:
     from xhf_hooks.preflight import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
-    model = dict(module=None, lora=None, llava_format=None, tokenizer=None, dtype=None)
-    sizes = dict(max_keep_ckpts=1, max_shard_size='5GB', bucket_size='1MB', writer='auto')
-    parsed = config.parse_run(**model, **sizes, async_save=True)
+    parsed = config.RunOptions(bucket_size='1MB', async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
     saves = RunSaves(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
     saves.prepare(None, when='now')

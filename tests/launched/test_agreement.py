@@ -61,7 +61,7 @@ def count_agreements(root: Path) -> dict[str, Any]:
         'gather': mock.patch.object(gather, 'group_chunks', fail_to_make),
         'write': mock.patch.object(OutputFile, 'write', fail_to_write),
     }
-    how = dict(bucket_nbytes=2000, writer='parallel')
+    how = dict(bucket_size=2000, writer='parallel')
     with (
         mock.patch.object(Collective, 'agree', note),
         mock.patch.object(Zero3Source, 'gathered', note_gathered),

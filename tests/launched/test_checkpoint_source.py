@@ -75,7 +75,7 @@ def train_and_save(kind: str, options: dict[str, Any], folder: Path) -> None:
         engine.step()
         engine.save_checkpoint(str(folder / ('earlier' if step + 1 < STEPS else 'checkpoint')), tag=TAG)
     save_folder(engine.module, folder / 'as_trained')
-    save_folder(engine.module, folder / 'float32', dtype='F32')
+    save_folder(engine.module, folder / 'float32', dtype='float32')
     if hasattr(engine.optimizer, 'fp32_groups'):
         # Without ZeRO the hook cannot get at the masters: they belong to no parameter
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

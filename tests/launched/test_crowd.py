@@ -28,13 +28,14 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
     from xhf_hooks.manager import RunSaves
     from xhf_hooks.planning.types import Step
     from xhf_hooks.preflight import unwrap
-    from xhf_hooks.save import SaveOptions
     from xhf_hooks.telemetry.log import RunLog
 
     model = doors.tiny_llama()
-    save = SaveOptions(writer=writer, bucket_nbytes=40_000, in_background=in_background, max_shard_nbytes=30_000)
+    options = RunOptions(
+        writer=writer, bucket_size=40_000, async_save=in_background, max_shard_size=30_000, on_error='raise'
+    )
     log = RunLog.of_this_rank('crowd', logging.getLogger('xhf_hooks'))
-    saves = RunSaves(unwrap(model), folder, RunOptions(save, on_error='raise'), log)
+    saves = RunSaves(unwrap(model), folder, options, log)
     saves.prepare(None, when='often')
     verified = []
     for step in range(1, SAVES + 1):

@@ -59,13 +59,14 @@ class Run:
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, max_keep: int = 1) -> None:
         from tests.helpers.lives import tiny_model
         from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+        from xhf_hooks.config import SaveOptions
         from xhf_hooks.distributed.collective import Collective
-        from xhf_hooks.save import SaveOptions, Saver
+        from xhf_hooks.save import Saver
 
         self.collective = Collective(timeout_secs=timeout_secs)
         self.model = tiny_model(zero3=True)
-        options = SaveOptions(writer=writer, bucket_nbytes=20_000, max_shard_nbytes=30_000)
-        self.saver = Saver(self.model, options, self.collective)
+        options = SaveOptions(bucket_size=20_000, max_shard_size=30_000)
+        self.saver = Saver(self.model, options, self.collective, writer=writer)
         self.saver.prepare()
         self.folder = CheckpointFolder(parent / 'hf_model', max_keep)
         with self.collective.stage('preflight'):
@@ -265,7 +266,7 @@ def too_long(parent: Path) -> list[str]:
     found = []
     for final in finals:
         try:
-            save_folder(tiny_model(zero3=True), final, max_shard_nbytes=30_000)
+            save_folder(tiny_model(zero3=True), final, max_shard_size=30_000)
             found.append('')
         except (XhfError, OSError) as error:
             found.append(f'{type(error).__name__}: {error}')

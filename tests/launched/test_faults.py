@@ -52,18 +52,19 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
 
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.config import SaveOptions
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.save import SaveOptions, Saver
+    from xhf_hooks.save import Saver
 
     model = ToyLM(tied=True).llm.to(torch.bfloat16)
     if dist.get_rank() == 0:
         model.save_pretrained(root / 'expected')
     engine = zero_engine(model, stage=3)
     collective = Collective(timeout_secs=60)
-    saver = Saver(engine.module, SaveOptions(bucket_nbytes=10_000), collective)
+    saver = Saver(engine.module, SaveOptions(bucket_size=10_000), collective)
     folder = CheckpointFolder(root / 'hf_model', max_keep=1)
     with collective.stage('claim'):
         saver.prepare()

@@ -37,7 +37,7 @@ def lose_rank_1(root: Path) -> str:
 
     with mock.patch.object(Zero3Source, '_gather_masters', die):
         try:
-            save_folder(engine.module, root / 'hf_model', bucket_nbytes=4000)
+            save_folder(engine.module, root / 'hf_model', bucket_size=4000)
         except XhfError as error:
             return f'{type(error).__name__}: {error}'
     return 'no error'

@@ -32,13 +32,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 ON_NVME = [name for name in ENGINES if name != 'in memory']
 WAYS: dict[str, dict[str, Any]] = {
-    'stream, small buckets': dict(bucket_nbytes=100_000),
-    'stream, one bucket': dict(bucket_nbytes=10**9),
+    'stream, small buckets': dict(bucket_size=100_000),
+    'stream, one bucket': dict(bucket_size=10**9),
     'stream, in the background': dict(in_background=True),
     'positional': dict(writer='positional'),
     'positional, in the background': dict(writer='positional', in_background=True),
-    'masters, stream': dict(dtype='F32', bucket_nbytes=10**9),
-    'masters, positional': dict(dtype='F32', writer='positional'),
+    'masters, stream': dict(dtype='float32', bucket_size=10**9),
+    'masters, positional': dict(dtype='float32', writer='positional'),
 }
 
 
@@ -89,14 +89,14 @@ def train_and_save(name: str, root: Path) -> dict[str, int]:
     """Runs on: all ranks."""
     engine = build_engine(name, root)
     save_folder(engine.module, root / name / 'before training')
-    save_folder(engine.module, root / name / 'masters before training', dtype='F32')
+    save_folder(engine.module, root / name / 'masters before training', dtype='float32')
     train_one_step(engine)
     found = count_on_nvme(engine)
     for way, how in WAYS.items():
         save_folder(engine.module, root / name / way, **how)
     assert count_on_nvme(engine) == found
     train_one_step(engine)
-    save_folder(engine.module, root / name / 'after the next step', dtype='F32')
+    save_folder(engine.module, root / name / 'after the next step', dtype='float32')
     engine.destroy()
     return found
 

@@ -24,16 +24,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 MODELS = ('untied', 'tied', 'frozen')
 #: Ways to save that must give one answer.
 WAYS: dict[str, dict[str, Any]] = {
-    'stream, small buckets': dict(bucket_nbytes=5000),
-    'stream, one bucket': dict(bucket_nbytes=10**9),
+    'stream, small buckets': dict(bucket_size=5000),
+    'stream, one bucket': dict(bucket_size=10**9),
     'stream, in the background': dict(in_background=True),
     'parallel': dict(writer='parallel'),
     'positional': dict(writer='positional'),
     'positional, in the background': dict(writer='positional', in_background=True),
 }
 #: Ways that must give another answer, the same each.
-IN_SHARDS = {writer: dict(writer=writer, max_shard_nbytes=20_000) for writer in ('stream', 'parallel', 'positional')}
-MASTERS = {writer: dict(writer=writer, dtype='F32') for writer in ('stream', 'parallel', 'positional')}
+IN_SHARDS = {writer: dict(writer=writer, max_shard_size=20_000) for writer in ('stream', 'parallel', 'positional')}
+MASTERS = {writer: dict(writer=writer, dtype='float32') for writer in ('stream', 'parallel', 'positional')}
 WORLD_SIZES = (2, *(pytest.param(n, marks=pytest.mark.modern_only) for n in (1, 3)))
 CASES = [f'{model}-{engine}' for model in MODELS for engine in ENGINES]
 

@@ -44,7 +44,7 @@ def save_slowly(root: Path) -> float:
     write = OutputFile.write
     started = time.monotonic()
     with mock.patch.object(OutputFile, 'write', write_slowly):
-        save_folder(engine.module, root / 'hf_model', bucket_nbytes=4000)
+        save_folder(engine.module, root / 'hf_model', bucket_size=4000)
     return time.monotonic() - started
 
 

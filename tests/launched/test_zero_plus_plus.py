@@ -17,8 +17,8 @@ N_RANKS, GROUP_SIZE = 4, 2
 WAYS = {
     'stream': dict(),
     'positional': dict(writer='positional'),
-    'masters, stream': dict(dtype='F32'),
-    'masters, positional': dict(dtype='F32', writer='positional'),
+    'masters, stream': dict(dtype='float32'),
+    'masters, positional': dict(dtype='float32', writer='positional'),
 }
 
 

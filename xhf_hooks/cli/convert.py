@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
+from xhf_hooks.config import parse_size
 from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
 from xhf_hooks.integrity.findings import some
-from xhf_hooks.planning.planner import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

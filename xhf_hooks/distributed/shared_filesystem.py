@@ -14,7 +14,7 @@ def is_shared(final: Path, collective: Collective) -> bool:
     """Rank 0 writes a file of a new name beside ``final``, every rank looks for it. Runs on: all ranks.
 
     Its inode number, too, must be the same for every rank: writers prove by it that they have the right file
-    (writers/file_io/output_file.py). NFS, Lustre, CephFS, MooseFS and others give every host the server's number; FUSE file
+    (writers/file_io). NFS, Lustre, CephFS, MooseFS and others give every host the server's number; FUSE file
     systems that make up their own do not.
 
     Raises:

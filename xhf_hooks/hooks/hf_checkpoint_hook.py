@@ -9,8 +9,8 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
-from xhf_hooks import config
-from xhf_hooks.errors import OptionError, XhfError
+from xhf_hooks.config import HookOptions, door_class
+from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best_folders import find_best_folders
@@ -24,60 +24,12 @@ from xhf_hooks.telemetry.log import RunLog, scalars
 
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
-class HFCheckpointHook(Hook):
+@door_class
+class HFCheckpointHook(HookOptions, Hook):
     """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans the whole save from metadata and raises what is wrong with it. A save
     that fails later is logged, and training goes on.
-
-    Args:
-        out_dir (str, Path, optional): Folder of the newest save. Defaults to None, which means
-            ``work_dir/<timestamp>/hf_model``.
-        interval (int, optional): Save every so many epochs or iterations; -1 means only at the end.
-            Defaults to None, which means the schedule of the run's own CheckpointHook.
-        by_epoch (bool, optional): Whether ``interval`` counts epochs. Defaults to None: it counts what the train
-            loop counts, epochs in EpochBasedTrainLoop and iterations in IterBasedTrainLoop.
-        save_begin (int): Epoch or iteration at which saving begins. Defaults to 0.
-        save_last (bool): Save when training ends, regardless of ``interval``. Defaults to True.
-        save_best (str, List[str], optional): As in CheckpointHook; writes ``hf_model_best``
-            (``hf_model_best_<metric>`` for several). What is in that folder, and in those of the runs that a
-            resumed checkpoint comes from, is only replaced or followed by a better one. Defaults to None.
-        rule (str, List[str], optional): As in CheckpointHook. Defaults to None.
-        max_keep_ckpts (int): How many saves to keep, the newest included; the older ones are named
-            ``hf_model_iter_500``. -1 keeps all. Defaults to 1.
-        module (str, optional): Dotted path of the PreTrainedModel in the trained model. Defaults to None:
-            the model itself, ``llm``, or the only one there is.
-        lora (str, optional): For a model with a LoRA adapter, 'adapter' (as peft saves it), 'merge' (a complete
-            model with the adapter merged into its weights) or 'both' (the merged model, with the adapter in
-            ``hf_model/adapter``). Defaults to None, which means 'adapter' where there is one, and for a reward
-            model 'merge', unless its base model is quantized.
-        llava_format (str, optional): For XTuner's LLaVAModel, 'xtuner' (its own layout, frozen parts left out),
-            'xtuner_complete' (frozen parts, too) or 'huggingface' (transformers' LlavaForConditionalGeneration,
-            complete, adapters merged). Defaults to None, which means 'xtuner'.
-        tokenizer (object, dict, str, optional): A tokenizer, its MMEngine config, or its folder. Defaults to
-            None: ``cfg.tokenizer``, else the base model's own files, else none, with a warning.
-        chat_template (bool): When the run's config names an XTuner prompt template, give the saved tokenizer
-            the chat template that writes dialogues as training had them, and generation_config its stop words.
-            Defaults to True.
-        ema (bool): Where the run has an EMAHook, save the weights that it averages, as CheckpointHook does and
-            validation scores. False saves the live ones. Defaults to True.
-        dtype (str, optional): 'float32' (the fp32 master weights where there are any), 'bfloat16' or
-            'float16'. Defaults to None: as trained.
-        max_shard_size (int, str): As in ``save_pretrained``. Defaults to '5GB'.
-        bucket_size (int, str): How much is gathered at once; memory follows it. Defaults to '128MB'.
-        writer (str): 'positional' (every rank writes its own slices; nothing is gathered), 'parallel' (every
-            rank writes a part of what is gathered), 'stream' (rank 0 writes) or 'auto': 'positional' where all
-            ranks see the folder, else 'stream'. The files are the same. Defaults to 'auto'.
-        async_save (bool): Copy what is to be saved to host memory, which takes as many bytes on each rank as it
-            writes, and write it while training goes on. Defaults to False.
-        async_busy (str): 'wait' or 'skip' a save that is due while the one before is being written.
-            Defaults to 'wait'.
-        exit_wait_secs (float): How long the end of the process (an exception, SIGTERM) waits for a save that
-            is being written. torchrun follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is
-            started with ``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s). Defaults to 600.
-        verify (str): What is looked at before a save is committed: 'off', 'sizes' (file sizes and headers) or 'full'
-            (every byte read back from the disk and compared with checksums taken from memory). Defaults to 'sizes'.
-        on_error (str): 'continue' or 'raise', when a save fails. Defaults to 'continue'.
 
     Examples:
         >>> custom_imports = dict(imports=['xhf_hooks'])
@@ -86,58 +38,9 @@ class HFCheckpointHook(Hook):
 
     priority = 95  # after CheckpointHook (90)
 
-    def __init__(
-        self,
-        out_dir: str | Path | None = None,
-        *,
-        interval: int | None = None,
-        by_epoch: bool | None = None,
-        save_begin: int = 0,
-        save_last: bool = True,
-        save_best: str | list[str] | None = None,
-        rule: str | list[str] | None = None,
-        max_keep_ckpts: int = 1,
-        module: str | None = None,
-        lora: str | None = None,
-        llava_format: str | None = None,
-        tokenizer: Any | None = None,
-        chat_template: bool = True,
-        ema: bool = True,
-        dtype: str | None = None,
-        max_shard_size: int | str = '5GB',
-        bucket_size: int | str = '128MB',
-        writer: str = 'auto',
-        async_save: bool = False,
-        async_busy: str = 'wait',
-        exit_wait_secs: float = 600,
-        verify: str = 'sizes',
-        on_error: str = 'continue',
-    ) -> None:
-        config.check_schedule(interval, by_epoch, save_begin, save_last, save_best)
-        if rule is not None and save_best is None:
-            raise OptionError('rule', 'None when save_best is None', rule)
-        self.out_dir = config.parse_out_dir(out_dir)
-        self.save_last = save_last
-        self._interval, self._by_epoch, self._save_begin = interval, by_epoch, save_begin
-        self._best = None if save_best is None else BestMetric(save_best, rule)
-        self._ema = config.check_switch('ema', ema)
-        self._chat_template = config.check_switch('chat_template', chat_template)
-        self._options = config.parse_run(
-            max_keep_ckpts=max_keep_ckpts,
-            module=module,
-            lora=lora,
-            llava_format=llava_format,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            bucket_size=bucket_size,
-            writer=writer,
-            async_save=async_save,
-            async_busy=async_busy,
-            exit_wait_secs=exit_wait_secs,
-            verify=verify,
-            on_error=on_error,
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
         self._saves: RunSaves | None = None  # there is one while training goes on
 
     def before_train(self, runner: Any) -> None:
@@ -149,14 +52,14 @@ class HFCheckpointHook(Hook):
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
-        self._schedule = resolve_schedule(runner, self._interval, self._by_epoch, self._save_begin)
+        self._schedule = resolve_schedule(runner, self.interval, self.by_epoch, self.save_begin)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
         check_schedule(runner, self._schedule, log, saves_anyway=self.save_last or self._best is not None)
-        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self._ema, log=log)
+        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         self._saves = RunSaves(
             unwrapped,
             Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
-            self._options,
+            self,
             log,
             run=runner,
             suffixes=[] if self._best is None else self._best.folder_suffixes(),
@@ -167,9 +70,7 @@ class HFCheckpointHook(Hook):
             runner.cfg.get('tokenizer'),
             when=self._schedule,
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
-            finish_tokenizer=(lambda found: with_chat_template(runner.cfg, found, log))
-            if self._chat_template
-            else None,
+            finish_tokenizer=(lambda found: with_chat_template(runner.cfg, found, log)) if self.chat_template else None,
         )
         self._log = log
         if self._best is not None:

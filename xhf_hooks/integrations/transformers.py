@@ -8,83 +8,28 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xhf_hooks import config, preflight
+from xhf_hooks import preflight
+from xhf_hooks.config import CallbackOptions, door_class
 from xhf_hooks.errors import OptionError
 from xhf_hooks.manager import RunSaves
 from xhf_hooks.planning.types import Step
 from xhf_hooks.preflight import Unwrapped
 from xhf_hooks.telemetry.log import RunLog
 
-SAVE_STRATEGIES = ('no', 'steps', 'epoch')
 
-
-class HFCheckpointCallback(TrainerCallback):
+@door_class
+class HFCheckpointCallback(CallbackOptions, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
     The same save as HFCheckpointHook's; what the options mean stands there. Trainer's own checkpoints, which
     resuming needs, are not replaced: with ``save_strategy='no'`` in TrainingArguments there are none.
 
-    Args:
-        out_dir (str, Path, optional): Folder of the newest save. Defaults to None, which means
-            ``output_dir/hf_model``.
-        save_strategy (str, optional): 'no' (only at the end), 'steps' or 'epoch'. Defaults to None: whenever
-            Trainer itself saves a checkpoint.
-        save_steps (int, optional): With ``save_strategy='steps'``, how often. Defaults to None: as in
-            TrainingArguments.
-        save_last (bool): Save when training ends. Defaults to True.
-        tokenizer (object, dict, str, optional): Defaults to None: Trainer's ``processing_class``, else the base
-            model's own files, else none, with a warning.
-        max_keep_ckpts, module, lora, llava_format, dtype, max_shard_size, bucket_size, writer, async_save,
-            async_busy, exit_wait_secs, verify, on_error: As in HFCheckpointHook.
-
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
     """
 
-    def __init__(
-        self,
-        out_dir: str | Path | None = None,
-        *,
-        save_strategy: str | None = None,
-        save_steps: int | None = None,
-        save_last: bool = True,
-        max_keep_ckpts: int = 1,
-        module: str | None = None,
-        lora: str | None = None,
-        llava_format: str | None = None,
-        tokenizer: Any | None = None,
-        dtype: str | None = None,
-        max_shard_size: int | str = '5GB',
-        bucket_size: int | str = '128MB',
-        writer: str = 'auto',
-        async_save: bool = False,
-        async_busy: str = 'wait',
-        exit_wait_secs: float = 600,
-        verify: str = 'sizes',
-        on_error: str = 'continue',
-    ) -> None:
-        self._out_dir = config.parse_out_dir(out_dir)
-        self._strategy = config.check_choice('save_strategy', save_strategy, (None, *SAVE_STRATEGIES))
-        self._steps = config.check_save_steps(save_steps, save_strategy)
-        self._save_last = config.check_switch('save_last', save_last)
-        if save_strategy == 'no' and not save_last:
-            raise OptionError('save_strategy', 'another one, or save_last: like this nothing is ever saved', 'no')
-        self._options = config.parse_run(
-            max_keep_ckpts=max_keep_ckpts,
-            module=module,
-            lora=lora,
-            llava_format=llava_format,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            bucket_size=bucket_size,
-            writer=writer,
-            async_save=async_save,
-            async_busy=async_busy,
-            exit_wait_secs=exit_wait_secs,
-            verify=verify,
-            on_error=on_error,
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._saves: RunSaves | None = None  # there is one while training goes on
 
     def on_train_begin(
@@ -96,14 +41,14 @@ class HFCheckpointCallback(TrainerCallback):
             XhfError: It will not; the same on every rank, before any training is paid for.
         """
         self.close()
-        if not self._save_last and self._strategy is None and args.save_strategy == 'no':
+        if not self.save_last and self.save_strategy is None and args.save_strategy == 'no':
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
         log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
         self._check_steps(state, log)
         self._saves = RunSaves(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            Path(self._out_dir or Path(args.output_dir) / 'hf_model').absolute(),
-            self._options,
+            Path(self.out_dir or Path(args.output_dir) / 'hf_model').absolute(),
+            self,
             log,
             run=state,
         )
@@ -111,18 +56,18 @@ class HFCheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._saves.collect_if_done()
-        every = self._steps or state.save_steps
-        if self._strategy == 'steps' and state.global_step % every == 0:
+        every = self.save_steps or state.save_steps
+        if self.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(state)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._strategy == 'epoch':
+        if self.save_strategy == 'epoch':
             self._save(state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._strategy is None:
+        if self.save_strategy is None:
             self._save(state)
 
     def on_train_end(
@@ -131,7 +76,7 @@ class HFCheckpointCallback(TrainerCallback):
         try:
             self._saves.collect()
             # load_best_model_at_end has replaced the weights by now
-            if self._save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
+            if self.save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
                 self._save(state)
                 self._saves.collect()
         finally:
@@ -145,11 +90,11 @@ class HFCheckpointCallback(TrainerCallback):
             self._saves = None
 
     def _check_steps(self, state: TrainerState, log: RunLog) -> None:
-        every = self._steps or state.save_steps
-        if self._strategy != 'steps' or every <= state.max_steps:
+        every = self.save_steps or state.save_steps
+        if self.save_strategy != 'steps' or every <= state.max_steps:
             return
         end = f'training ends after {state.max_steps} steps'
-        if not self._save_last:
+        if not self.save_last:
             raise OptionError('save_steps', f'a smaller one, or save_last: {end}, and nothing is ever saved', every)
         log.warning(f'save_steps: every {every} steps is never, for {end}; set a smaller one')
 
@@ -158,11 +103,11 @@ class HFCheckpointCallback(TrainerCallback):
         self._saves.save(Step('iter', done, done), may_skip=done < state.max_steps)
 
     def _when(self, args: TrainingArguments, state: TrainerState) -> str:
-        if self._strategy == 'steps':
-            return f'every {self._steps or state.save_steps} steps'
-        if self._strategy == 'epoch':
+        if self.save_strategy == 'steps':
+            return f'every {self.save_steps or state.save_steps} steps'
+        if self.save_strategy == 'epoch':
             return 'every epoch'
-        if self._strategy == 'no' or args.save_strategy == 'no':
+        if self.save_strategy == 'no' or args.save_strategy == 'no':
             return 'at the end only'
         return 'whenever Trainer saves'
 

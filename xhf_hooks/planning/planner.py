@@ -10,11 +10,9 @@ import hashlib
 import heapq
 import json
 import math
-import re
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -32,26 +30,6 @@ from xhf_hooks.planning.types import (
     SavePlan,
     TensorSpec,
 )
-
-_SIZE_UNITS = {'': 1, 'B': 1}
-for _power, _letter in enumerate('KMGT', start=1):
-    _SIZE_UNITS[f'{_letter}B'] = 10 ** (3 * _power)
-    _SIZE_UNITS[f'{_letter}IB'] = 2 ** (10 * _power)
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of a size such as ``128_000_000``, ``'5GB'`` (powers of ten) or ``'5GiB'`` (powers of two).
-
-    Raises:
-        ValueError: It is not a positive size.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*', size)
-        unit = match and _SIZE_UNITS.get(match[2].upper())
-        size = int(Fraction(match[1]) * unit) if match and unit else 0
-    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-        raise ValueError('not a size')
-    return size
 
 
 def make_plan(

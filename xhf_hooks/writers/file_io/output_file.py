@@ -25,7 +25,7 @@ class FileIdentity:
     """What proves that an open file is the one that rank 0 made, whatever name it was opened by.
 
     Attributes:
-        inode: The server's number, the same on every host (distributed/shared_filesystem.py finds out whether that is so).
+        inode: The server's number, the same on every host (distributed/ finds out whether that is so).
         nbytes: The whole file, which it has from the beginning.
     """
 

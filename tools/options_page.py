@@ -1,0 +1,37 @@
+"""docs/options.md, made from the options' own descriptions: ``python tools/options_page.py > docs/options.md``."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from xhf_hooks import config
+
+_DOORS = {
+    'HFCheckpointHook': (config.HookOptions, 'in the config of an MMEngine or XTuner run'),
+    'HFCheckpointCallback': (config.CallbackOptions, "for transformers' Trainer, TRL and Axolotl"),
+    'save_hf': (config.CallOptions, 'one call in a loop of your own'),
+}
+
+
+def page() -> str:
+    """The whole page."""
+    lines = ['# Options', '', 'Made from `xhf_hooks/config.py` by `tools/options_page.py`. A bad value, a bad']
+    lines[-1] += ' combination and a misspelt name are errors when the hook is built.'
+    told: dict[str, str] = {}
+    for door, (options, where) in _DOORS.items():
+        lines += ['', f'## {door}', '', f'{where[0].upper()}{where[1:]}.', '']
+        new = [option for option in config.in_reading_order(options) if option.name not in told]
+        lines += ['| option | default | meaning |', '|---|---|---|']
+        for option in new:
+            told[option.name] = door
+            meaning = re.sub(r'``(.*?)``', r'`\1`', option.metadata['meaning']).replace('|', '\\|')
+            lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
+        known = [option.name for option in config.in_reading_order(options) if told[option.name] != door]
+        if known:
+            lines += ['', f'And, as in {" and ".join(dict.fromkeys(told[n] for n in known))}: {", ".join(known)}.']
+    return '\n'.join([*lines, ''])
+
+
+if __name__ == '__main__':
+    sys.stdout.write(page())
