@@ -149,7 +149,16 @@ class RunSaves:
                 reserved = self._saver.reserve_snapshot()
             self._log.info(f'saves go on in the background, from {reserved / 1e6:.0f} MB of host memory on this rank')
             self._ending.callback(ExitWait(self._wait_at_exit).close)
-        log_preparations(self._log, self._saver, when, self._writer, self.newest.final)
+        log_preparations(
+            self._log,
+            plan,
+            self._saver.expected_extra_nbytes,
+            when=when,
+            writer=self._writer,
+            final=self.newest.final,
+            left_out=self._saver.exporter.left_out,
+            notes=self._saver.exporter.notes,
+        )
 
     def save(
         self,

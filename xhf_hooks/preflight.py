@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, new_name, sweep_dead_runs
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.distributed.shared_filesystem import is_shared
 from xhf_hooks.errors import OptionError, TargetError
@@ -77,7 +77,7 @@ def refuse_unreadable_masters(engine_or_optimizer: Any) -> None:
 def choose_writer(log: _Log, option: str, final: Path, collective: Collective) -> str:
     """What the option ``writer`` comes to on the file system of ``final``. Runs on: all ranks."""
     wanted = 'positional' if option == 'auto' else option
-    if not WRITERS.get(wanted).all_ranks or is_shared(final, collective):
+    if not WRITERS.get(wanted).all_ranks or is_shared(new_name(final, 'shared'), collective):
         return wanted
     log.warning(
         f'not all ranks see {final.parent}, so rank 0 writes: the writer is stream, not {wanted}. '

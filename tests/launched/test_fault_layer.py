@@ -231,7 +231,7 @@ def other_user(parent: Path) -> str:
             messages.append(f'{type(error).__name__}: {error}')
         collective = Collective(timeout_secs=60)
         try:
-            is_shared(parent / 'hf_model', collective)
+            is_shared(parent / '.probe', collective)
         except XhfError as error:
             messages.append(f'{type(error).__name__}: {error}')
         collective.close()

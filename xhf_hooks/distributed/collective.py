@@ -317,3 +317,10 @@ def _pickled(value: object) -> torch.Tensor:
 
 def _describe(error: Exception) -> str:
     return f'{type(error).__name__}: {error}'
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """0 and 1 where there is no process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xhf_hooks.commit.checkpoint_folder import new_name
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError
 
 
-def is_shared(final: Path, collective: Collective) -> bool:
-    """Rank 0 writes a file of a new name beside ``final``, every rank looks for it. Runs on: all ranks.
+def is_shared(probe: Path, collective: Collective) -> bool:
+    """Rank 0 writes the file ``probe``, every rank looks for it. Runs on: all ranks.
 
     Its inode number, too, must be the same for every rank: writers prove by it that they have the right file
     (writers/file_io). NFS, Lustre, CephFS, MooseFS and others give every host the server's number; FUSE file
     systems that make up their own do not.
 
+    Args:
+        probe: Of a name that was never used before; rank 0's counts.
+
     Raises:
         AgreedError: Rank 0 cannot write there.
     """
-    probe = final.with_name(collective.broadcast(new_name(final, 'shared').name))  # hosts may mount it elsewhere
+    probe = probe.with_name(collective.broadcast(probe.name))  # hosts may mount the folder elsewhere
     number = None
     with collective.stage('preflight'):
         if collective.rank == 0:

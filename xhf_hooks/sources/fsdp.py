@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
-from xhf_hooks.sources.replicated import ModuleSource, rank_and_world_size, share
+from xhf_hooks.sources.replicated import ModuleSource, share
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel

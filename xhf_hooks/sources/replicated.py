@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model.tensors import module_tensors
 from xhf_hooks.planning.types import TensorSpec
@@ -91,13 +91,6 @@ class ModuleSource(Source):
 
     def _has_master(self, tensor: torch.Tensor) -> bool:
         return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """0 and 1 where there is no process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice
-from xhf_hooks.sources.replicated import ModuleSource, rank_and_world_size
+from xhf_hooks.sources.replicated import ModuleSource
 from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_partition
 
 

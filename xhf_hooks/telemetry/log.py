@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from xhf_hooks.planning.types import CommittedCheckpoint
-from xhf_hooks.save import Saver
-from xhf_hooks.sources.replicated import rank_and_world_size
+from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 
 
 class RunLog(logging.LoggerAdapter):
@@ -35,19 +34,33 @@ class RunLog(logging.LoggerAdapter):
         return (level >= logging.ERROR or not self._only_errors) and super().isEnabledFor(level)
 
 
-def log_preparations(log: RunLog, saver: Saver, when: Any, writer: str, final: Any) -> None:
-    """One line that says what will be saved, when, how and where; more where something is left out."""
-    plan, exporter = saver.plan, saver.exporter
+def log_preparations(
+    log: RunLog,
+    plan: SavePlan,
+    extra_nbytes: int,
+    *,
+    when: Any,
+    writer: str,
+    final: Any,
+    left_out: Sequence[str],
+    notes: Sequence[str],
+) -> None:
+    """One line that says what will be saved, when, how and where; more where something is left out.
+
+    Args:
+        extra_nbytes: Memory that a save takes on the busiest rank, about.
+        left_out: Tensors that are not exported.
+        notes: What else the exporter says.
+    """
     log.info(
         f'{len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
-        f'file(s), about {saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
+        f'file(s), about {extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
         f'{when}, by the {writer} writer, to {final}'
     )
-    left_out = exporter.left_out
     if left_out:
         some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
         log.info(f'not exported: {len(left_out)} tensors ({some})')
-    for note in exporter.notes:
+    for note in notes:
         log.info(note)
 
 
