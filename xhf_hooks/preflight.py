@@ -44,15 +44,17 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     Args:
         other_wrappers: Classes that hold the model as ``module``, too.
     """
+    wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     facts: dict[str, Any] = {'engine': 'torch'}
-    root = engine = None
+    root: nn.Module | None = None
+    engine: Any | None = None
     while True:
         if hasattr(model, 'zero_optimization_stage'):
             facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
             engine, model = model, model.module
         elif isinstance(model, FullyShardedDataParallel):
             root, model = root or model, model.module
-        elif isinstance(model, (DataParallel, DistributedDataParallel, *other_wrappers)):
+        elif isinstance(model, wrappers):
             model = model.module
         elif isinstance(getattr(model, '_orig_mod', None), nn.Module):
             model = model._orig_mod

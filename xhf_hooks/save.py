@@ -251,7 +251,7 @@ class Saver:
         self, collective: Collective, meter: MemoryMeter, to_host: Callable[[torch.Tensor], memoryview]
     ) -> Iterator[Iterator[Chunk]]:
         """What this rank writes, out of the model. All ranks enter and leave together, whatever happens inside."""
-        how = dict(masters=self._masters, meter=meter, to_host=to_host)
+        how: dict[str, Any] = dict(masters=self._masters, meter=meter, to_host=to_host)
         # What every rank has at hand needs no gathering, and a model no getting ready for it
         with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
             slices = own_slices(self.plan, self._source, **how)

@@ -123,7 +123,7 @@ class Conversion:
         folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         folder.claim()
         try:
-            committed = self.converter.convert(folder, self.step, tokenizer, stop_token_ids, on_progress)
+            committed = self.converter.convert(folder, self.step, tokenizer, tuple(stop_token_ids), on_progress)
         finally:
             folder.release()
         warnings = (*notes, *committed.warnings, *self._notes_on_float32())

@@ -213,8 +213,7 @@ class CheckpointFolder:
             OSError: The file system refused; the previous checkpoint is still under the final name.
         """
         for name, index in plan.indexes.items():
-            with (self.staging / name).open('w', encoding='utf-8') as file:
-                file.write(json.dumps(index, indent=2, sort_keys=True) + '\n')
+            (self.staging / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
         tensors = assemble(plan, records)
         if verify != 'off':
             for file in plan.files:

@@ -88,7 +88,7 @@ class WorkerThreads:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                result = job(), None
+                result: tuple[Any, BaseException | None] = job(), None
             except BaseException as error:  # whatever it is, it must reach the one who waits for the result
                 result = None, error
             del job  # with what it holds, before the next comes

@@ -36,7 +36,7 @@ class PartsExporter(Exporter):
         return entries
 
     @property
-    def n_parameters(self) -> Mapping[str, int | None]:
+    def n_parameters(self) -> Mapping[str, Any]:
         return {folder: part.n_parameters for folder, part in self.parts.items()}
 
     def base_tokenizer(self) -> Any | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: Element type to (unsigned type of its words, bits to look at, least value that is not finite).
 #: E4M3 and E8M0 have no infinity and a single NaN; a complex number is two of F32.
-_FORMATS = {
+_FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
     'BF16': (np.uint16, 0x7FFF, 0x7F80),
     'F16': (np.uint16, 0x7FFF, 0x7C00),
     'F32': (np.uint32, 0x7FFFFFFF, 0x7F800000),

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -161,7 +161,8 @@ class Fsdp1Source(ModuleSource):
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], masters: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        read, by_module = {}, {}
+        read: dict[str, torch.Tensor] = {}
+        by_module: dict[Any, list[str]] = {}
         for name in names:
             tensor = self._tensors[name]
             if self._is_sharded(tensor):

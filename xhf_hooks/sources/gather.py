@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 import torch
 
@@ -27,7 +27,7 @@ def gather(
     masters: bool,
     meter: MemoryMeter,
     to_host: Callable[[torch.Tensor], memoryview],
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Gather bucket after bucket and yield the chunks that this rank writes.
 
     Runs on: all ranks, in step. Before each bucket they wait for each other, on gloo: a writer may hold as many
@@ -86,7 +86,7 @@ def group_chunks(
     """
     _check(group, tensors)
     if group.combine is None:
-        outputs = {group.placements[0].hf_name: tensors[group.reads[0].name]}
+        outputs: Mapping[str, torch.Tensor] = {group.placements[0].hf_name: tensors[group.reads[0].name]}
     else:
         outputs = group.combine({spec.name: tensors[spec.name] for spec in group.reads})
     for placement in group.placements:

@@ -7,7 +7,7 @@ output file, whatever the element type there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 
@@ -29,7 +29,7 @@ def own_slices(
     masters: bool,
     meter: MemoryMeter,
     to_host: Callable[[torch.Tensor], memoryview],
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Yield the bytes of this rank's slices. Runs on: all ranks, each at its own pace.
 
     Raises:

@@ -177,7 +177,8 @@ def _within_swap_buffers(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, 
     """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-    batches, n_swapped = [{}], 0
+    batches: list[dict[str, torch.Tensor]] = [{}]
+    n_swapped = 0
     for name, tensor in tensors.items():
         if tensor.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE:
             n_buffers = tensor.nvme_swapper.available_swap_in_buffers()

@@ -28,7 +28,8 @@ def plot(found: Comparison, path: Path) -> None:
 
     outside = sorted(tensor.name for tensor in found.tensors if layer_of(tensor.name) is None)
     layers = sorted({layer for tensor in found.tensors if (layer := layer_of(tensor.name)) is not None})
-    columns: dict[int | str, int] = {key: i for i, key in enumerate([*layers, *outside])}
+    names: list[int | str] = [*layers, *outside]
+    columns = {name: i for i, name in enumerate(names)}
     floor = _floor(found)
     figure = Figure(figsize=(max(8.0, min(24.0, 0.3 * len(columns))), 6.0), layout='constrained')
     axes = figure.add_subplot()

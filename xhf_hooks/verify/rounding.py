@@ -156,7 +156,7 @@ def _max_ulps_finite(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, d
     exponents = [ints[: len(x)] for ints in space.ints]
     for values, out in zip((x, y), exponents, strict=True):
         np.bitwise_and(values.view(torch.int32).numpy(), np.int32(0x7F800000), out=out)
-    power = np.maximum(*exponents, out=exponents[0])
+    power = np.maximum(exponents[0], exponents[1], out=exponents[0])
     np.maximum(power, np.float32(2.0**least).view(np.int32), out=power)
     units = torch.from_numpy(exponents[1].view(np.float32))
     torch.div(distance, torch.from_numpy(power.view(np.float32)), out=units)

@@ -33,7 +33,7 @@ class LoraExporter(PartsExporter):
             cannot be merged.
     """
 
-    options = ('lora',)
+    options: tuple[str, ...] = ('lora',)
 
     def __init__(self, model: nn.Module, module: str | None, lora: str = 'adapter') -> None:
         path, peft_model = _find_adapter(model, module)

@@ -177,7 +177,9 @@ class MergedExporter(HuggingFaceExporter):
         transposed = is_embedding or bool(getattr(layer, 'fan_in_fan_out', False))
         weight, bias = f'{path}.base_layer.weight', f'{path}.base_layer.bias'
         scaling = layer.scaling[adapter]
-        made = {weight: WeightMerge(own[weight].name, lora_a, lora_b, magnitude, scaling, transposed)}
+        made: dict[str, WeightMerge | BiasMerge] = {
+            weight: WeightMerge(own[weight].name, lora_a, lora_b, magnitude, scaling, transposed)
+        }
         if layer.lora_bias[adapter]:
             if bias not in own:
                 raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")

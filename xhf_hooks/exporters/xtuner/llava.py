@@ -39,7 +39,7 @@ class LlavaExporter(PartsExporter):
         ModelError: A part cannot be exported like this.
     """
 
-    options = ('lora', 'llava_format')
+    options: tuple[str, ...] = ('lora', 'llava_format')
 
     def __init__(
         self, model: nn.Module, module: str | None, lora: str | None = None, llava_format: str = 'xtuner'

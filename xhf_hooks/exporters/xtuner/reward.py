@@ -131,7 +131,7 @@ class HeadedExporter(HuggingFaceExporter):
 class RewardExporter(HeadedExporter):
     """A reward model that is trained as a whole."""
 
-    options = ('reward_token_id',)
+    options: tuple[str, ...] = ('reward_token_id',)
 
     def __init__(self, model: nn.Module, module: str | None, reward_token_id: int | None = None) -> None:
         super().__init__(model, BACKBONE, reward_token_id=_reward_token_id(model, reward_token_id))
@@ -183,7 +183,7 @@ class RewardLoraExporter(LoraExporter):
         lora: One of :data:`LORA_MODES`. Defaults to None: 'merge', or 'adapter' on a quantized base model.
     """
 
-    options = ('lora', 'reward_token_id')
+    options: tuple[str, ...] = ('lora', 'reward_token_id')
 
     def __init__(
         self, model: nn.Module, module: str | None, lora: str | None = None, reward_token_id: int | None = None
