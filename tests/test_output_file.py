@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.writers.file_io import output_file, write_behind
+from xhf_hooks.files import linux_calls
 from xhf_hooks.writers.file_io.output_file import OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -23,9 +24,9 @@ MB = 2**20
 def how(request, monkeypatch):
     """Arguments of OutputFile, with the system's answer to sync_file_range; the writing is real."""
     if request.param == 'no such call':
-        monkeypatch.setattr(write_behind, '_sync_file_range', None)
+        monkeypatch.setattr(linux_calls.sync_file_range, 'function', None)
     if request.param == 'not on this file system':
-        monkeypatch.setattr(write_behind, '_sync_file_range', answer(errno.ENOSYS))
+        monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.ENOSYS))
     return {'write_behind': request.param != 'left to fsync'}
 
 
@@ -33,7 +34,7 @@ def answer(number):
     """What stands for the call and fails."""
 
     def fail(*args):
-        write_behind.ctypes.set_errno(number)
+        ctypes.set_errno(number)
         return -1
 
     return fail
@@ -74,7 +75,6 @@ def test_little_of_it_stays_in_the_page_cache(tmp_path):
 
 def cached_nbytes(path):
     """How much of a file the page cache has (mincore(2))."""
-    import ctypes
     import mmap
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -86,7 +86,7 @@ def cached_nbytes(path):
 
 
 def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_behind, '_sync_file_range', answer(errno.EIO))
+    monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.EIO))
     create_file(tmp_path / 'file', b'', 16 * MB)
     file = OutputFile(tmp_path / 'file')
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -117,7 +117,7 @@ def test_a_new_file_has_all_of_its_room(tmp_path):
 
 @pytest.mark.parametrize('number', [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(output_file, '_fallocate', answer(number))
+    monkeypatch.setattr(linux_calls.fallocate, 'function', answer(number))
     create_file(tmp_path / 'file', b'head', 16 * MB)
     found = (tmp_path / 'file').stat()
     assert (found.st_size, found.st_blocks * 512 < MB) == (16 * MB, True)
@@ -130,14 +130,14 @@ def test_a_signal_while_reserving_changes_nothing(tmp_path, monkeypatch):
         calls.append(args)
         return answer(errno.EINTR)() if len(calls) == 1 else fallocate(*args)
 
-    fallocate = output_file._fallocate
-    monkeypatch.setattr(output_file, '_fallocate', interrupted_once)
+    fallocate = linux_calls.fallocate.function
+    monkeypatch.setattr(linux_calls.fallocate, 'function', interrupted_once)
     create_file(tmp_path / 'file', b'', MB)
     assert (len(calls), (tmp_path / 'file').stat().st_blocks * 512 >= MB) == (2, True)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_file, '_fallocate', answer(errno.ENOSPC))
+    monkeypatch.setattr(linux_calls.fallocate, 'function', answer(errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
         create_file(tmp_path / 'file', b'head', 16 * MB)
     assert caught.value.filename == str(tmp_path / 'file')

@@ -18,10 +18,10 @@ import pytest
 from tests.helpers.tiny_checkpoint import start_process
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import pack
+from xhf_hooks.files import linux_calls
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
-from xhf_hooks.writers.file_io import output_file
 from xhf_hooks.writers.stream import StreamWriter
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -104,7 +104,7 @@ def small_disk(tmp_path):
 @pytest.fixture
 def no_reserving(monkeypatch):
     """A file system that cannot give a file its room before it is written."""
-    monkeypatch.setattr(output_file, '_fallocate', None)
+    monkeypatch.setattr(linux_calls.fallocate, 'function', None)
 
 
 def open_files(folder: Path) -> list[str]:

@@ -168,7 +168,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
             yield chunk
 
     gather = save.gather
-    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.writers.file_io.output_file._fallocate', None)
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.files.linux_calls.fallocate.function', None)
     with mock.patch('xhf_hooks.save.gather', gather_on_a_filling_disk), reserving:
         try:
             save_folder(engine.module, disk / 'hf_model')

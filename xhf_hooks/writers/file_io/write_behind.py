@@ -8,11 +8,11 @@ how costly fresh pages are at that moment.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import threading
 from collections import deque
+
+from xhf_hooks.files.linux_calls import sync_file_range
 
 _WINDOW_NBYTES = 8 * 2**20
 #: So many windows are on their way to the disk before a writer waits for the oldest.
@@ -22,19 +22,13 @@ _DEPTH = 4
 _START = 2
 _START_AND_WAIT = 1 | 2 | 4
 
-try:
-    _sync_file_range = ctypes.CDLL(None, use_errno=True).sync_file_range
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-except (AttributeError, OSError):  # not Linux: everything is left to fsync
-    _sync_file_range = None
-
 
 class WriteBehind:
     """Follows the writes to one file. Used by: all threads that write to it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._works = _sync_file_range is not None
+        self._works = True
         self._lock = threading.Lock()
         self._filling: tuple[int, int, int] | None = None  # start, end, bytes written in between
         self._underway: deque[tuple[int, int]] = deque()
@@ -64,9 +58,5 @@ class WriteBehind:
             os.posix_fadvise(self._fd, oldest[0], oldest[1] - oldest[0], os.POSIX_FADV_DONTNEED)
 
     def _sync(self, start: int, end: int, how: int) -> None:
-        if not self._works or not _sync_file_range(self._fd, start, end - start, how):
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):
-            raise OSError(number, os.strerror(number))
-        self._works = False  # this file system does not know it
+        # Where this file system does not know it, everything is left to fsync
+        self._works = self._works and sync_file_range(self._fd, start, end - start, how)
