@@ -27,8 +27,8 @@ def load(path: str) -> ModuleType:
 
 def main() -> None:
     result, how = Path(sys.argv[1]), sys.argv[2]
-    background = load('background').Background('late')
-    workers = load('verify/threads').WorkerThreads(3)
+    background = load('concurrency/background_task').Background('late')
+    workers = load('concurrency/thread_pool').WorkerThreads(3)
 
     def work() -> None:
         while threading.main_thread().is_alive():  # as long as the interpreter does not shut down
@@ -37,7 +37,7 @@ def main() -> None:
         workers.close()
 
     background.start(work)
-    load('exit_wait').ExitWait(lambda: background.wait(60))
+    load('concurrency/exit_guard').ExitWait(lambda: background.wait(60))
     if how == 'raise':
         raise RuntimeError('training failed')
     if how == 'exit':
