@@ -6,7 +6,7 @@ Run it (CPU and gloo, or GPUs and nccl: the same file), from the root of the rep
 
 or, with the environment already made:
 
-    python tools/demo_task.py work_dirs/demo_base            # tokenizer, config, token blocks; once
+    python tools/demo/task.py work_dirs/demo_base            # tokenizer, config, token blocks; once
     torchrun --nproc_per_node 2 tools/train.py configs/demo_zero3.py
 
 What it leaves:
@@ -28,7 +28,7 @@ What it leaves:
 #######################################################################
 #                          PART 1  Settings                           #
 #######################################################################
-# Model: the folder that tools/demo_task.py makes (tokenizer, config.json, token blocks)
+# Model: the folder that tools/demo/task.py makes (tokenizer, config.json, token blocks)
 base_folder = 'work_dirs/demo_base'
 
 # Data
@@ -51,8 +51,8 @@ max_norm = 1.0  # gradient clipping
 #######################################################################
 #                     PART 2  Model & Tokenizer                       #
 #######################################################################
-# 'xhf_hooks' registers HFCheckpointHook; 'demo_task' (tools/demo_task.py) the model and the dataset
-custom_imports = dict(imports=['xhf_hooks', 'demo_task'])
+# 'xhf_hooks' registers HFCheckpointHook; 'demo.task' (tools/demo/task.py) the model and the dataset
+custom_imports = dict(imports=['xhf_hooks', 'demo.task'])
 
 model = dict(
     # An MMEngine model that holds a transformers model as `llm`, as XTuner's models do

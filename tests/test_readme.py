@@ -195,7 +195,7 @@ def test_the_example_exporter_is_chosen():
 def test_the_table_is_the_one_measured(monkeypatch, what):
     """docs/bench/WHAT.json is what the benchmark wrote when the README's table was made."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    from bench_report import table
+    from bench.report import table
 
     measured = json.loads((ROOT / 'docs' / 'bench' / f'{what}.json').read_text())
     assert table(what, measured).strip() in README

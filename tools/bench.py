@@ -13,7 +13,7 @@ stall: the same, while they iterate: for how long a save stops them, and how fas
 plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
 ranks: calls of save_hf on 2,000 small tensors by 2 to 32 processes: what agreement costs, stage by stage.
 verify: verifying folders, against reading them.
-convert: the conversion of a checkpoint, with xtuner's environment (bench_convert.py).
+convert: the conversion of a checkpoint, with xtuner's environment (bench/convert.py).
 
 Prints a table of medians; writes DIR/WHAT.json and a chart, DIR/WHAT.svg. Memory is the extra anonymous memory
 of the busiest rank, sampled every 2 ms; freed memory is handed back before each run, so that each starts from
@@ -33,16 +33,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import bench_convert
-import bench_verify
-from bench_launch import environment, torchrun
-from bench_plan import measure_plans
-from bench_ranks import measure_ranks
-from bench_report import describe_machine, draw, table
+from bench import convert as bench_convert
+from bench import verify as bench_verify
+from bench.launch import environment, torchrun
+from bench.plan import measure_plans
+from bench.ranks import measure_ranks
+from bench.report import describe_machine, draw, table
 
 from xhf_hooks.config import parse_size
 
-WORKER = Path(__file__).with_name('bench_worker.py')
+WORKER = Path(__file__).with_name('bench') / 'worker.py'
 #: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too. Here, since the
 #: worker imports DeepSpeed, which prints a warning to standard output, and that is for the table alone.
 LAYERS = {0.2: 1, 0.8: 14, 1.6: 30}

@@ -17,7 +17,7 @@ use_env .venv
 processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 echo '== base folder: tokenizer, config, token blocks'
-python tools/demo_task.py work_dirs/demo_base
+python tools/demo/task.py work_dirs/demo_base
 
 echo "== training with $processes processes"
 # --local-addr: this machine's own name need not be resolvable
@@ -25,4 +25,4 @@ torchrun --standalone --local-addr localhost --nproc_per_node "$processes" \
     tools/train.py configs/demo_zero3.py
 
 echo '== the last save, in a fresh process'
-python tools/demo_check.py work_dirs/demo
+python tools/demo/check.py work_dirs/demo

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import bench_launch
-from bench_launch import torchrun
-from bench_verify import read
+from bench import launch
+from bench.launch import torchrun
+from bench.verify import read
 
-ROOT = Path(__file__).resolve().parents[1]
-WORKER = Path(__file__).with_name('bench_convert_worker.py')
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name('convert_worker.py')
 FLOOR = 'floor: copy what is read and written'
 DRY = 'xhf-convert --dry-run: imports and plan'
 OURS = 'xhf-convert'
@@ -67,7 +67,7 @@ model = dict(
 def environment() -> dict[str, str]:
     """Of every process: no GPU, no network, and xtuner importable beside a CPU build of torch."""
     python_path = [str(ROOT), str(ROOT / 'tests' / 'xtuner_stack'), *filter(None, [os.environ.get('PYTHONPATH')])]
-    return bench_launch.environment(PYTHONPATH=os.pathsep.join(python_path), HF_HUB_OFFLINE='1')
+    return launch.environment(PYTHONPATH=os.pathsep.join(python_path), HF_HUB_OFFLINE='1')
 
 
 def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:

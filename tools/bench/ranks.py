@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 #: What the server imports once, for all ranks of all launches.
-PRELOADED = ('torch.distributed', 'transformers.models.llama.modeling_llama', 'xhf_hooks.api', 'bench_ranks')
+PRELOADED = ('torch.distributed', 'transformers.models.llama.modeling_llama', 'xhf_hooks.api', 'bench.ranks')
 N_LAYERS = 222  # of nine tensors each, and three beside them
 STAGES = ('prepare', 'plan', 'staging', 'write', 'look', 'receipts', 'commit')
 

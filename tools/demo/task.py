@@ -3,7 +3,7 @@
 Its text is the source of the Python standard library, which every machine has. As a script it
 makes the *base folder*, all that training starts from, and does nothing where there is one:
 
-    python tools/demo_task.py BASE_FOLDER
+    python tools/demo/task.py BASE_FOLDER
 
     BASE_FOLDER/
         tokenizer.json  tokenizer_config.json    byte-level BPE, trained on that text

@@ -16,6 +16,8 @@ def torchrun(n_processes: int) -> list[str]:
 def environment(**variables: str) -> dict[str, str]:
     """No GPU; and what ``use_env`` in env.sh sets: DeepSpeed compiles with the ninja that lies beside this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [os.environ.get('PATH')])])
+    packages = [str(Path(__file__).parents[1]), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
+    variables['PYTHONPATH'] = os.pathsep.join(filter(None, packages))  # this package, for scripts in it
     extensions = {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))}
     ours = {'PATH': path, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     return extensions | os.environ | ours | variables

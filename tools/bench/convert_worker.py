@@ -10,9 +10,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from bench_convert import SIZES
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.convert import SIZES
 
 #: Elements that are changed at once: a temporary tensor as large as a rank's masters is one too many.
 CHUNK = 2**24

@@ -18,8 +18,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from bench import LAYERS
-from bench_peers import (
+from bench.peers import (
     DCP,
     FLOOR,
     FLOOR_ALL,
@@ -32,8 +34,6 @@ from bench_peers import (
     limited_writes,
     xtuner_way,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.config import SaveOptions
 from xhf_hooks.distributed.collective import Collective

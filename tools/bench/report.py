@@ -8,9 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench_convert import OURS as CONVERT
-from bench_peers import FLOOR, XTUNER
-from bench_ranks import STAGES
+from bench.convert import OURS as CONVERT
+from bench.peers import FLOOR, XTUNER
+from bench.ranks import STAGES
 
 STREAM = 'xhf_hooks stream'
 Runs = dict[str, list[dict[str, float]]]

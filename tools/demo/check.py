@@ -1,6 +1,6 @@
 """Show what the demo left, and fail unless it is good: the end of tools/demo.sh.
 
-    python tools/demo_check.py work_dirs/demo
+    python tools/demo/check.py work_dirs/demo
 
 Loads the newest `hf_model` with transformers alone, as anybody would, lets it write, and prints the
 folder, the loss and what each save cost. Exit status 1: no save, or the loss has not fallen enough.
