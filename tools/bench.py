@@ -35,7 +35,7 @@ from typing import Any
 
 from bench import convert as bench_convert
 from bench import verify as bench_verify
-from bench.launch import environment, torchrun
+from bench.launch import LAYERS, environment, torchrun
 from bench.plan import measure_plans
 from bench.ranks import measure_ranks
 from bench.report import describe_machine, draw, table
@@ -43,9 +43,6 @@ from bench.report import describe_machine, draw, table
 from xhf_hooks.config import parse_size
 
 WORKER = Path(__file__).with_name('bench') / 'worker.py'
-#: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too. Here, since the
-#: worker imports DeepSpeed, which prints a warning to standard output, and that is for the table alone.
-LAYERS = {0.2: 1, 0.8: 14, 1.6: 30}
 
 
 def run_worker(what: str, billions: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:

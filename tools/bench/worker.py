@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench import LAYERS
+from bench.launch import LAYERS
 from bench.peers import (
     DCP,
     FLOOR,
