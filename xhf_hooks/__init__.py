@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.cli.collector import without_collector
+from xhf_hooks.registry import HOOKS
 from xhf_hooks.version import __version__
-
-with without_collector():  # torch's is the longest import of a conversion
-    from xhf_hooks.registry import HOOKS
 
 if TYPE_CHECKING:
     from xhf_hooks.api import save_hf
