@@ -20,7 +20,7 @@ from xhf_hooks.cli import convert, verify
 from xhf_hooks.cli.output import MOST_CHARACTERS, complain, lacks_memory, libraries_print_lines, one_line, say
 from xhf_hooks.cli.progress import Progress, duration_text
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.format.byte_sizes import size_text
+from xhf_hooks.format.text import size_text
 
 ROOT = Path(__file__).parents[1]
 #: Clears the terminal, sets its title, writes backwards, breaks lines; half of a pair is no text at all.

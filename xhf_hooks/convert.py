@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import pack
+from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import TensorError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.format.checksum import crc32
@@ -183,8 +183,8 @@ class Converter:
         made: list[WriteReceipt] = []
         overflows = 0
         work = _Work(self._source, self.plan, files, masters=self._masters, verifying=verifying, meter=meter)
-        with closing(_run(self._jobs(work), self._options.workers)) as results:
-            for job_made, job_overflows in results:
+        with _one_torch_thread(), WorkerThreads(self._options.workers) as threads:
+            for job_made, job_overflows in threads.run(self._jobs(work)):
                 meter.sample()
                 made += job_made
                 done += sum(receipt.nbytes for receipt in job_made)
@@ -289,24 +289,15 @@ class _Budget:
                 self._changed.notify_all()
 
 
-def _run(jobs: Iterator[_Job], workers: int) -> Iterator[_Result]:
-    """Results in the order in which they come; the first error ends it."""
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # each worker is one thread already
-    executor = ThreadPoolExecutor(workers, thread_name_prefix='xhf-convert')
-    waiting: set[Future[_Result]] = set()
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Each worker is one thread already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        for job in jobs:
-            waiting.add(executor.submit(job))
-            if len(waiting) >= 4 * workers:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+        yield
     finally:
-        executor.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch_threads)
+        torch.set_num_threads(before)
 
 
 def _require_castable(spec: TensorSpec, dtype: str) -> None:

@@ -10,7 +10,7 @@ from xhf_hooks.convert import Converter, ConvertOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
-from xhf_hooks.integrity.findings import some
+from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import RunConfig, build_skeleton, find_run_config, fit
 from xhf_hooks.meta_model.tokenizer import find_tokenizer
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step, TensorSpec
@@ -57,7 +57,7 @@ class Conversion:
         self._skeleton = build_skeleton(
             self._config, self._found.path, names, base=base, trust_remote_code=trust_remote_code
         )
-        fitted, notes = fit(self._skeleton, self._source, _trained_dtype(self._source.ds_config))
+        fitted, notes = fit(self._skeleton, self._source, self._source.trained_dtype)
         exporter = exporter_for(
             self._skeleton.module, module, lora=lora, llava_format=llava_format, reward_token_id=self._reward_token_id()
         )
@@ -159,12 +159,3 @@ def _which_weights(source: CheckpointSource, config: RunConfig | None, ema: bool
         'which are converted. The averaged ones are in the hf_model of the run, if it had HFCheckpointHook'
     )
     return weights, [note]
-
-
-def _trained_dtype(ds_config: dict) -> str | None:
-    """DeepSpeed casts the whole model, what it does not save included."""
-    for key, code in (('bf16', 'BF16'), ('bfloat16', 'BF16'), ('fp16', 'F16')):
-        section = ds_config.get(key)
-        if isinstance(section, dict) and section.get('enabled') is True:
-            return code
-    return None

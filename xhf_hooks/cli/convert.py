@@ -16,7 +16,7 @@ from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, 
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config import parse_size
 from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
-from xhf_hooks.integrity.findings import some
+from xhf_hooks.format.text import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

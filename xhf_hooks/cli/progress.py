@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from xhf_hooks.format.byte_sizes import size_text
+from xhf_hooks.format.text import size_text
 
 
 class Progress:

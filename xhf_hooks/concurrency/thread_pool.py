@@ -41,7 +41,7 @@ class WorkerThreads:
         try:
             for number in range(count):
                 # A daemon: what waits for it at exit is a bounded wait, not the interpreter
-                thread = threading.Thread(target=self._work, name=f'xhf-verify-{number}', daemon=True)
+                thread = threading.Thread(target=self._work, name=f'xhf-worker-{number}', daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError:

@@ -22,6 +22,7 @@ from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.computed import Derived, derive
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.text import some
 from xhf_hooks.model.tensors import model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -164,8 +165,8 @@ class HuggingFaceExporter(Exporter):
                 hint = ' These are LoRA weights outside of a PeftModel; adapt the model with get_peft_model.'
             raise ModelError(
                 f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
-                f'{self._path or "its root"!r} differ: missing {_some(missing)}, unexpected {_some(unexpected)}, '
-                f'of other shape {_some(other_shape)}.{hint}'
+                f'{self._path or "its root"!r} differ: missing {some(missing)}, unexpected {some(unexpected)}, '
+                f'of other shape {some(other_shape)}.{hint}'
             )
 
     def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
@@ -264,7 +265,3 @@ def _without_zero_init() -> Iterator[None]:
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _some(names: list[str]) -> str:
-    return f'{names[:5]} and {len(names) - 5} more' if len(names) > 5 else str(names)

@@ -11,8 +11,9 @@ from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format import checksum
 from xhf_hooks.format.safetensors_header import Header
+from xhf_hooks.format.text import some
 from xhf_hooks.integrity.checksums import FileSums, FileToRead, sum_files
-from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import (
     READ_BY_LOADERS,
     WEIGHTS_SUFFIX,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,9 +102,3 @@ class FolderReport:
             if len(texts) > _SHOWN:
                 lines.append(f'{kind:<10} {check:<11} and {len(texts) - _SHOWN} more')
         return lines
-
-
-def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of many names."""
-    names = [name[:120] for name in names]
-    return ', '.join(names[:shown]) + (f' and {len(names) - shown} more' if len(names) > shown else '')

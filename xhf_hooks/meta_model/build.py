@@ -22,7 +22,7 @@ from xhf_hooks.meta_model import peft_model, transformers_model
 from xhf_hooks.meta_model.bounds import limited_modules
 from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.meta_model.trial import in_child
-from xhf_hooks.model.tensors import module_tensors
+from xhf_hooks.model.tensors import module_tensors, names_by_identity
 
 #: Fields of an XTuner model's config that are models, and those that adapt them (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
@@ -50,10 +50,7 @@ class Skeleton:
 
     def remember_base(self, folder: str, model: nn.Module) -> None:
         """Before the model is wrapped or adapted: its names are those of the files."""
-        names: dict[int, list[str]] = {}
-        for name, tensor in module_tensors(model):
-            names.setdefault(id(tensor), []).append(name)
-        self.bases.append((folder, names))
+        self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
 
 
 def build_skeleton(

@@ -10,8 +10,9 @@ from torch import nn
 
 from xhf_hooks.errors import BaseModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.text import some
 from xhf_hooks.meta_model.build import Skeleton
-from xhf_hooks.model.tensors import module_tensors
+from xhf_hooks.model.tensors import module_tensors, names_by_identity
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.file_source import JoinedSource, SliceSource, renamed
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
@@ -42,7 +43,7 @@ def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> t
     tensors: dict[TensorSpec, tuple[SliceSource, str]] = {}
     known: set[str] = set()
     other_shape = []
-    for tensor, names in _names_by_identity(skeleton.module):
+    for tensor, names in names_by_identity(skeleton.module):
         known.update(names)
         held = list({spec_of[name].name: spec_of[name] for name in names if name in spec_of}.values())
         if held:
@@ -62,7 +63,7 @@ def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> t
     if base.lacking:
         raise BaseModelError(
             f'the model of {skeleton.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
-            f'({_some(base.lacking)}), and no safetensors are there to read them from; if it is the model that was '
+            f'({some(base.lacking)}), and no safetensors are there to read them from; if it is the model that was '
             f'trained, {_REMEDY}, with its weights'
         )
     if base.n_found:
@@ -110,13 +111,6 @@ class _BaseWeights:
             opened = SafetensorsSource(Path(folder), self._dtype)
             self._opened[folder] = (opened, {spec.name: spec for spec in opened.specs()})
         return self._opened[folder]
-
-
-def _names_by_identity(module: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in module_tensors(module):
-        found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return list(found.values())
 
 
 def _embeddings(module: nn.Module) -> set[int]:
@@ -175,20 +169,15 @@ def _judge(skeleton: Skeleton, other_shape: list[str], unexpected: list[str]) ->
     """Raise for a checkpoint of another model; else notes on what stays behind."""
     if other_shape:
         raise BaseModelError(
-            f'the checkpoint and the model of {skeleton.described_by} differ: {_some(other_shape)}; {_REMEDY}'
+            f'the checkpoint and the model of {skeleton.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
     unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
     inside = {path.partition('.')[0] for path, _ in module_tensors(skeleton.module)}
     lost = [name for name in unexpected if name.partition('.')[0] in inside]
     if lost:
         raise BaseModelError(
-            f'the checkpoint has tensors that the model of {skeleton.described_by} has not: {_some(lost)}; {_REMEDY}'
+            f'the checkpoint has tensors that the model of {skeleton.described_by} has not: {some(lost)}; {_REMEDY}'
         )
     if unexpected:
-        return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {_some(unexpected)}']
+        return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {some(unexpected)}']
     return []
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ', '.join(names[:3])
-    return f'{shown} and {len(names) - 3} more' if len(names) > 3 else shown

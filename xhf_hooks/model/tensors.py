@@ -29,6 +29,17 @@ def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[
     return found
 
 
+def names_by_identity(model: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    """Each tensor once, with all of its names, the first of them first.
+
+    Identity decides, not the storage address: DeepSpeed's flat buffers put unrelated tensors into one storage.
+    """
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in module_tensors(model):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
 def without_wrappers(path: str) -> str:
     """The path of a module as it was before modules on it were wrapped."""
     return _WRAPPERS.sub('', path).removeprefix('.')

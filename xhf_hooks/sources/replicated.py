@@ -10,7 +10,7 @@ from torch import nn
 
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
-from xhf_hooks.model.tensors import module_tensors
+from xhf_hooks.model.tensors import names_by_identity
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Slice, Source
@@ -26,7 +26,9 @@ class ModuleSource(Source):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._tensors, self._aliases = _by_identity(model)
+        tensors = names_by_identity(model)
+        self._tensors = {names[0]: tensor for tensor, names in tensors}
+        self._aliases = {names[0]: names[1:] for _, names in tensors}
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -97,21 +99,3 @@ def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     """First and end of a rank's elements, as ZeRO-3 splits a parameter: ceil(numel / world_size) each."""
     each = -(-numel // world_size)
     return min(rank * each, numel), min((rank + 1) * each, numel)
-
-
-def _by_identity(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Each tensor under its first name, and the other names of each (tied weights).
-
-    Identity decides, not the storage address: DeepSpeed's flat buffers put unrelated tensors into one
-    storage.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, list[str]] = {}
-    first_name: dict[int, str] = {}
-    for name, tensor in module_tensors(model):
-        first = first_name.setdefault(id(tensor), name)
-        if first == name:
-            tensors[name], aliases[name] = tensor, []
-        else:
-            aliases[first].append(name)
-    return tensors, aliases

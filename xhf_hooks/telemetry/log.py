@@ -8,6 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.format.text import some
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 
 
@@ -58,8 +59,7 @@ def log_preparations(
         f'{when}, by the {writer} writer, to {final}'
     )
     if left_out:
-        some = ', '.join(left_out[:3]) + (', ...' if len(left_out) > 3 else '')
-        log.info(f'not exported: {len(left_out)} tensors ({some})')
+        log.info(f'not exported: {len(left_out)} tensors ({some(left_out)})')
     for note in notes:
         log.info(note)
 

@@ -10,7 +10,8 @@ from typing import Any
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import HeaderEntry
-from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.format.text import some
+from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 
 #: Names that peft's ``get_peft_model_state_dict`` writes; an embedding's have no ``.weight``.

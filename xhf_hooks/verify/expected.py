@@ -61,7 +61,7 @@ def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> Expected
 
     from xhf_hooks.exporters import exporter_for
     from xhf_hooks.meta_model import transformers_model
-    from xhf_hooks.model.tensors import module_tensors
+    from xhf_hooks.model.tensors import names_by_identity
     from xhf_hooks.sources import source_for
 
     try:
@@ -79,9 +79,7 @@ def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> Expected
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f'{folder}: {type(model).__name__} is no model of transformers')
     entries = exporter_for(model, None).entries(source_for(model).specs(), None)
-    names: dict[int, list[str]] = {}
-    for name, tensor in module_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
+    names = [names for _, names in names_by_identity(model)]
     ignored = [
         pattern
         for attribute in ('_keys_to_ignore_on_load_missing', '_keys_to_ignore_on_load_unexpected')
@@ -90,7 +88,7 @@ def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> Expected
     return ExpectedModel(
         class_name=type(model).__name__,
         shapes={entry.hf_name: entry.shape for entry in entries},
-        ties=tuple(tuple(tied) for tied in names.values() if len(tied) > 1),
+        ties=tuple(tuple(tied) for tied in names if len(tied) > 1),
         embedding_rows=_rows(model),
         ignored=(*ignored, r'rotary_emb\.inv_freq$'),  # written by transformers before 4.31
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.regular_files import require_regular
-from xhf_hooks.format.byte_sizes import size_text
+from xhf_hooks.format.text import size_text, some
 from xhf_hooks.integrity import against_manifest as against
 from xhf_hooks.integrity.checksums import FileSums
-from xhf_hooks.integrity.findings import Findings, FolderReport, some
+from xhf_hooks.integrity.findings import Findings, FolderReport
 from xhf_hooks.integrity.folder_scan import (
     FolderContent,
     WeightFolder,

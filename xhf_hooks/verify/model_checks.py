@@ -8,8 +8,9 @@ from typing import Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
 from xhf_hooks.format import strict_json
+from xhf_hooks.format.text import some
 from xhf_hooks.integrity.checksums import FileSums
-from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 from xhf_hooks.verify.config_kinds import wrong_kinds
 from xhf_hooks.verify.expected import ExpectedModel, expected_model

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
-from xhf_hooks.integrity.findings import Findings, some
+from xhf_hooks.format.text import some
+from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 
 #: Their size says how much there is to load.

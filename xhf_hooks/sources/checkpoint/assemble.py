@@ -54,7 +54,7 @@ def from_masters(models: Sequence[ModelState], masters: Regions) -> Assembled:
 def _from_zero12(model: ModelState, masters: Regions) -> Assembled:
     file = str(model.file)
     frozen = {name: _region(file, name, tensor) for name, tensor in model.fragments.items()}
-    return _assemble(file, model.module, masters, frozen, model.shared, _trained_dtype(model))
+    return _assemble(file, model.module, masters, frozen, model.shared, model.trained_dtype or 'F32')
 
 
 def from_zero3(models: Sequence[ModelState], optims: Sequence[OptimState]) -> Assembled:
@@ -73,7 +73,7 @@ def _from_zero3(models: Sequence[ModelState], masters: Regions) -> Assembled:
             )
         frozen[name] = fragments_region(name, shape, [model.fragments[name] for model in models])
     empty = {n for n, t in first.module.items() if t.shape == _PLACEHOLDER_SHAPE and n not in first.buffer_names}
-    return _assemble(str(first.file), first.module, masters, frozen, first.shared, _trained_dtype(first), empty)
+    return _assemble(str(first.file), first.module, masters, frozen, first.shared, first.trained_dtype or 'F32', empty)
 
 
 def _assemble(
@@ -161,12 +161,3 @@ def _dtype(file: str, name: str, tensor: LazyTensor) -> str:
     if tensor.dtype is None:
         raise CheckpointError(f'{file}: {name} is of an element type that safetensors cannot store; leave it out')
     return tensor.dtype
-
-
-def _trained_dtype(model: ModelState) -> str:
-    config = model.content.get('ds_config')
-    for key, code in (('bf16', 'BF16'), ('bfloat16', 'BF16'), ('fp16', 'F16')):
-        section = config.get(key) if isinstance(config, dict) else None
-        if isinstance(section, dict) and section.get('enabled') is True:
-            return code
-    return 'F32'

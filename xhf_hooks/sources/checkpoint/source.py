@@ -20,7 +20,7 @@ from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import NAMES_ALONE, require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
-from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
+from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states, trained_dtype
 from xhf_hooks.sources.checkpoint.universal import load_universal
 from xhf_hooks.sources.file_source import SliceSource
 from xhf_hooks.sources.piece_reader import PieceReader
@@ -47,7 +47,7 @@ class CheckpointSource(SliceSource):
         iteration: Training iterations done, None if the files don't say.
         epoch: Epochs done, None if the files don't say.
         config_text: ``meta.cfg`` as MMEngine dumped it (text of a Python config file), else None.
-        ds_config: DeepSpeed's config of the run, as data; {} if there is none.
+        trained_dtype: What DeepSpeed cast the whole model to; None if it did not, or was not there.
         warnings: One-line notes for the user.
         memory_factor: 1: a gathered tensor takes its bytes.
 
@@ -84,7 +84,7 @@ class CheckpointSource(SliceSource):
         self.iteration = _first_int(meta.get('iter'), _number_in(found), content.get('global_steps'))
         self.epoch = _first_int(meta.get('epoch'))
         self.config_text = meta['cfg'] if isinstance(meta.get('cfg'), str) else None
-        self.ds_config = content['ds_config'] if isinstance(content.get('ds_config'), dict) else {}
+        self.trained_dtype = trained_dtype(content.get('ds_config'))
 
     def specs(self) -> list[TensorSpec]:
         """Every tensor with data in the checkpoint, in state-dict order, under its first name.

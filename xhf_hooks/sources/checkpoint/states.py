@@ -44,6 +44,11 @@ class ModelState:
     shared: dict[str, str]
     evidence: ModelEvidence
 
+    @property
+    def trained_dtype(self) -> str | None:
+        """Safetensors dtype that DeepSpeed casts the whole model to, what it does not save included; None: to none."""
+        return trained_dtype(self.content.get('ds_config'))
+
 
 @dataclass(frozen=True)
 class OptimState:
@@ -59,6 +64,15 @@ class OptimState:
     groups: tuple[LazyTensor, ...]
     paddings: tuple[tuple[int, ...], ...] | None
     evidence: OptimEvidence
+
+
+def trained_dtype(ds_config: Any) -> str | None:
+    """What ``ds_config`` says of :attr:`ModelState.trained_dtype`."""
+    for key, code in (('bf16', 'BF16'), ('bfloat16', 'BF16'), ('fp16', 'F16')):
+        section = ds_config.get(key) if isinstance(ds_config, dict) else None
+        if isinstance(section, dict) and section.get('enabled') is True:
+            return code
+    return None
 
 
 def load_model_state(file: Path) -> ModelState:

@@ -1,6 +1,8 @@
-"""Sizes in bytes, as people read them."""
+"""Sizes and lists of names, as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _UNITS = ('kB', 'MB', 'GB', 'TB', 'PB', 'EB')
 
@@ -13,3 +15,9 @@ def size_text(nbytes: int) -> str:
     while size >= 999.5 and unit + 1 < len(_UNITS):
         size, unit = size / 1000, unit + 1
     return f'{size:.2f} {_UNITS[unit]}' if size < 10 else f'{size:.3g} {_UNITS[unit]}'
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """The first few of many names."""
+    names = [name[:120] for name in names]
+    return ', '.join(names[:shown]) + (f' and {len(names) - shown} more' if len(names) > shown else '')
