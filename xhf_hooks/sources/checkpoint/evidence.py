@@ -27,6 +27,8 @@ _CONFIG = (
     ('optimizer', 'type'),
     ('scheduler', 'type'),
 )
+#: Of Adam, RMSprop, SGD and Lion.
+_MOMENTS = ('exp_avg_sq', 'square_avg', 'momentum_buffer', 'exp_avg')
 _UNPACKED = {'F32': '<f', 'F64': '<d', 'I32': '<i', 'I64': '<q'}
 
 #: Of one group, where in a rank's part each parameter's part starts, and its number of elements.
@@ -64,7 +66,7 @@ class OptimEvidence:
         settings: Of each parameter group, what is the same on all ranks.
         scaler: Of the loss.
         slices: Of each group (stages 1 and 2).
-        moments: Adam's second moments, one for each flat tensor and of the same size; else ().
+        moments: Of the gradients, one for each flat tensor, element by element; () if it keeps none.
     """
 
     saved_as: str | None
@@ -178,9 +180,11 @@ def _slices(mappings: Any) -> tuple[Slices, ...] | None:
 
 
 def _moments(entries: Sequence[Mapping[Any, Any]]) -> tuple[LazyTensor, ...]:
-    found = tuple(entry.get('exp_avg_sq') for entry in entries)
-    usable = all(isinstance(m, LazyTensor) and m.dtype == 'F32' and m.is_contiguous for m in found)
-    return found if usable else ()
+    for key in _MOMENTS:
+        found = tuple(entry.get(key) for entry in entries)
+        if found and all(isinstance(m, LazyTensor) and m.dtype == 'F32' and m.is_contiguous for m in found):
+            return found
+    return ()
 
 
 def _text(value: Any) -> str | None:

@@ -167,7 +167,7 @@ def require_steps_of(model: ModelState, optim: OptimState) -> None:
 
 
 def _require_padding(model: ModelState, optims: Sequence[OptimState], reader: PieceReader) -> None:
-    """Stage 3: the last ranks' slices are padded, and Adam has seen no gradient there, unlike anywhere else.
+    """Stage 3: the last ranks' slices are padded, and optimizers have seen no gradient there, unlike elsewhere.
 
     The weights' own padding is whatever was in memory (``zero/partition_parameters.py``, ``_partition_param``). Only
     for files that do not tell their names.
