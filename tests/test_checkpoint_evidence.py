@@ -18,6 +18,7 @@ from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
+BY_NAME = 'which rank wrote which file is told by their names alone'
 MODEL = 'mp_rank_00_model_states.pt'
 FROZEN = {'frozen': torch.randn(6, 2).half()}
 
@@ -84,9 +85,9 @@ def test_files_without_a_name_are_read_and_told_of(tmp_path, stage, old_format):
         for file in folder.iterdir():
             torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
     source = open_checkpoint(folder)
-    assert source.ranks_proven == (stage < 3)
+    assert source.unproven == (() if stage < 3 else (BY_NAME,))
     assert_same_tensors(read_all(source), made.as_trained)
-    assert open_checkpoint(made.write(tmp_path / 'x')).ranks_proven
+    assert open_checkpoint(made.write(tmp_path / 'x')).unproven == ()
 
 
 @pytest.mark.parametrize('world_size', [2, 3, 8])
@@ -242,6 +243,36 @@ def test_what_is_not_recorded_is_no_error(tmp_path, stage, spoil):
 
     edit(folder, '*.pt', change)
     assert_same_tensors(read_all(open_checkpoint(folder)), made.as_trained)
+
+
+def test_an_optimizer_that_counts_no_steps(tmp_path):
+    """At ZeRO-3 the user is told; elsewhere the weights themselves tell."""
+    for stage in (1, 3):
+        folder = MadeCheckpoint(stage=stage).write(tmp_path / f'{stage}')
+        edit(
+            folder,
+            '*optim_states.pt',
+            lambda s, stage=stage: s['optimizer_state_dict'].update(
+                {
+                    'optimizer_state_dict' if stage == 3 else 'base_optimizer_state': {
+                        'state': {0: {}},
+                        'param_groups': [],
+                    }
+                }
+            ),
+        )
+        source = open_checkpoint(folder)
+        assert [line for line in source.unproven if 'counts no steps' in line] == list(source.unproven)
+        assert bool(source.unproven) == (stage == 3)
+
+
+@pytest.mark.parametrize('stage', [1, 2])
+def test_of_fp32_training_the_optimizer_has_the_same_weights(tmp_path, stage):
+    made = MadeCheckpoint(stage=stage, dtype=torch.float32)
+    folder = made.write(tmp_path / 'x')
+    assert_same_tensors(read_all(open_checkpoint(folder)), made.as_trained)
+    edit(folder, MODEL, lambda state: state['module']['b.weight'].mul_(1.001))
+    assert 'b.weight is not what mp_rank_00_model_states.pt says' in refusal(folder)
 
 
 def large(seed: int = 0) -> dict[str, torch.Tensor]:

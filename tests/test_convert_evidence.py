@@ -11,13 +11,12 @@ import torch
 from tests.helpers.compare import folder_tensors
 from tests.helpers.made_checkpoint import MadeCheckpoint
 from tests.helpers.zoo import build
-from tests.test_checkpoint_evidence import MODEL, edit, forget_names, optim, swap
+from tests.test_checkpoint_evidence import BY_NAME, MODEL, edit, forget_names, optim, swap
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, main
 
 pytestmark = pytest.mark.modern_only
 
 WIDENED = 'have no fp32 master weights in this checkpoint; they are the 16-bit weights, widened'
-BY_NAME = 'which rank wrote which file is told by their names alone'
 FROZEN = 'model.layers.1.'
 
 

@@ -16,6 +16,7 @@ from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, 
 from tests.helpers.scenarios import Outcome, check, run_scenarios
 from tests.launched.test_one_answer import build_model
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
 STEPS = 2
 TAG = 'saved'
@@ -83,6 +84,40 @@ def train_and_save(kind: str, options: dict[str, Any], folder: Path) -> None:
     engine.destroy()
 
 
+#: How plain DeepSpeed goes on with a checkpoint.
+RESUMES: dict[str, dict[str, Any]] = {
+    'resumed': {},
+    'weights only': dict(load_module_only=True),
+    'another optimizer': dict(load_optimizer_states=False),
+}
+
+
+def go_on(first: Path, folder: Path) -> None:
+    """Runs that begin with the checkpoint of another: plain DeepSpeed's and MMEngine's. Runs on: all ranks."""
+    import torch
+
+    from tests.helpers.toy_run import run_config, train
+
+    for name, options in RESUMES.items():
+        engine = zero_engine(build_model('tied'), 3)
+        engine.load_checkpoint(str(first), tag=TAG, **options)
+        for step in range(STEPS + 1):
+            tokens = torch.arange(8).reshape(1, 8) + step
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.save_checkpoint(str(folder / name), tag=TAG)
+        engine.destroy()
+    for name, begin in {
+        'mmengine': dict(max_iters=6),
+        'load_from': dict(max_iters=4, load_from=folder / 'mmengine' / 'iter_6.pth'),
+        'resume': dict(max_iters=10, load_from=folder / 'mmengine' / 'iter_6.pth', resume=True),
+        'load_from and resume': dict(max_iters=8, load_from=folder / 'load_from' / 'iter_4.pth', resume=True),
+    }.items():
+        begin = {key: str(value) if key == 'load_from' else value for key, value in begin.items()}
+        train(run_config(folder / name, hook=None, stage=3, accumulate=2, **begin))
+        (folder / name / 'latest').write_text(f'iter_{begin["max_iters"]}.pth')  # load_from needs it at ZeRO-3
+
+
 @pytest.fixture(scope='module')
 def launch(tmp_path_factory):
     """Gives the folder and the outcomes of all cases at a number of ranks, from one launch each."""
@@ -92,6 +127,8 @@ def launch(tmp_path_factory):
         root = tmp_path_factory.mktemp(f'checkpoints{world_size}')
         cases = CASES_OF[world_size]
         scenarios = {name: partial(train_and_save, *case, root / name) for name, case in cases.items()}
+        if world_size == 2:
+            scenarios['go_on'] = partial(go_on, root / 'tied-zero3' / 'checkpoint', root / 'go_on')
         return root, run_scenarios(scenarios, world_size)
 
     return run
@@ -219,7 +256,7 @@ def test_files_of_other_ranks_and_steps_are_refused(saved, world_size, case, mix
     if not named:
         forget_names(folder)
         forget_names(earlier)
-    proven = open_checkpoint(folder).ranks_proven
+    proven = not open_checkpoint(folder).unproven
     assert proven == (named or 'zero3' not in case)
     MIXES[mix](folder, earlier)
     for masters in (False, True):
@@ -240,3 +277,17 @@ def test_one_rank_of_another_run_is_refused(launch, stage, tmp_path):
     put(optims(root / f'tied-clipped_zero{stage}' / 'checkpoint' / TAG)[1:], folder)
     assert read_or_refuse(folder, masters=False) is None
     assert read_or_refuse(folder, masters=True) is None
+
+
+@pytest.mark.parametrize('name', [*RESUMES, 'mmengine', 'load_from', 'resume', 'load_from and resume'])
+def test_runs_that_began_with_a_checkpoint(launch, name):
+    """Steps of the engine go on where those of the optimizer may begin anew."""
+    root, results = launch(2)
+    check(results, 'tied-zero3'), check(results, 'go_on')
+    found = find_checkpoint(root / 'go_on' / name)
+    if name == 'another optimizer':  # as if the optimizer's files were of an earlier step
+        with pytest.raises(CheckpointError, match='add --optimizer-restarted'):
+            CheckpointSource(found)
+        assert read_all(CheckpointSource(found, optimizer_restarted=True))
+    else:
+        assert read_all(CheckpointSource(found))

@@ -172,6 +172,14 @@ def test_universal_of_several_saves(universal, case, mix, tmp_path):
         read_all(open_checkpoint(folder), masters=True)
 
 
+def test_universal_without_the_optimizers_state(universal, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal / 'tied-zero3' / 'checkpoint' / MADE, folder)
+    (folder / 'zero' / 'optimizer_state.pt').unlink()
+    with pytest.raises(CheckpointError, match=r'optimizer_state\.pt: '):
+        open_checkpoint(folder)
+
+
 def test_a_part_of_a_universal_checkpoint(universal):
     folder = universal / 'tied-zero3' / 'checkpoint' / MADE
     with pytest.raises(CheckpointError, match=f'one part of a universal checkpoint.*give {folder}$'):
@@ -202,6 +210,7 @@ def test_dcp_is_what_torch_reads(fsdp, case, tmp_path):
     theirs = theirs.get('app', theirs)
     assert_same_tensors(read_all(source), theirs.get('model', theirs))
     assert source.facts['engine'] == 'torch' and source.facts['layout'] == 'dcp'
+    assert len(source.unproven) == 1 and 'told by their names alone' in source.unproven[0]
 
 
 @pytest.mark.modern_only

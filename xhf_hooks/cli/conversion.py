@@ -92,10 +92,10 @@ class Conversion:
             engine += f' ZeRO-{facts["zero_stage"]}, {facts.get("world_size")} rank(s)'
         which = f' (the {self._weights} weights)' if self.averages else ''
         iteration = 'unknown' if self._source.iteration is None else self._source.iteration
-        by_name = '' if self._source.ranks_proven else '; which rank wrote which file is told by their names alone'
         return [
             f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
-            f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB{by_name}',
+            f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB',
+            *self._source.unproven,
             f'model {self._skeleton.described_by}; {type(self.converter.exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
             f'{", ".join(file.name for file in plan.files)}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',

@@ -112,7 +112,11 @@ def _assemble(
             dtype = next((_dtype(file, n, state_dict[n]) for n in names if n in state_dict), trained_dtype)
         has_master = master is not None and master.dtype == _MASTER and dtype in _ROUNDED
         pieces = master.pieces if has_master else None
-        found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
+        twice = (
+            master is not None and region is not master and master.dtype == _MASTER and dtype in (_MASTER, *_ROUNDED)
+        )
+        copy = master.pieces if twice else None
+        found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:]), copy))
     return Assembled(tuple(found), tuple(named_only))
 
 

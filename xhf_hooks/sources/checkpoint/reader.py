@@ -44,7 +44,7 @@ class PieceReader:
 
         Args:
             through: Round to this element type first.
-            beside: A tensor whose master the pieces are: what is read, rounded, must be its values as trained.
+            beside: A tensor whose fp32 copy the pieces are: what is read, rounded, must be its values as trained.
 
         Returns:
             How many finite elements became infinite.
@@ -64,14 +64,14 @@ class PieceReader:
             done += part.numel()
         return overflows
 
-    def _require_rounded(self, masters: torch.Tensor, start: int, tensor: StoredTensor) -> None:
-        """The masters from element ``start`` on, rounded, are the tensor's values as trained."""
+    def _require_rounded(self, copy: torch.Tensor, start: int, tensor: StoredTensor) -> None:
+        """The copy from element ``start`` on, rounded, are the tensor's values as trained."""
         done = 0
-        for trained in self._parts(tensor.trained, start, masters.numel()):
-            rounded = masters[done : done + trained.numel()].to(trained.dtype)
+        for trained in self._parts(tensor.trained, start, copy.numel()):
+            rounded = copy[done : done + trained.numel()].to(trained.dtype)
             if not _same_bits(rounded, trained):
-                ends = accumulate(piece.numel for piece in tensor.master or ())
-                piece = next(p for p, end in zip(tensor.master or (), ends, strict=True) if end > start + done)
+                ends = accumulate(piece.numel for piece in tensor.copy or ())
+                piece = next(p for p, end in zip(tensor.copy or (), ends, strict=True) if end > start + done)
                 raise CheckpointError(
                     f'{piece.file}: {tensor.name} is not what {tensor.trained[0].file.name} says: '
                     f'of another iteration, or of another rank; put the files of one save together'
@@ -126,10 +126,11 @@ class PieceReader:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of 16-bit numbers; not-a-numbers are alike."""
-    if torch.equal(one.view(torch.int16), other.view(torch.int16)):
+    """Of 16-bit or fp32 numbers; not-a-numbers are alike."""
+    bits = torch.int32 if one.dtype == torch.float32 else torch.int16
+    if torch.equal(one.view(bits), other.view(bits)):
         return True
-    differ = one.view(torch.int16) != other.view(torch.int16)
+    differ = one.view(bits) != other.view(bits)
     return bool((one[differ].isnan() & other[differ].isnan()).all())
 
 

@@ -82,6 +82,8 @@ class StoredTensor:
         dtype: As trained.
         trained: Pieces that give the values as trained; they may be of the fp32 master, whose cast they are.
         master: Pieces of the fp32 master copy; None when there is none.
+        copy: Where its values are once more, in fp32: the master, or of fp32 training the optimizer's; None if
+            ``trained`` are the only ones.
     """
 
     name: str
@@ -90,6 +92,7 @@ class StoredTensor:
     trained: tuple[Piece, ...]
     master: tuple[Piece, ...] | None = None
     aliases: tuple[str, ...] = field(default=())
+    copy: tuple[Piece, ...] | None = None
 
     @property
     def numel(self) -> int:

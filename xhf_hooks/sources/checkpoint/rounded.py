@@ -1,4 +1,4 @@
-"""A look at whether masters and the 16-bit weights beside them are of one save, before anything is written.
+"""A look at whether weights and their fp32 copies beside them are of one save, before anything is written.
 
 A conversion that reads masters compares all that it reads (:meth:`.PieceReader.read_into`).
 """
@@ -23,7 +23,7 @@ def require_rounded(tensors: Iterable[StoredTensor], reader: PieceReader) -> Non
     Raises:
         CheckpointError: Two files are of different saves.
     """
-    both = [tensor for tensor in tensors if tensor.master and tensor.trained != tensor.master]
+    both = [tensor for tensor in tensors if tensor.copy]
     middles = [(t, (start + end - _ELEMENTS) // 2, start, end) for t in both for start, end in _parts(t)]
     edges = [(t, at, start, end) for t, _, start, end in middles for at in (start, end - _ELEMENTS)]
     chosen = _evenly(middles, _PLACES)
@@ -31,13 +31,13 @@ def require_rounded(tensors: Iterable[StoredTensor], reader: PieceReader) -> Non
     for tensor, at, start, end in chosen:
         first, last = max(start, at), min(end, max(start, at) + _ELEMENTS)
         scratch = torch.empty(last - first, dtype=TORCH_DTYPES[tensor.dtype])
-        reader.read_into(tensor.master or (), first, scratch, beside=tensor)
+        reader.read_into(tensor.copy or (), first, scratch, beside=tensor)
 
 
 def _parts(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """The elements that each piece of the master holds."""
+    """The elements that each piece of the copy holds."""
     start = 0
-    for piece in tensor.master or ():
+    for piece in tensor.copy or ():
         yield start, start + piece.numel
         start += piece.numel
 

@@ -27,6 +27,8 @@ _DEEPSPEEDS = re.compile(
 )
 _HINT = 'put the files of one save together'
 _ROUND_ROBIN = 'zero_optimization.round_robin_gradients'
+#: Each resume between two steps loses the gradients that were accumulated, so that a step comes later.
+_RESUMES = 4
 #: Elements of padding that are looked at.
 _PADDING = 4096
 
@@ -76,11 +78,16 @@ def require_one_save(
         _require_slices(models[0], optims)
 
 
-def ranks_are_proven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> bool:
-    """Whether something beside the files' names tells which rank wrote which."""
-    if len(optims) < 2 or optims[0].stage != 3:  # at stages 1 and 2 the weights are in the model file once more
-        return True
-    return all(state.evidence.saved_as == state.file.stem for state in (*models, *optims))
+def unproven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tuple[str, ...]:
+    """What the user has to know for himself, in words: nothing in the files tells it."""
+    if not optims or optims[0].stage != 3:  # at stages 1 and 2 the weights are in the model file once more
+        return ()
+    found = []
+    if len(optims) > 1 and any(state.evidence.saved_as != state.file.stem for state in (*models, *optims)):
+        found.append('which rank wrote which file is told by their names alone')
+    if optims[0].evidence.step is None:
+        found.append('which iteration the weights are of is not told by the optimizer, which counts no steps')
+    return tuple(found)
 
 
 def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
@@ -149,7 +156,7 @@ def require_steps_of(model: ModelState, optim: OptimState) -> None:
     if told.iteration is not None and type(accumulation) is int and accumulation > 0:
         # MMEngine's load_from: the steps go on from those of the run that was loaded, the optimizer begins anew
         begun = told.iteration // accumulation
-        if begun - told.skipped <= made <= begun:
+        if begun - told.skipped - (_RESUMES if accumulation > 1 else 0) <= made <= begun:
             return
     raise CheckpointError(
         f'{optim.file}: its optimizer has made {made:.0f} steps, {model.file.name} is of step {told.steps} with '

@@ -18,7 +18,7 @@ from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.reader import PieceReader
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
-from xhf_hooks.sources.checkpoint.same_save import ranks_are_proven, require_one_save
+from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states
@@ -41,7 +41,7 @@ class CheckpointSource(SliceSource):
     Attributes:
         found: The checkpoint that is read.
         averages: Whether it holds averaged weights beside the live ones, as MMEngine's EMAHook writes them.
-        ranks_proven: Whether more than the names of the files tells which rank wrote which.
+        unproven: What nothing in the files tells, in words.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
             ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
         iteration: Training iterations done, None if the files don't say.
@@ -57,7 +57,7 @@ class CheckpointSource(SliceSource):
 
     def __init__(self, found: FoundCheckpoint, *, ema: bool = True, optimizer_restarted: bool = False) -> None:
         self.found = found
-        self.ranks_proven = True
+        self.unproven: tuple[str, ...] = ()
         self._optimizer_restarted = optimizer_restarted
         self._never_trained: frozenset[str] = frozenset()
         self.averages = False
@@ -155,8 +155,7 @@ class CheckpointSource(SliceSource):
         stored = self._tensors[name]
         if not masters or stored.master is None:
             return self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
-        beside = stored if stored.trained != stored.master else None
-        return self._reader.read_into(stored.master, start, out, beside=beside)
+        return self._reader.read_into(stored.master, start, out, beside=stored if stored.copy else None)
 
     def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
         file = load_single_file(self.found.path)
@@ -170,7 +169,7 @@ class CheckpointSource(SliceSource):
     def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
         self.facts = self._facts('torch')
         if self.found.layout == 'dcp':
-            self.ranks_proven = len(self.found.model_files) < 2
+            self.unproven = ('that .metadata and all .distcp files are of one save is told by their names alone',)
             return {}, load_dcp(self.found)
         return load_fsdp_ranks(self.found)
 
@@ -180,7 +179,7 @@ class CheckpointSource(SliceSource):
         require_one_save(
             models, optims, self._reader, optimizer_restarted=self._optimizer_restarted, universal=universal
         )
-        self.ranks_proven = ranks_are_proven(models, optims)
+        self.unproven = unproven(models, optims)
         self._never_trained = _never_trained(models[0])
         self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].evidence.version)
         if universal:
