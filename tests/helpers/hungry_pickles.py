@@ -70,6 +70,14 @@ def text(nbytes: int) -> bytes:
     return b'X' + struct.pack('<I', nbytes + 4) + b'a' * nbytes + '\U0001f600'.encode()
 
 
+def called(module: str, name: str, args: bytes) -> bytes:
+    """To be put before; ``h\\x00h\\x01R`` is the call then."""
+    return args + b'q\x01' + named(module, name) + b'q\x00'
+
+
+_CALL = b'h\x00h\x01R'
+_REBUILT = ('torch._utils', '_rebuild_tensor_v2')
+_CUBE = b'(' + b'K\x01' * 64 + b't'
 #: Name to what makes the pickle.
 HUNGRY: dict[str, Callable[[], bytes]] = {
     'sets': many(b'\x8f', 19_000_000),
@@ -99,15 +107,13 @@ HUNGRY: dict[str, Callable[[], bytes]] = {
     'stand-ins by INST': many(b'(ia\nB\n', 9_000_000),
     'empty dicts by name': many(b'h\x00)R', 6_000_000, named('collections', 'OrderedDict') + b'q\x00'),
     'empty sets by name': many(b'h\x00)R', 6_000_000, named('builtins', 'set') + b'q\x00'),
-    'copies of a list': many(b'h\x00h\x01\x85R', 4000, b'(' + b'N' * 100_000 + b'lq\x01' + named('builtins', 'list') + b'q\x00'),
+    'copies of a list': many(_CALL, 4000, called('builtins', 'list', b'(' + b'N' * 100_000 + b'l\x85')),
     'copies of a set': many(
-        b'h\x00h\x01\x85R', 4000, b'(' + b''.join(number(i) for i in range(10_000)) + b'\x91q\x01' + named('builtins', 'set') + b'q\x00'),
+        _CALL, 4000, called('builtins', 'set', b'(' + b''.join(map(number, range(10_000))) + b'\x91\x85')),
     'storages': dropped(b'h\x00Q', 6_000_000, STORAGE[:-1] + b'q\x00'),
-    'tensors': many(b'h\x00h\x01R', 6_000_000, tensor()[:-1] + b'q\x01' + named('torch._utils', '_rebuild_tensor_v2') + b'q\x00'),
+    'tensors': many(_CALL, 6_000_000, called(*_REBUILT, tensor()[len(named(*_REBUILT)) : -1])),
     'tensors of many dimensions': dropped(
-        b'h\x00h\x01R', 4_900_000,
-        tensor(shape=b'(' + b'K\x01' * 64 + b't', stride=b'(' + b'K\x01' * 64 + b't')[:-1] + b'q\x01'
-        + named('torch._utils', '_rebuild_tensor_v2') + b'q\x00'),
+        _CALL, 4_900_000, called(*_REBUILT, tensor(shape=_CUBE, stride=_CUBE)[len(named(*_REBUILT)) : -1])),
     'one entry again and again': lambda: proto(b'}' + b'K\x00Ns' * 6_000_000),
     'one item again and again': lambda: proto(b']' + b'Na' * 9_000_000),
     'tuple keys of one hash': keys(equal_tuples),

@@ -30,7 +30,9 @@ class Measured:
     nbytes: int
 
     def __str__(self) -> str:
-        return f'{self.cpu_secs:.1f} s, {self.nbytes / 1e6:.0f} MB: {self.raised or "returned"}: {str(self.result)[:200]}'
+        return (
+            f'{self.cpu_secs:.1f} s, {self.nbytes / 1e6:.0f} MB: {self.raised or "returned"}: {str(self.result)[:200]}'
+        )
 
 
 def measured(function: Callable[..., Any], *args: Any) -> Measured:

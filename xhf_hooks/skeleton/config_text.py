@@ -10,14 +10,17 @@ the lazy style has imports, too: ``from transformers import AutoModelForCausalLM
 from __future__ import annotations
 
 import ast
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from xhf_hooks.errors import ConfigError
 
-_MOST_CHARACTERS = 10_000_000
+_MOST_CHARACTERS = 1_000_000  # MMEngine's with a thousand classes have some 100,000
 _MOST_DIGITS = 30  # of a computed number; a config has no use for more
-_MOST_VALUES = 1_000_000  # in a field; a few lines can name a list of lists of lists, and so on
+_MOST_VALUES = 1_000_000  # in all fields; a few lines can name a list of lists of lists, and so on
+_MOST_COPIED = 10_000_000  # characters and items, by ``+``, dotted names and ``dict(...)`` of what has a name
+_MOST_NUMBER_KEYS = 1000  # of a dict; Python's hashes of numbers can be made to collide
 
 
 @dataclass(frozen=True)
@@ -47,23 +50,29 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f'{where}: {len(text)} characters are too many for a config')
     try:
-        tree = ast.parse(text)
-        names = _Reader().read(tree)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of odd escapes in texts
+            tree = ast.parse(text)
+        names = _Reader(text).read(tree)
         if '_base_' not in names:
             dump = _Dumper()
             return {name: dump(value) for name, value in names.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
-            f'{where}: not a config: {type(error).__name__}: {error}; give another with --config'
+            f'{where}: not a config: {type(error).__name__}: {str(error)[:200]}; give another with --config'
         ) from None
+    base = names['_base_']
+    shown = ascii(base[:80]) if isinstance(base, str) else 'others'
     raise ConfigError(
-        f'{where}: it inherits from {names["_base_"]!r}, which is not followed; give --config the whole config '
+        f'{where}: it inherits from {shown}, which is not followed; give --config the whole config '
         f'that MMEngine dumped into the work_dir'
     )
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self._lines = text.encode().splitlines()  # as ast counts lines and columns
+        self._copies_left = _MOST_COPIED
         self._names: dict[str, Any] = {}
         self._modules: set[str] = set()  # names that an import statement made are no fields
 
@@ -92,7 +101,7 @@ class _Reader:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             self._names[node.target.id] = self._value(node.value)
         else:  # whatever it may change is not known any more
-            unread = Unread(ast.unparse(node).splitlines()[0][:80], node.lineno)
+            unread = self._unread(node)
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Name) and inner.id in self._names and not isinstance(node, ast.Expr):
                     changed = isinstance(inner.ctx, (ast.Store, ast.Del))
@@ -102,7 +111,17 @@ class _Reader:
     def _value(self, node: ast.expr) -> Any:
         read = getattr(self, f'_{type(node).__name__.lower()}', None)
         found = None if read is None else read(node)
-        return found[0] if found is not None else Unread(ast.unparse(node)[:80], node.lineno)
+        return found[0] if found is not None else self._unread(node)
+
+    def _unread(self, node: ast.expr | ast.stmt) -> Unread:
+        end = node.end_col_offset if node.end_lineno == node.lineno else None
+        text = self._lines[node.lineno - 1][node.col_offset : end]
+        return Unread(text[:320].decode(errors='ignore')[:80], node.lineno)
+
+    def _copy(self, n_items: int) -> None:
+        self._copies_left -= n_items
+        if self._copies_left < 0:
+            raise ValueError(f'copies of more than {_MOST_COPIED} characters and items')
 
     # Each of these returns a tuple of one value, or None for what it does not read.
 
@@ -115,6 +134,7 @@ class _Reader:
     def _attribute(self, node: ast.Attribute) -> tuple[Any] | None:
         owner = self._value(node.value)
         if isinstance(owner, _Imported):
+            self._copy(len(owner.path) + len(node.attr))
             return (_Imported(f'{owner.path}.{node.attr}'),)
         return (owner[node.attr],) if isinstance(owner, dict) and node.attr in owner else None
 
@@ -136,6 +156,8 @@ class _Reader:
         keys = [None if key is None else self._value(key) for key in node.keys]
         if not all(isinstance(key, (str, int, float)) for key in keys):
             return None
+        if sum(type(key) is not str for key in keys) > _MOST_NUMBER_KEYS:
+            return None
         return (dict(zip(keys, map(self._value, node.values), strict=True)),)
 
     def _call(self, node: ast.Call) -> tuple[Any] | None:
@@ -149,6 +171,7 @@ class _Reader:
         if len(given) > 1 or not all(isinstance(value, dict) for value in given):
             return None
         named = {keyword.arg: self._value(keyword.value) for keyword in node.keywords}
+        self._copy(sum(map(len, given)))
         return ({**(given[0] if given else {}), **named},)
 
     def _ifexp(self, node: ast.IfExp) -> tuple[Any] | None:
@@ -165,7 +188,10 @@ class _Reader:
     def _binop(self, node: ast.BinOp) -> tuple[Any] | None:
         left, right = self._value(node.left), self._value(node.right)
         if isinstance(node.op, ast.Add) and type(left) is type(right) and isinstance(left, (str, list, tuple)):
-            return (left + right,) if len(left) + len(right) <= _MOST_VALUES else None
+            if len(left) + len(right) > _MOST_VALUES:
+                return None
+            self._copy(len(left) + len(right))
+            return (left + right,)
         if not all(type(side) in (int, float) and abs(side) < 10**_MOST_DIGITS for side in (left, right)):
             return None
         if isinstance(node.op, ast.Add):

@@ -12,6 +12,7 @@ from xhf_hooks.sources.checkpoint.tensors import LazyTensor, make_tensor
 _LONGEST_NAME = 1000
 #: Of a call whatever it makes, and what these need beyond that.
 _CALL_NBYTES, _GLOBAL_NBYTES, _INERT_NBYTES, _TENSOR_NBYTES = 150, 250, 250, 250
+_DIM_NBYTES = 20  # each is looked at several times
 _TENSORS = ('_rebuild_tensor', '_rebuild_tensor_v2', '_rebuild_tensor_v3')
 _PARAMETERS = ('_rebuild_parameter', '_rebuild_parameter_with_state')
 _DICTS = (Global('collections', 'OrderedDict'), Global('collections', 'defaultdict'))
@@ -50,7 +51,7 @@ class Builder:
                 raise UnsafePickle(f'a tensor is rebuilt by a {kind_of(function)}')
         if function.module == 'torch._utils':
             if function.name in _TENSORS:
-                self._budget.spend(_TENSOR_NBYTES)
+                self._budget.spend(_TENSOR_NBYTES + sum(_DIM_NBYTES * len(a) for a in args if isinstance(a, tuple)))
                 return make_tensor(function.name, args)
             if function.name in _PARAMETERS and args and isinstance(args[0], LazyTensor):
                 return args[0]

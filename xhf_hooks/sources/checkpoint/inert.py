@@ -53,6 +53,7 @@ class Inert:
 _DEEPEST_DATA = 50
 #: In a file of 100,000 parameters, their shapes are some 500,000.
 _MOST_DATA = 2_000_000
+_NUMBER_KEY_PARTS = 30  # a file can make copies of a dict slow with numbers as keys (see limits.py)
 
 
 def as_data(value: Any, where: str) -> Any:
@@ -88,6 +89,7 @@ class _Tree:
         if isinstance(value, Inert):
             value = value.plain()
         if isinstance(value, dict):
+            self._left -= _NUMBER_KEY_PARTS * sum(type(key) is not str for key in value)
             return {key: self.copy(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.copy(item, depth + 1) for item in value])

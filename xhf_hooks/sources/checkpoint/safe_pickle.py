@@ -20,7 +20,7 @@ from xhf_hooks.sources.checkpoint.limits import ITEM_NBYTES, Budget, UnsafePickl
 from xhf_hooks.sources.checkpoint.tensors import BadTensor, LazyTensor
 
 _MOST_INT_NBYTES = 64
-#: Any instruction costs as many bytes as it may take of them in half a microsecond's worth of objects.
+#: What any instruction costs, for its time. Those that take longer, or make large objects, cost more.
 _STEP_NBYTES = 50
 
 

@@ -242,4 +242,4 @@ def _number_in(found: FoundCheckpoint) -> int | None:
 
 
 def _first_int(*values: Any) -> int | None:
-    return next((value for value in values if type(value) is int and value >= 0), None)
+    return next((value for value in values if type(value) is int and 0 <= value < 2**63), None)

@@ -69,11 +69,11 @@ def _look(tensor: LazyTensor, dtype: str, reader: PieceReader) -> _Look:
 
 def _parameters(model: ModelState) -> dict[str, LazyTensor]:
     """The 16-bit parameters of the state dict under their first names."""
-    first = {t.place: name for name, t in reversed(model.module.items()) if t.numel}
+    first = set({t.place: name for name, t in reversed(model.module.items()) if t.numel}.values())
     return {
         name: model.module[name]
         for name in model.module
-        if name in first.values() and name not in model.buffer_names and model.module[name].dtype in _ROUNDED
+        if name in first and name not in model.buffer_names and model.module[name].dtype in _ROUNDED
     }
 
 

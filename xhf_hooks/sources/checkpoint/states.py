@@ -79,8 +79,8 @@ def load_model_state(file: Path) -> ModelState:
             f'{file}: has no state dict of the module (pipeline parallelism?), which is not supported'
         )
     content['ds_config'] = as_data(content.get('ds_config'), f'{file}: ds_config')
-    shapes = content.get('param_shapes')
-    frozen = content.get('frozen_param_shapes')
+    shapes = as_data(content.get('param_shapes'), f'{file}: param_shapes')
+    frozen = as_data(content.get('frozen_param_shapes'), f'{file}: frozen_param_shapes')
     return ModelState(
         file,
         content,
@@ -113,11 +113,13 @@ def load_optim_state(file: Path) -> OptimState:
     if stage not in _FLAT_KEYS or not counts or not all(type(count) is int and count > 0 for count in counts):
         raise CheckpointError(f'{file}: does not say how ZeRO has split the weights; its DeepSpeed is unknown to us')
     if len(set(counts)) > 1:
-        raise CheckpointError(f'{file}: groups are split over {counts} ranks (expert parallelism), not supported')
+        raise CheckpointError(
+            f'{file}: groups are split over {sorted(set(counts))[:5]} ranks (expert parallelism), not supported'
+        )
     groups = tuple(_sequence(file, state.get(_FLAT_KEYS[stage])))
     if not all(isinstance(g, LazyTensor) and g.dtype is not None and g.is_contiguous for g in groups):
         raise CheckpointError(f'{file}: has no fp32 weights under {_FLAT_KEYS[stage]!r}; take another checkpoint')
-    paddings = state.get('param_alignment_paddings')
+    paddings = as_data(state.get('param_alignment_paddings'), f'{file}: param_alignment_paddings')
     if paddings is not None:
         paddings = tuple(_sizes(file, group) for group in _sequence(file, paddings))
     evidence = optim_evidence(file, content, state, 'optimizer_state_dict' if stage == 3 else 'base_optimizer_state')

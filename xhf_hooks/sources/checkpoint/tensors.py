@@ -145,7 +145,9 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
         last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         needed = (last + 1) * DTYPE_NBYTES[dtype]
         if needed > storage.nbytes:
-            raise BadTensor(f'a tensor of shape {shape} needs {needed} bytes of a storage of {storage.nbytes}')
+            raise BadTensor(
+                f'a tensor of shape {str(shape)[:80]} needs {needed} bytes of a storage of {storage.nbytes}'
+            )
     return LazyTensor(storage, dtype, start, shape, stride)
 
 
