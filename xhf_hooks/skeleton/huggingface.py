@@ -24,6 +24,7 @@ _NOT_OF_THE_CONFIG = ('type', 'pretrained_model_name_or_path', 'auto_map', 'torc
 _NEVER_RECORDED = ('quantization_config', 'architectures', 'use_cache')
 _MOST_NBYTES = 100 * 10**6
 _SHOWN = 4
+_CLEAR, _LONGEST = 20, 200  # characters of an error's text
 
 
 def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int) -> PretrainedConfig:
@@ -88,9 +89,10 @@ def own_code(*configs: Mapping[str, Any]) -> list[str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The first line of what a library says, shortened, with the kind of error where it says nothing."""
-    line = (str(error).strip().splitlines() or [''])[0][:200]
-    return line if len(line) > 20 else f'{type(error).__name__}: {line}'.rstrip(': ')
+    """What a library says, shortened, with the kind of error where that says more."""
+    line = ' '.join(str(error).split())
+    line = line if len(line) > _CLEAR else f'{type(error).__name__}: {line}'.rstrip(': ')
+    return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
 
 
 @contextmanager
@@ -134,9 +136,11 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     name = auto_class or first_architecture(getattr(config, 'architectures', None))
     kind = class_named(name, base, auto=auto_class is not None)
     remote = trust_remote_code and getattr(config, 'auto_map', None)
+    if name is None and not remote:
+        raise BaseModelError(f'{base}: its config.json names no architecture; set architectures to a list of one name')
     if kind is None and not remote:
         raise BaseModelError(
-            f'{base}: its config.json names the architecture {str(name)[:80]!r}, which transformers '
+            f'{base}: its config.json names the architecture {name[:80]!r}, which transformers '
             f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
         )
     try:

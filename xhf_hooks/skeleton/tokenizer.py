@@ -90,7 +90,7 @@ def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
         path = base_file(base_dir, name)
         if path is not None:
             found = path.stat().st_size
-            nbytes += found
+            nbytes += 0 if name in _SMALL_FILES else found
             if found > (_SMALL_NBYTES if name in _SMALL_FILES else _MOST_NBYTES):
                 suspect = True
             elif name in _SMALL_FILES:

@@ -17,7 +17,7 @@ from xhf_hooks.errors import DamagedError, XhfError
 T = TypeVar('T')
 
 #: A model of 1,000 tensors is built in 0.5 s of CPU time and 10 MB.
-_CPU_SECS, _CPU_SECS_OF_EACH = 12.0, 0.001
+_CPU_SECS, _CPU_SECS_OF_EACH = 10.0, 0.001
 _MEMORY_NBYTES, _MEMORY_NBYTES_OF_EACH = 10**9, 20_000
 _WAITING = 20.0  # seconds on the clock for each of CPU time: machines are busy, file systems slow
 _PIECE_NBYTES = 2**20

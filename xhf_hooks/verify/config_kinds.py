@@ -1,4 +1,4 @@
-"""Fields of a config.json whose kind of JSON value is the same in every model of transformers."""
+"""Fields of a config.json or generation_config.json whose kind of JSON value is the same for every model."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from xhf_hooks.skeleton.huggingface import class_named, first_architecture, quie
 from xhf_hooks.verify import strict_json
 
 _PROMPT = 'The capital of France is'
-_NEW_TOKENS = 8
+#: What the folder's own generation_config.json may not change: how long it takes.
+_GENERATION = {'max_new_tokens': 8, 'do_sample': False, 'num_beams': 1, 'num_return_sequences': 1}
 
 
 @dataclass
@@ -68,7 +69,7 @@ def _run(folder: Path, trust_remote_code: bool, report: LoadReport) -> None:
         raise DamagedError('the forward pass gives infinite or NaN values')
     if hasattr(model, 'generate') and model.can_generate():
         with torch.no_grad():
-            answer = model.generate(ids, max_new_tokens=_NEW_TOKENS, do_sample=False)[0].tolist()
+            answer = model.generate(ids, **_GENERATION)[0].tolist()
         report.written = str(answer) if tokenizer is None else repr(tokenizer.decode(answer))
 
 

@@ -71,6 +71,11 @@ def check_model(
     else:
         rows = _rows_by_name(folder)
     _check_ties(where, config, expected, folder, sums, findings)
+    if 'generation_config.json' in content.in_folder(folder.name):
+        with suppress(DamagedError):  # reported with the texts
+            wrong = wrong_kinds(strict_json.read(folder.path / 'generation_config.json'))
+            if wrong:
+                findings.problem('config', f'{where}: generation_config.json: {some(wrong)}')
     if not trust_remote_code:
         _tell_of_code(content, folder, config, findings)
     check_vocabulary(content, folder, rows, findings, trust_remote_code=trust_remote_code)

@@ -10,10 +10,11 @@ from xhf_hooks.verify import strict_json
 from xhf_hooks.verify.content import FolderContent, WeightFolder
 from xhf_hooks.verify.report import Findings, some
 
-_TOKENIZER_FILES = frozenset(
-    {'tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'vocab.json', 'vocab.txt', 'spiece.model'}
+#: Their size says how much there is to load.
+_VOCABULARIES = frozenset(
+    {'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model'}
 )
-_TEXTS = ('.json', '.txt', '.model', '.jinja')
+_TOKENIZER_FILES = _VOCABULARIES - {'merges.txt'} | {'tokenizer_config.json'}
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ def check_vocabulary(
         findings.unchecked('tokenizer', f'{where}: there is none')
         return
     prefix = f'{folder.name}/' if folder.name else ''
-    texts = sum(max(0, content.files[prefix + name]) for name in names if name.endswith(_TEXTS))
+    nbytes = sum(max(0, content.files[prefix + name]) for name in _VOCABULARIES.intersection(names))
     try:
-        found = _in_child(folder.path, rows, min(texts, strict_json.MOST_NBYTES), trust_remote_code)
+        found = _in_child(folder.path, rows, min(nbytes, strict_json.MOST_NBYTES), trust_remote_code)
     except DamagedError as error:
         findings.problem('tokenizer', f'{where}: {error}')
     else:
@@ -73,7 +74,7 @@ def _check_special_ids(folder: WeightFolder, name: str, rows: int, findings: Fin
 
 
 def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> _Vocabulary:
-    """A tokenizer's files say how much there is to build, too."""
+    """A tokenizer_config.json says how much there is to build, too."""
     from transformers import AutoTokenizer  # noqa: F401  (here, and not in each process)
 
     from xhf_hooks.skeleton.huggingface import quiet
