@@ -81,7 +81,7 @@ def _rank0(file: Path) -> OptimState:
     n_ranks = state.get('partition_count') if isinstance(state, dict) else None
     if not isinstance(groups, list) or type(n_ranks) is not int or n_ranks < 1:
         raise CheckpointError(
-            f'{file}: does not hold the state of an optimizer of ZeRO-3; run ds_to_universal.py again'
+            f'{file}: does not hold the state of a ZeRO-3 optimizer; run ds_to_universal.py again'
         )
     if not all(isinstance(group, LazyTensor) and group.dtype == _MASTER and group.is_contiguous for group in groups):
         raise CheckpointError(f'{file}: does not hold the fp32 weights of a rank; run ds_to_universal.py again')
