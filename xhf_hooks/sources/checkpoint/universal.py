@@ -80,9 +80,7 @@ def _rank0(file: Path) -> OptimState:
     groups = state.get('fp32_flat_groups') if isinstance(state, dict) else None
     n_ranks = state.get('partition_count') if isinstance(state, dict) else None
     if not isinstance(groups, list) or type(n_ranks) is not int or n_ranks < 1:
-        raise CheckpointError(
-            f'{file}: does not hold the state of a ZeRO-3 optimizer; run ds_to_universal.py again'
-        )
+        raise CheckpointError(f'{file}: does not hold the state of a ZeRO-3 optimizer; run ds_to_universal.py again')
     if not all(isinstance(group, LazyTensor) and group.dtype == _MASTER and group.is_contiguous for group in groups):
         raise CheckpointError(f'{file}: does not hold the fp32 weights of a rank; run ds_to_universal.py again')
     return OptimState(file, 3, n_ranks, tuple(groups), None, optim_evidence(file, {}, state, 'optimizer_state_dict'))
