@@ -225,6 +225,7 @@ def test_progress_in_a_log(capsys):
 def test_progress_on_a_terminal():
     code = 'from xhf_hooks.cli.progress import Progress\nwith Progress("reading") as p:\n    p(25, 100); p(100, 100)'
     ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)  # what was never written is an error then
     subprocess.run([sys.executable, '-c', code], stderr=theirs, check=True, cwd=ROOT)
     said = os.read(ours, 10_000).decode()
     os.close(theirs)
