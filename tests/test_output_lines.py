@@ -222,6 +222,7 @@ def test_progress_in_a_log(capsys):
     assert second == 'reading: 25 % of 100 GB, 0 bytes/s, waiting for the disk'
 
 
+@pytest.mark.modern_only  # it does not depend on the stack
 def test_progress_on_a_terminal():
     code = 'from xhf_hooks.cli.progress import Progress\nwith Progress("reading") as p:\n    p(25, 100); p(100, 100)'
     ours, theirs = pty.openpty()
