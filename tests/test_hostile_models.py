@@ -27,6 +27,12 @@ def found(folder) -> dict[tuple[str, str], Outcome]:
     return outcomes(folder)
 
 
+def said(outcome: Outcome) -> list[str]:
+    """On standard error, apart from progress, which a busy machine shows."""
+    lines = [line for line in outcome.err.splitlines() if line]
+    return [line for line in lines if not line.startswith(('reading: ', 'converting: ', 'Loading weights: '))]
+
+
 @pytest.mark.parametrize('command', ['verify', 'convert'])
 @pytest.mark.parametrize('case', [*ABSURD, *WRONG, *BESIDE, *ADAPTERS, 'code'])
 def test_an_answer_within_bounds(found, case, command):
@@ -40,27 +46,28 @@ def test_an_answer_within_bounds(found, case, command):
 def test_a_config_that_no_model_has(found, case):
     """A problem to the one; to the other too, but for what it does not need. Nothing but ours is said."""
     verified, converted = found[case, 'verify'], found[case, 'convert']
-    assert verified.status == 1 and 'problem    config' in verified.out and verified.err == ''
-    assert all(line.startswith('xhf-convert: ') for line in converted.err.splitlines())
+    assert verified.status == 1 and 'problem    config' in verified.out and not said(verified)
+    assert all(line.startswith('xhf-convert: ') for line in said(converted))
     if converted.status == 2:
-        assert converted.out == '' and len(converted.err.splitlines()) == 1
+        assert converted.out == '' and len(said(converted)) == 1
     else:
         assert case.startswith(('auto_map', 'torch_dtype', 'eos_token_id', 'tie_word'))
 
 
+@pytest.mark.modern_only  # what older versions of transformers make the best of is another question
 @pytest.mark.parametrize('case', BESIDE)
 def test_a_tokenizer_that_no_model_has(found, case):
     """Nothing but ours is said. Converting has no use for some of it."""
     verified, converted = found[case, 'verify'], found[case, 'convert']
-    assert verified.status == 1 and 'problem    ' in verified.out and verified.err == ''
-    assert all(line.startswith('xhf-convert: ') for line in converted.err.splitlines())
+    assert verified.status == 1 and 'problem    ' in verified.out and not said(verified)
+    assert all(line.startswith('xhf-convert: ') for line in said(converted))
 
 
 @pytest.mark.parametrize('case', ADAPTERS)
 def test_an_adapter_that_no_model_has(found, case):
     converted = found[case, 'convert']
     assert converted.status == 2 and converted.out == ''
-    (line,) = converted.err.splitlines()
+    (line,) = said(converted)
     assert line.startswith('xhf-convert: ')
 
 
@@ -68,11 +75,11 @@ def test_code_is_told_of_and_not_run(found, folder):
     """In one line of ours, and none of transformers."""
     verified, converted = found['code', 'verify'], found['code', 'convert']
     assert verified.status == 0 and 'ok         load' in verified.out
-    assert not [line for line in verified.err.splitlines() if line and 'Loading weights' not in line]  # a progress bar
+    assert not said(verified)
     (note,) = (line for line in verified.out.splitlines() if '_x.py' in line)
     assert note.startswith('note') and 'modeling_x.py' in note and 'tokenization_x.py' in note and 'not run' in note
     assert converted.status == 0
-    (note,) = (line for line in converted.err.splitlines() if '_x.py' in line)
+    (note,) = (line for line in said(converted) if '_x.py' in line)
     assert note.startswith('xhf-convert: note: ') and 'not run' in note and '--trust-remote-code' in note
-    assert len(converted.err.splitlines()) == 1
+    assert len(said(converted)) == 1
     assert not list(folder.rglob('*.ran'))

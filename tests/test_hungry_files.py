@@ -27,7 +27,7 @@ MODEL = 'mp_rank_00_model_states.pt'
 OPTIM = 'zero_pp_rank_0_mp_rank_00_optim_states.pt'
 #: Of those in HUNGRY, one of a kind; the others differ in the instruction alone.
 PICKLES = (
-    'sets', 'dicts of one entry', 'nested lists', 'floats', 'long text', 'memo', 'names', 'stand-ins',
+    'sets', 'nested lists', 'floats', 'long text', 'memos by number', 'stand-ins',
     'copies of a list', 'copies of a set', 'tensors', 'tuple keys of one hash', 'numbers that collide',
 )  # fmt: skip
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.made_checkpoint import MadeCheckpoint
+from tests.helpers.measured import measured
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 from tests.helpers.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint import torch_file, zip_directory
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file, zip_root
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -185,3 +189,22 @@ def test_the_name_that_a_file_was_saved_under(tmp_path):
         torch.save({}, file)
     assert zip_root(tmp_path / 'opened.pt') == 'archive'
     assert zip_root(save(tmp_path / 'old.pt', {}, 'old')) is None
+
+
+def test_a_file_that_shrinks_while_its_pickle_is_read(tmp_path):
+    """A process of its own, which a signal would end: pages of a mapped file that are gone are no error."""
+    path = save(tmp_path / 'x.pth', {f'w{i}': torch.ones(1) for i in range(20_000)}, 'zip')
+    found = measured(load_while_it_shrinks, path)
+    assert found.raised == 'CheckpointError' and 'shorter' in found.result
+
+
+def load_while_it_shrinks(path: Path) -> None:
+    original = zip_directory.content_start
+
+    def shrinking(*args: Any) -> int:
+        start = original(*args)
+        os.truncate(path, start + 5000)
+        return start
+
+    torch_file.content_start = shrinking
+    load_torch_file(path)

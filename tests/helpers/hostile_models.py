@@ -227,7 +227,8 @@ def _measured(run: Any, args: list[str], folder: Path) -> Outcome:
     return Outcome(os.waitstatus_to_exitcode(code), out[-3000:], err[-3000:], cpu, peak)
 
 
-def main(folder: Path, only: str = '') -> None:
+def main(folder: Path) -> None:
+    """Try all cases."""
     import peft  # noqa: F401
     import torch
     import transformers
@@ -241,8 +242,6 @@ def main(folder: Path, only: str = '') -> None:
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     found = []
     for number, (name, files) in enumerate(cases().items()):
-        if only and name not in only.split('|'):
-            continue
         at = folder / str(number)
         _write(at / 'model', files, tensors)
         (at / 'checkpoint').mkdir()
@@ -258,19 +257,8 @@ def main(folder: Path, only: str = '') -> None:
         for command, (run, args) in commands.items():
             outcome = _measured(run, args, at)
             found.append((name, command, asdict(outcome)))
-            if os.environ.get('D_TALK'):
-                print(
-                    name,
-                    '|',
-                    command,
-                    outcome.status,
-                    f'{outcome.cpu_secs:.1f} s {outcome.peak_nbytes / 1e6:.0f} MB',
-                    repr(outcome.out[-300:] if command == 'verify' else ''),
-                    repr(outcome.err[-300:]),
-                    flush=True,
-                )
     (folder / 'outcomes.json').write_text(json.dumps(found))
 
 
 if __name__ == '__main__':
-    main(Path(sys.argv[1]), *sys.argv[2:3])
+    main(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 UNIVERSAL: dict[str, tuple[str, dict[str, Any]]] = {
     'frozen-zero1': ('frozen', dict(stage=1)),
     'tied-two_groups_zero2': ('tied', dict(stage=2, two_groups=True)),
+    'frozen-zero3': ('frozen', dict(stage=3)),
     'frozen-two_groups_zero3': ('frozen', dict(stage=3, two_groups=True)),
     'tied-zero3': ('tied', dict(stage=3)),
 }
+#: DeepSpeed 0.16's tool fails at several groups at stage 3.
+BY_TOOL = [
+    pytest.param(case, marks=[pytest.mark.modern_only] if 'two_groups_zero3' in case else []) for case in UNIVERSAL
+]
 MADE = f'{TAG}_universal'
 SHARDED, FULL, LOCAL = (f'{kind}_STATE_DICT' for kind in ('SHARDED', 'FULL', 'LOCAL'))
 DCP: dict[str, Any] = {
@@ -75,19 +80,24 @@ def to_universal(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope='module')
 def universal(tmp_path_factory):
+    """Gives the folder of a case, its checkpoints made universal when it is first asked for."""
     root = tmp_path_factory.mktemp('universal')
     results = run_scenarios({name: partial(train_and_save, *how, root / name) for name, how in UNIVERSAL.items()}, 2)
-    for name in UNIVERSAL:
-        check(results, name)
+
+    @cache
+    def folder_of(case: str) -> Path:
+        check(results, case)
         for folder in ('checkpoint', 'earlier'):
-            to_universal(root / name / folder / TAG)
-        config_alone(root / name / 'as_trained', root / name / 'base')
-    return root
+            to_universal(root / case / folder / TAG)
+        config_alone(root / case / 'as_trained', root / case / 'base')
+        return root / case
+
+    return folder_of
 
 
-@pytest.mark.parametrize('case', UNIVERSAL)
+@pytest.mark.parametrize('case', BY_TOOL)
 def test_universal_is_what_it_was_made_of(universal, case):
-    folder = universal / case / 'checkpoint'
+    folder = universal(case) / 'checkpoint'
     original, made = (open_checkpoint(folder / f'{TAG}{end}') for end in ('', '_universal'))
     assert made.specs() == original.specs() and made.iteration == STEPS and made.warnings == []
     assert made.facts == {**original.facts, 'layout': 'universal', 'checkpoint': str(made.found.path)}
@@ -95,9 +105,9 @@ def test_universal_is_what_it_was_made_of(universal, case):
         assert_same_tensors(read_all(made, masters=masters), read_all(original, masters=masters))
 
 
-@pytest.mark.parametrize('case', UNIVERSAL)
+@pytest.mark.parametrize('case', BY_TOOL)
 def test_universal_gives_the_hooks_bytes(universal, case, tmp_path):
-    folder = universal / case
+    folder = universal(case)
     shutil.copytree(folder / 'checkpoint', tmp_path / 'checkpoint')
     (tmp_path / 'checkpoint' / 'latest').unlink()  # latest_universal is left
     options = ('--base', folder / 'base', '--verify')
@@ -137,10 +147,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize('damage', DAMAGES)
-@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-two_groups_zero3'])
+@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-zero3'])
 def test_damaged_universal(universal, case, damage, tmp_path):
     folder = tmp_path / 'made'
-    shutil.copytree(universal / case / 'checkpoint' / MADE, folder)
+    shutil.copytree(universal(case) / 'checkpoint' / MADE, folder)
     edit, words = DAMAGES[damage]
     edit(folder)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -156,11 +166,11 @@ MIXES = {
 
 
 @pytest.mark.parametrize('mix', MIXES)
-@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-two_groups_zero3'])
+@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-zero3'])
 def test_universal_of_several_saves(universal, case, mix, tmp_path):
     folder = tmp_path / 'made'
-    shutil.copytree(universal / case / 'checkpoint' / MADE, folder)
-    earlier = universal / case / 'earlier' / MADE
+    shutil.copytree(universal(case) / 'checkpoint' / MADE, folder)
+    earlier = universal(case) / 'earlier' / MADE
     for name in MIXES[mix]:
         if name == 'zero' or 'weight' in name:
             shutil.rmtree(folder / name)
@@ -172,8 +182,16 @@ def test_universal_of_several_saves(universal, case, mix, tmp_path):
         read_all(open_checkpoint(folder), masters=True)
 
 
+def test_universal_without_the_optimizers_state(universal, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal('tied-zero3') / 'checkpoint' / MADE, folder)
+    (folder / 'zero' / 'optimizer_state.pt').unlink()
+    with pytest.raises(CheckpointError, match=r'optimizer_state\.pt: '):
+        open_checkpoint(folder)
+
+
 def test_a_part_of_a_universal_checkpoint(universal):
-    folder = universal / 'tied-zero3' / 'checkpoint' / MADE
+    folder = universal('tied-zero3') / 'checkpoint' / MADE
     with pytest.raises(CheckpointError, match=f'one part of a universal checkpoint.*give {folder}$'):
         open_checkpoint(folder / 'zero')
 
@@ -202,6 +220,7 @@ def test_dcp_is_what_torch_reads(fsdp, case, tmp_path):
     theirs = theirs.get('app', theirs)
     assert_same_tensors(read_all(source), theirs.get('model', theirs))
     assert source.facts['engine'] == 'torch' and source.facts['layout'] == 'dcp'
+    assert len(source.unproven) == 1 and 'told by their names alone' in source.unproven[0]
 
 
 @pytest.mark.modern_only

@@ -70,7 +70,7 @@ def _load(
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # its files are anyone's data; a panic in Rust is no Exception
-        if 'trust_remote_code' not in str(error):
+        if isinstance(error, ImportError) or 'trust_remote_code' not in str(error):
             raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
         return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
 

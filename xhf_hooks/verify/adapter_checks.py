@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.errors import DamagedError
+from xhf_hooks.errors import CheckpointError, ConfigError, DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import HeaderEntry
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
-from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
+from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder, read_headers, scan
 
 #: Names that peft's ``get_peft_model_state_dict`` writes; an embedding's have no ``.weight``.
 _PAIR = re.compile(r'(?P<module>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B)(?:\.weight)?')
+_PREFIX = 'base_model.model.'  # what peft's names have before the base model's
+_FLOATS = ('F64', 'F32', 'F16', 'BF16')
 _OTHER_HALF = {'A': 'B', 'B': 'A', 'embedding_A': 'embedding_B', 'embedding_B': 'embedding_A'}
 
 
@@ -42,6 +45,8 @@ def check_adapter(content: FolderContent, folder: WeightFolder, findings: Findin
     wrong = [text for (module, kind), entry in pairs.items() if (text := _other_rank(module, kind, entry, config))]
     if wrong:
         findings.problem('adapter', f'{where}: ranks that adapter_config.json does not give: {some(wrong)}')
+    for problem in (*_bad_fields(config, folder), *_other_shapes(pairs, config)):
+        findings.problem('adapter', f'{where}: {problem}')
     if len(findings.found) == before:
         findings.ok('adapter', f'{where}: {len(pairs) // 2} LoRA pairs of rank {config.get("r")}')
     _check_base(where, config, findings)
@@ -56,6 +61,57 @@ def _other_rank(module: str, kind: str, entry: HeaderEntry, config: Mapping[str,
     if config.get('target_parameters'):  # several experts in one tensor: ranks of all of them
         return None if any(type(r) is int and r > 0 and found % r == 0 for r in allowed) else f'{module} {found}'
     return None if found in allowed else f'{module} {found}'
+
+
+def _bad_fields(config: Mapping[str, Any], folder: WeightFolder) -> list[str]:
+    """What peft would stumble over when it loads the adapter."""
+    bad = [
+        f'{name} is {str(config[name])[:40]!r}, expected an object'
+        for name in ('rank_pattern', 'alpha_pattern')
+        if not isinstance(config.get(name), (dict, type(None)))
+    ]
+    saved = config.get('modules_to_save')
+    if not isinstance(saved, (list, type(None))):
+        return [*bad, f'modules_to_save is {str(saved)[:40]!r}, expected a list']
+    paths = [f'.{name}.' for name in folder.tensors()]
+    lacking = [str(name) for name in saved or () if not any(f'.{name}.' in path for path in paths)]
+    if lacking:
+        bad.append(f'modules_to_save names {some(lacking)}, of which there is no tensor')
+    return bad if bad else _refused_by_peft(folder.path)
+
+
+def _refused_by_peft(folder: Path) -> list[str]:
+    from xhf_hooks.meta_model.peft_model import adapter_config_in
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of options that this version does not know
+            adapter_config_in(folder)
+    except ConfigError as error:
+        return [(str(error).splitlines() or ['peft cannot read its adapter_config.json'])[0][:300]]
+    except ImportError:  # of peft
+        return []
+    return []
+
+
+def _other_shapes(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[str, Any]) -> list[str]:
+    """Pairs whose product has not the shape of the weight that they are added to, as far as the base is there."""
+    base = config.get('base_model_name_or_path')
+    if not isinstance(base, str) or not base or '\0' in base or not Path(base).is_dir():
+        return []
+    try:
+        weights = {n: e for folder in read_headers(scan(Path(base)), Findings()) for n, e in folder.tensors().items()}
+    except CheckpointError:
+        return []
+    wrong = []
+    for (module, kind), entry in pairs.items():
+        other, weight = pairs.get((module, 'A')), weights.get(f'{module.removeprefix(_PREFIX)}.weight')
+        if kind != 'B' or other is None or weight is None or len(weight.shape) != 2 or weight.dtype not in _FLOATS:
+            continue  # a quantized weight has another shape
+        made = (entry.shape[0], other.shape[-1])
+        if len(entry.shape) == len(other.shape) == 2 and made not in (weight.shape, weight.shape[::-1]):
+            wrong.append(f'{module} {made}, the base model has {weight.shape}')
+    return [f'pairs that do not fit: {some(wrong)}'] if wrong else []
 
 
 def _check_base(where: str, config: Mapping[str, Any], findings: Findings) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 _COUNT, _TEXT, _FLAG, _OBJECT, _LIST = 'a whole number', 'a string', 'true or false', 'an object', 'a list'
-_TEXTS, _LABELS = 'a list of strings', 'an object of numbers'
+_TEXTS, _LABELS, _NAMES = 'a list of strings', 'an object of numbers', 'an object of names'
 
 #: null is fine everywhere but in those of :data:`_NEVER_NULL`.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     'model_type': (_TEXT,),
     'architectures': (_TEXTS,),
-    'auto_map': (_OBJECT,),
+    'auto_map': (_NAMES,),
     'transformers_version': (_TEXT,),
     'torch_dtype': (_TEXT, _OBJECT),
     'dtype': (_TEXT, _OBJECT),
@@ -29,7 +29,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     'audio_config': (_OBJECT,),
     'vocab_size': (_COUNT,),
     'hidden_size': (_COUNT, _LIST),
-    'num_hidden_layers': (_COUNT, _LIST),
+    'num_hidden_layers': (_COUNT, _LIST, _OBJECT),
     'num_attention_heads': (_COUNT, _LIST),
 }
 _NEVER_NULL = frozenset({'model_type'})
@@ -55,4 +55,6 @@ def _is(value: Any, kind: str) -> bool:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if kind == _LABELS:
         return isinstance(value, dict) and all(type(item) in (int, str) for item in value.values())
+    if kind == _NAMES:
+        return isinstance(value, dict) and all(isinstance(item, (str, list, type(None))) for item in value.values())
     return isinstance(value, {_TEXT: str, _FLAG: bool, _OBJECT: dict, _LIST: list}[kind])

@@ -26,7 +26,6 @@ _DEEPSPEEDS = re.compile(
     r'(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states|(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states'
 )
 _HINT = 'put the files of one save together'
-NAMES_ALONE = 'which rank wrote which file is told by their names alone'
 _ROUND_ROBIN = 'zero_optimization.round_robin_gradients'
 #: Each resume between two steps loses the gradients that were accumulated, so that a step comes later.
 _RESUMES = 4
@@ -85,7 +84,7 @@ def unproven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tupl
         return ()
     found = []
     if len(optims) > 1 and any(state.evidence.saved_as != state.file.stem for state in (*models, *optims)):
-        found.append(NAMES_ALONE)
+        found.append('which rank wrote which file is told by their names alone')
     if optims[0].evidence.step is None:
         found.append('which iteration the weights are of is not told by the optimizer, which counts no steps')
     return tuple(found)

@@ -17,7 +17,7 @@ from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
-from xhf_hooks.sources.checkpoint.same_save import NAMES_ALONE, require_one_save, unproven
+from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states, trained_dtype
@@ -169,8 +169,7 @@ class CheckpointSource(SliceSource):
     def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
         self.facts = self._facts('torch')
         if self.found.layout == 'dcp':
-            if len(self.found.model_files) > 1:
-                self.unproven = (NAMES_ALONE,)
+            self.unproven = ('that .metadata and all .distcp files are of one save is told by their names alone',)
             return {}, load_dcp(self.found)
         return load_fsdp_ranks(self.found)
 

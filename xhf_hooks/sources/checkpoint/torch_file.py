@@ -7,15 +7,14 @@ each storage its number of elements (8 bytes) and its bytes (``_legacy_load``).
 
 from __future__ import annotations
 
-import mmap
 import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.files.regular_files import open_regular
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.sources.checkpoint.file_bytes import FileBytes
 from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
 from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
 from xhf_hooks.sources.checkpoint.tensors import BadTensor, Storage, make_storage
@@ -38,16 +37,12 @@ def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
     Raises:
         CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
     """
-    data = _map(path)
+    data = FileBytes(path) if window is None else FileBytes(path, *window)
     try:
-        if window is not None:
-            start, nbytes = window
-            if start + nbytes > len(data):
-                raise CheckpointError(f'{path}: is truncated: byte {start + nbytes} of {len(data)}; {_COPY_HINT}')
-            return _ZipFile(path, memoryview(data)[start : start + nbytes], start).load()
-        if first_folder(data) is not None:
-            return _ZipFile(path, data).load()
-        return _load_legacy(path, data)
+        with data.opened():
+            if window is not None or first_folder(data) is not None:
+                return _ZipFile(path, data, window[0] if window else 0).load()
+            return _load_legacy(path, data)
     except BadZip as error:
         raise _damaged(path, error) from error
     except (UnsafePickle, BadTensor) as error:
@@ -64,7 +59,7 @@ def load_pickle_file(path: Path) -> Any:
     Raises:
         CheckpointError: The file is missing, empty, too large, damaged, or refers to storages.
     """
-    data = _map(path)
+    data = FileBytes(path)
     if len(data) > MAX_PICKLE_NBYTES:
         raise CheckpointError(f'{path}: has {len(data)} bytes, more than the {MAX_PICKLE_NBYTES} allowed')
 
@@ -72,21 +67,9 @@ def load_pickle_file(path: Path) -> Any:
         raise BadTensor('a persistent id, which only files of torch.save have')
 
     try:
-        return load_pickle(memoryview(data), persistent)[0]
+        return load_pickle(data[:], persistent)[0]
     except (UnsafePickle, BadTensor) as error:
         raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with open_regular(path) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(
-            f'{path}: cannot be read ({error.strerror or error}); check its name and rights'
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f'{path}: is empty; {_COPY_HINT}') from error
 
 
 def zip_root(path: Path) -> str | None:
@@ -99,13 +82,13 @@ def zip_root(path: Path) -> str | None:
     Raises:
         CheckpointError: The file cannot be read any more.
     """
-    return first_folder(_map(path))
+    return first_folder(FileBytes(path))
 
 
 class _ZipFile:
     """Args: ``data`` is the zip file, which begins at byte ``start`` of the file ``path``."""
 
-    def __init__(self, path: Path, data: mmap.mmap | memoryview, start: int = 0) -> None:
+    def __init__(self, path: Path, data: FileBytes, start: int = 0) -> None:
         self._path, self._data, self._start = path, data, start
         self._folder, self._parts = read_directory(data)
         if 'data.pkl' not in self._parts:
@@ -135,10 +118,10 @@ class _ZipFile:
         except BadZip as error:
             raise _damaged(self._path, error) from error
 
-    def _content(self, name: str) -> memoryview:
+    def _content(self, name: str) -> bytes:
         part = self._parts[name]
         start = content_start(self._data, part, f'{self._folder}/{name}')
-        return memoryview(self._data)[start : start + part.nbytes]
+        return self._data[start : start + part.nbytes]
 
     def _persistent(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != 'storage':
@@ -157,9 +140,9 @@ class _ZipFile:
         return storage
 
 
-def _load_legacy(path: Path, data: mmap.mmap) -> Any:
+def _load_legacy(path: Path, data: FileBytes) -> Any:
     """A file of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
-    view = memoryview(data)[:MAX_PICKLE_NBYTES]
+    view = data[:MAX_PICKLE_NBYTES]
     offsets: dict[str, int] = {}
     storages: dict[str, Storage] = {}
     locate = _Locator(offsets)
@@ -202,7 +185,7 @@ class _Locator:
 
 
 def _place_storages(
-    path: Path, data: mmap.mmap, position: int, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
+    path: Path, data: FileBytes, position: int, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
 ) -> None:
     if not isinstance(keys, list) or not all(type(key) is str for key in keys) or set(keys) != set(storages):
         raise UnsafePickle('its list of storages is not that of its tensors')

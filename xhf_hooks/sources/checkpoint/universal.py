@@ -53,8 +53,8 @@ def load_universal(
                 f'{file}: no parameter of {first.file.name} has this name; remove what another run has left'
             )
         masters[name] = _region(file, shapes[name])
-    # At stages 1 and 2 the masters are compared with the 16-bit weights
-    if (optim := _rank0(found.path / 'zero' / 'optimizer_state.pt')) is not None:
+    if first.file.name.startswith('zero_pp_rank_'):  # at other stages the masters are compared with the 16-bit weights
+        optim = _rank0(found.path / 'zero' / 'optimizer_state.pt')
         if not optimizer_restarted:
             require_steps_of(first, optim)
         _require_slices(first, optim, masters, reader)
@@ -74,17 +74,16 @@ def _region(file: Path, shape: tuple[int, ...]) -> Region:
     return Region(shape, _MASTER, (tensor.piece(),) if tensor.numel else ())
 
 
-def _rank0(file: Path) -> OptimState | None:
-    """The optimizer file of stage 3 that is there once more; None at other stages, or if it was not copied."""
-    state = load_torch_file(file) if file.exists() else None
+def _rank0(file: Path) -> OptimState:
+    """The optimizer file of stage 3 that is there once more."""
+    state = load_torch_file(file)
     groups = state.get('fp32_flat_groups') if isinstance(state, dict) else None
     n_ranks = state.get('partition_count') if isinstance(state, dict) else None
     if not isinstance(groups, list) or type(n_ranks) is not int or n_ranks < 1:
-        return None
+        raise CheckpointError(f'{file}: does not hold the state of a ZeRO-3 optimizer; run ds_to_universal.py again')
     if not all(isinstance(group, LazyTensor) and group.dtype == _MASTER and group.is_contiguous for group in groups):
-        return None
-    evidence = optim_evidence(file, {}, state, 'optimizer_state_dict')
-    return OptimState(file, 3, n_ranks, tuple(groups), None, evidence)
+        raise CheckpointError(f'{file}: does not hold the fp32 weights of a rank; run ds_to_universal.py again')
+    return OptimState(file, 3, n_ranks, tuple(groups), None, optim_evidence(file, {}, state, 'optimizer_state_dict'))
 
 
 def _require_slices(model: ModelState, optim: OptimState, masters: Regions, reader: PieceReader) -> None:

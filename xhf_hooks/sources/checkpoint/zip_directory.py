@@ -7,9 +7,10 @@ and nothing before or behind the parts and their directory.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from typing import NamedTuple
+
+from xhf_hooks.sources.checkpoint.file_bytes import FileBytes
 
 #: Of a checkpoint of 100,000 parameters with the state of Adam, there are 300,000.
 _MOST_PARTS = 1_000_000
@@ -45,16 +46,15 @@ class Part(NamedTuple):
     plain: bool
 
 
-def first_folder(data: mmap.mmap | memoryview) -> str | None:
+def first_folder(data: FileBytes) -> str | None:
     """The folder of the part at the front, which is that of all parts; None if the file is no zip file."""
     if data[:4] != b'PK\x03\x04':
         return None
     name_nbytes = int.from_bytes(data[26:28], 'little')
-    name = bytes(data[_LOCAL.size : _LOCAL.size + name_nbytes])
-    return name.partition(b'/')[0].decode(errors='replace')
+    return data[_LOCAL.size : _LOCAL.size + name_nbytes].partition(b'/')[0].decode(errors='replace')
 
 
-def read_directory(data: mmap.mmap | memoryview) -> tuple[str, dict[str, Part]]:
+def read_directory(data: FileBytes) -> tuple[str, dict[str, Part]]:
     """The parts by their names in the one folder that all are in, and the folder's name.
 
     Raises:
@@ -66,9 +66,9 @@ def read_directory(data: mmap.mmap | memoryview) -> tuple[str, dict[str, Part]]:
     found: dict[str, Part] = {}
     places: list[tuple[int, int, str]] = []
     folder = None
-    position = start
+    listing, position = data[start:end], 0
     for _ in range(n_parts):
-        name, part, name_nbytes, position = _entry(data, position, end)
+        name, part, name_nbytes, position = _entry(listing, position)
         inside, slash, name = name.partition('/')
         if not slash or folder not in (None, inside):
             raise BadZip('holds other things than one folder: no checkpoint')
@@ -77,7 +77,7 @@ def read_directory(data: mmap.mmap | memoryview) -> tuple[str, dict[str, Part]]:
         folder = inside
         found[name] = part
         places.append((part.header, part.header + _LOCAL.size + name_nbytes + part.nbytes, name))
-    if position != end:
+    if position != len(listing):
         raise BadZip('has more parts than it counts')
     places.sort()
     for (_, last, name), (following, _, _) in zip(places, [*places[1:], (start, 0, '')], strict=True):
@@ -87,7 +87,7 @@ def read_directory(data: mmap.mmap | memoryview) -> tuple[str, dict[str, Part]]:
     return folder or '', found
 
 
-def content_start(data: mmap.mmap | memoryview, part: Part, name: str) -> int:
+def content_start(data: FileBytes, part: Part, name: str) -> int:
     """Where the content of a part begins: behind its local header, whose padding aligns it.
 
     Args:
@@ -109,13 +109,13 @@ def content_start(data: mmap.mmap | memoryview, part: Part, name: str) -> int:
     return start
 
 
-def _bounds(data: mmap.mmap | memoryview) -> tuple[int, int, int]:
+def _bounds(data: FileBytes) -> tuple[int, int, int]:
     """Number of parts, where the directory begins, and where it ends."""
     at = len(data) - _END.size
     _, disk, start_disk, n_here, n_parts, nbytes, start, comment = _unpack(_END, data, at, b'PK\x05\x06')
     end = at
     if at >= _LOCATOR.size and data[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b'PK\x06\x07':
-        _, _, end, _ = _LOCATOR.unpack_from(data, at - _LOCATOR.size)
+        _, _, end, _ = _LOCATOR.unpack(data[at - _LOCATOR.size : at])
         *_, disk, start_disk, n_here, n_parts, nbytes, start = _unpack(_END64, data, end, b'PK\x06\x06')
         if end + _END64.size != at - _LOCATOR.size:
             raise BadZip('something is behind its list of parts')
@@ -124,19 +124,19 @@ def _bounds(data: mmap.mmap | memoryview) -> tuple[int, int, int]:
     return n_parts, start, end
 
 
-def _entry(data: mmap.mmap | memoryview, position: int, end: int) -> tuple[str, Part, int, int]:
+def _entry(data: bytes, position: int) -> tuple[str, Part, int, int]:
     """Name, part, bytes of the name, and where the next entry begins."""
-    if position + _CENTRAL.size > end:
+    if position + _CENTRAL.size > len(data):
         raise BadZip('has fewer parts than it counts')
     _, _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = (
         _unpack(_CENTRAL, data, position, b'PK\x01\x02')
     )
     after_name = position + _CENTRAL.size + name_nbytes
     after = after_name + extra_nbytes + comment_nbytes
-    if after > end:
+    if after > len(data):
         raise BadZip('has fewer parts than it counts')
     try:
-        name = str(data[position + _CENTRAL.size : after_name], 'utf-8')
+        name = data[position + _CENTRAL.size : after_name].decode()
     except UnicodeDecodeError as error:
         raise BadZip('has a part whose name is no text') from error
     if _SATURATED in (nbytes, packed, header):
@@ -161,7 +161,10 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
     return list(numbers)
 
 
-def _unpack(layout: struct.Struct, data: mmap.mmap | memoryview, position: int, signature: bytes) -> tuple:
-    if not 0 <= position <= len(data) - layout.size or data[position : position + 4] != signature:
+def _unpack(layout: struct.Struct, data: FileBytes | bytes, position: int, signature: bytes) -> tuple:
+    if not 0 <= position <= len(data) - layout.size:
         raise BadZip('is truncated or damaged')
-    return layout.unpack_from(data, position)
+    found = data[position : position + layout.size]
+    if found[:4] != signature:
+        raise BadZip('is truncated or damaged')
+    return layout.unpack(found)
