@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.helpers.lives import KINDS, NAME, live_and_die, next_start
-from tests.helpers.whole import hidden
+from tests.helpers.assert_intact import hidden
+from tests.helpers.kill_runs import KINDS, NAME, live_and_die, next_start
 
 
 def main() -> int:

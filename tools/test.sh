@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# Every test, in one command, on both stacks: makes the two environments that it needs.
+# Every test, in one command, on both stacks: makes the environments that it needs.
 #
-#     bash tools/test.sh [PYTEST OPTIONS, for the modern stack alone]
+#     bash tools/test.sh                          everything, as CI does
+#     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit: no process, no root, no Debian packages
+#     bash tools/test.sh PYTEST OPTIONS           some tests, for example a path, of the modern stack
 #
-# Two runs of pytest go on at the same time: the modern stack's, and XTuner's, which ends sooner and is followed by the rest
-# of the modern stack's. What the second one has to say is shown when it has ended.
+# With everything, two runs of pytest go on at the same time: the modern stack's, and XTuner's, which ends sooner and is
+# followed by the rest of the modern stack's. What the second one has to say is shown when it has ended.
 #
-# Needs Python 3.11 or 3.12, a C++ compiler, and root (small file systems are mounted, and Debian's packages that tests
-# need are installed). Says how much it will download; a machine without a GPU needs a sixth of that: docs/versions.md.
+# Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root (small file systems are mounted, and Debian's
+# packages that tests need are installed). Says how much it will download; a machine without a GPU needs a sixth of that:
+# docs/versions.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # Tests of the modern stack that come after XTuner's
-REST=(tests/launched/test_{network_fs,local_fs,nvme,zero_plus_plus,zoo}.py)
+REST=(tests/stress tests/distributed/test_{nvme,zero_plus_plus,zoo}.py)
 
 logs=$(mktemp -d)
 # Each job in the background has a process group of its own
@@ -48,11 +51,17 @@ AsyncIOBuilder().load()'
     rm -r "$PRECOMPILED"
 }
 
-test_modern() {
+lint() {
     use_env .venv
     echo '== lint'
     ruff check .
     ruff format --check .
+    codespell
+    mypy
+}
+
+test_modern() {
+    use_env .venv
     echo '== tests, modern stack'
     python -m pytest -q "$@"
 }
@@ -60,9 +69,9 @@ test_modern() {
 test_xtuner() {
     make_env .venv-xtuner xtuner test
     use_env .venv-xtuner
-    export PYTHONPATH=$PWD/tests/xtuner_stack
+    export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
     echo "== tests, XTuner's stack"
-    python -m pytest -q -m 'not modern_only'
+    python -m pytest -q -m 'not modern_only' tests
 }
 
 test_rest() {
@@ -70,6 +79,14 @@ test_rest() {
     echo '== the rest of the tests, modern stack'
     python -m pytest -q "${REST[@]}"
 }
+
+if [[ ${1-} == --unit ]]; then
+    shift
+    make_env .venv modern test
+    lint
+    test_modern tests/unit "$@"
+    exit
+fi
 
 # What DeepSpeed reads NVMe with, a network file system, and file systems to be mounted
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
@@ -93,7 +110,7 @@ set +e
 second=$!
 set +m
 failed=()
-(set -e; test_modern "${REST[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
+(set -e; lint; test_modern tests "${REST[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
 ((PIPESTATUS[0] == 0)) || failed+=(modern)
 wait $second
 status=$?

@@ -1,4 +1,4 @@
-"""A run that ends while a save is being written in the background; tests/launched/test_async.py launches it.
+"""A run that ends while a save is being written in the background; tests/distributed/test_async.py launches it.
 
 torchrun --nproc_per_node 2 tests/helpers/ending_run.py WORK_DIR exception|sigterm
 """

@@ -1,4 +1,4 @@
-"""A run that forks while a save is being written in the background; tests/launched/test_forked.py launches it.
+"""A run that forks while a save is being written in the background; tests/distributed/test_forked.py launches it.
 
 python tests/helpers/forking_run.py OUT_DIR
 
@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers import doors
-from tests.helpers.whole import assert_whole
+from tests.helpers import frontends as doors
+from tests.helpers.assert_intact import assert_whole
 from xhf_hooks import config
 from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.manager import RunSaves

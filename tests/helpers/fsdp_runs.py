@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import doors
+from tests.helpers import frontends as doors
 
 
 def sharded(kind: str, version: int, *, columns: bool = False) -> Any:

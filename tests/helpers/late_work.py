@@ -2,7 +2,7 @@
 
 python tests/helpers/late_work.py RESULT raise|exit|end
 
-It needs nothing but the standard library, so that any Python can run it; tests/test_late_work.py does.
+It needs nothing but the standard library, so that any Python can run it; tests/stress/test_late_work.py does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that end badly on hosts of their own, and runs that meet: the ranks of tests/launched/test_network_fs.py."""
+"""Runs that end badly on hosts of their own, and runs that meet: the ranks of tests/stress/test_network_fs.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from tests.helpers import network_saves as saves
-from tests.helpers.lives import tiny_model
+from tests.helpers.kill_runs import tiny_model
 from tests.helpers.moosefs import Host
 from tests.helpers.network_saves import Way, judged, tell, wait_for
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tests.helpers.assert_intact import MANIFEST, assert_whole, hidden
 from tests.helpers.compare import folder_tensors
-from tests.helpers.lives import tiny_model
+from tests.helpers.kill_runs import tiny_model
 from tests.helpers.moosefs import Host
 from tests.helpers.scenarios import Outcome, run_scenarios_on_rank
-from tests.helpers.whole import MANIFEST, assert_whole, hidden
 
 if TYPE_CHECKING:
     import torch

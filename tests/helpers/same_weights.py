@@ -2,7 +2,7 @@
 
     python -m tests.helpers.same_weights tests/data/both_stacks.json
 
-run in XTuner's environment, whose transformers knows fewer families, writes what tests/test_both_stacks.py
+run in XTuner's environment, whose transformers knows fewer families, writes what tests/unit/test_both_stacks.py
 compares with: for each family the layout of the base's file (names and shapes), and the SHA-256 of the exported one.
 """
 

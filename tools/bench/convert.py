@@ -66,7 +66,11 @@ model = dict(
 
 def environment() -> dict[str, str]:
     """Of every process: no GPU, no network, and xtuner importable beside a CPU build of torch."""
-    python_path = [str(ROOT), str(ROOT / 'tests' / 'xtuner_stack'), *filter(None, [os.environ.get('PYTHONPATH')])]
+    python_path = [
+        str(ROOT),
+        str(ROOT / 'tests' / 'e2e' / 'xtuner_stack'),
+        *filter(None, [os.environ.get('PYTHONPATH')]),
+    ]
     return launch.environment(PYTHONPATH=os.pathsep.join(python_path), HF_HUB_OFFLINE='1')
 
 

@@ -1,0 +1,164 @@
+"""Saves in the background: the weights of their step, errors that all ranks agree on, and no way to lose one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed.test_hook_runs import log_dir_of, run, saves
+from tests.helpers.compare import folder_tensors
+from tests.helpers.ending_run import ENDS_AT
+from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.scenarios import check, run_scenarios
+
+EVERY = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
+LAST = 5
+#: Name to (ZeRO stage, writer).
+PAIRS = {'zero2_positional': (2, 'positional'), 'zero3_positional': (3, 'positional'), 'zero3_stream': (3, 'stream')}
+ENDS = ('exception', 'sigterm')
+WRITE_SECS = 0.04
+N_WRITES = 21  # one tensor each
+
+
+def slowed(hook: dict[str, Any], work_dir: Path) -> str:
+    """A run on a disk that takes several iterations for a save. Runs on: all ranks."""
+    from xhf_hooks.writers.file_io.output_file import OutputFile
+
+    write = OutputFile.write
+
+    def write_slowly(self: OutputFile, *args: Any) -> None:
+        time.sleep(WRITE_SECS)
+        write(self, *args)
+
+    with mock.patch.object(OutputFile, 'write', write_slowly):
+        return run(dict(hook={**EVERY, **hook}, stage=3, max_iters=LAST), work_dir)
+
+
+def failing(on_error: str, work_dir: Path) -> list[Any]:
+    """The save of iteration 2 fails in the background, on rank 1. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.errors import AgreedError
+    from xhf_hooks.writers.positional import PositionalWriter
+
+    finish, calls = PositionalWriter.finish, []
+
+    def fail_second(self: Any) -> Any:
+        calls.append(self)
+        if dist.get_rank() == 1 and len(calls) == 2:
+            raise OSError(5, 'injected')
+        return finish(self)
+
+    hook = dict(EVERY, async_save=True, on_error=on_error)
+    with mock.patch.object(PositionalWriter, 'finish', fail_second):
+        try:
+            return ['ended', run(dict(hook=hook, stage=3, max_iters=LAST), work_dir)]
+        except AgreedError as error:
+            return ['raised', str(error)]
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp('async')
+    scenarios: dict[str, Any] = {}
+    for name, (stage, writer) in PAIRS.items():
+        for mode in (False, True):
+            hook = dict(EVERY, writer=writer, async_save=mode)
+            options = dict(hook=hook, stage=stage, max_iters=LAST)
+            scenarios[f'{name}_{mode}'] = partial(run, options, root / f'{name}_{mode}')
+    for busy in ('wait', 'skip'):
+        scenarios[busy] = partial(slowed, dict(async_save=True, async_busy=busy), root / busy)
+    scenarios['not_async'] = partial(slowed, {}, root / 'not_async')
+    best = dict(hook=dict(save_best='acc', interval=2, by_epoch=False, async_save=True), stage=3, max_iters=8)
+    scenarios['best'] = partial(run, dict(best, scores=[0.5, 0.7, 0.6, 0.4]), root / 'best')
+    for on_error in ('continue', 'raise'):
+        scenarios[on_error] = partial(failing, on_error, root / on_error)
+    return root, run_scenarios(scenarios, 2)
+
+
+def log_of(log_dir: Path) -> str:
+    return (log_dir / f'{log_dir.name}.log').read_text()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All of it but the manifest, which says how long the save took and who wrote it."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'xhf_manifest.json'}
+
+
+@pytest.mark.parametrize('name', PAIRS)
+def test_same_files_as_without(finished, name):
+    without, background = (log_dir_of(finished, f'{name}_{mode}') for mode in (False, True))
+    assert saves(background) == saves(without)
+    assert sorted(saves(background).values()) == [1, 2, 3, 4, LAST]
+    for folder in saves(background):
+        assert files_of(background / folder) == files_of(without / folder)
+
+
+def test_training_goes_on_and_the_weights_are_those_of_the_step(finished):
+    """In a run of one save in flight at a time over a slow disk, which is skipped when it is due meanwhile."""
+    log_dir, whole = log_dir_of(finished, 'skip'), log_dir_of(finished, 'not_async')
+    skipped = [int(number) for number in re.findall(r'skipped the save of iter_(\d)', log_of(log_dir))]
+    found = saves(log_dir)
+    assert skipped, 'nothing was in flight while training went on'
+    assert sorted([*found.values(), *skipped]) == [1, 2, 3, 4, LAST]
+    assert found['hf_model'] == LAST
+    expected = {number: folder for folder, number in saves(whole).items()}
+    for folder, number in found.items():
+        assert files_of(log_dir / folder) == files_of(whole / expected[number])
+    first, last = (folder_tensors(whole / expected[number]) for number in (1, LAST))
+    assert not any(first[key].equal(last[key]) for key in first), 'training moved too little to see a late read'
+
+
+def test_training_stands_still_for_the_copy_alone(finished):
+    pattern = re.compile(r'in ([\d.]+) s, [\d.]+ GB/s, training stalled for ([\d.]+) s')
+    times = [(float(a), float(b)) for a, b in pattern.findall(log_of(log_dir_of(finished, 'skip')))]
+    slow_secs = N_WRITES * WRITE_SECS
+    assert all(seconds >= slow_secs and stalled < seconds for seconds, stalled in times), times
+
+
+def test_a_save_that_is_due_waits(finished):
+    assert saves(log_dir_of(finished, 'wait')) == saves(log_dir_of(finished, 'not_async'))
+
+
+def test_best(finished):
+    assert saves(log_dir_of(finished, 'best')) == {'hf_model': 8, 'hf_model_best': 4}
+
+
+def test_an_error_in_the_background_is_logged(finished):
+    outcome, log_dir = check(finished[1], 'continue')[0]
+    assert outcome == 'ended'
+    assert sorted(saves(Path(log_dir)).values()) == [1, 3, 4, LAST]
+    log = log_of(Path(log_dir))
+    assert 'the save in the background failed and training goes on' in log and 'rank 1: OSError' in log
+
+
+def test_an_error_in_the_background_ends_the_run_when_asked_to(finished):
+    values = check(finished[1], 'raise')
+    assert [value[0] for value in values] == ['raised', 'raised'] and values[0] == values[1]
+    (kept,) = (finished[0] / 'raise').glob('*/hf_model')
+    assert saves(kept.parent) == {'hf_model': 1}
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('how', ENDS)
+def test_a_process_that_ends_finishes_its_save(how, tmp_path):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
+    command += [str(REPO_ROOT / 'tests' / 'helpers' / 'ending_run.py'), str(tmp_path / 'run'), how]
+    python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
+    environment = os.environ | {'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': python_path}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode != 0, output
+    assert 'waiting for it' in output, output[-5000:]
+    (folder,) = (tmp_path / 'run').glob('*/hf_model')
+    assert saves(folder.parent) == {'hf_model': ENDS_AT - 1}, output[-5000:]
+    assert folder_tensors(folder)

@@ -1,0 +1,247 @@
+"""Models under torch's FSDP1 and FSDP2: save_hf and the hook, on real ranks, give what the whole model gives."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import frontends as doors
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only
+
+WRITERS = ('stream', 'parallel', 'positional')
+KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 'fsdp1_root_only')
+MEMORY = [(kind, writer) for kind in ('fsdp1', 'fsdp2') for writer in ('stream', 'positional')]
+#: Those that differ in what a save changes for a moment.
+UNTOUCHED = ('fsdp2', 'fsdp1', 'fsdp1_grad_op')
+#: FSDP1 and FSDP2 in a Runner, and MMEngine's FSDPStrategy.
+HOOKED = ('fsdp1', 'fsdp2', 'strategy')
+MODELS = ('untied', 'tied', 'lora')
+CASES = [f'{model}-{kind}' for model in MODELS for kind in KINDS]
+
+
+def shard(model: Any, kind: str) -> Any:
+    """Each decoder layer is a unit of its own, the rest belongs to the root; or all belongs to the root."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.tensor import Shard
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+    if kind.startswith('fsdp2'):
+        options: dict[str, Any] = dict(mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+        if kind == 'fsdp2_columns':  # of what can be split evenly
+            world_size = dist.get_world_size()
+            options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % world_size == 0 else None
+        for layer in [] if kind == 'fsdp2_root_only' else layers:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device('cpu'),
+        use_orig_params=True,
+        auto_wrap_policy=None if kind == 'fsdp1_root_only' else ModuleWrapPolicy({LlamaDecoderLayer}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None,
+    )
+
+
+def whole_state(model: Any) -> dict[str, Any]:
+    """By torch itself, on every rank."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
+    """Returns which writers gathered nothing."""
+    import torch
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+
+    def build() -> Any:
+        return doors.tiny_llama(tied=model_kind == 'tied', lora=model_kind == 'lora')
+
+    model = shard(build(), kind)
+    for writer in WRITERS:
+        save_hf(model, root / 'fresh' / writer, writer=writer, bucket_size=20_000)
+    if dist.get_rank() == 0:
+        build().save_pretrained(root / 'fresh' / 'theirs')
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    doors.train_steps(model, optimizer)
+    with torch.no_grad():
+        model(**doors.batch())  # what it gathered for this, it keeps until the next step
+    for writer in WRITERS:
+        save_hf(model, root / 'trained' / writer, writer=writer, bucket_size=20_000)
+    doors.train_steps(model, optimizer)
+    save_hf(model, root / 'bf16', dtype='bfloat16')
+    save_hf(model, root / 'last')
+    if model_kind == 'lora':
+        save_hf(model, root / 'merged', lora='merge')
+    state = whole_state(model)
+    if dist.get_rank() == 0:
+        whole = build()
+        whole.load_state_dict(state)  # save_pretrained(state_dict=...) would not see what is tied
+        whole.save_pretrained(root / 'theirs')
+
+
+def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
+    """The weights after three steps, with a save after each or without."""
+    import torch
+
+    from xhf_hooks import save_hf
+
+    model = shard(doors.tiny_llama(), kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        doors.train_steps(model, optimizer, steps=1)
+        if saves:
+            save_hf(model, root / 'untouched', writer=WRITERS[step])
+    return whole_state(model)
+
+
+def memory(kind: str, writer: str, root: Path) -> tuple[int, int]:
+    """Bytes that were saved, and extra memory of the busiest rank."""
+    from xhf_hooks import save_hf
+
+    model = shard(doors.larger_llama(), kind)
+    save_hf(model, root / 'memory', writer=writer, bucket_size='8MB')  # what the first save brings with it
+    cost = save_hf(model, root / 'memory', writer=writer, bucket_size='8MB').cost
+    return cost.nbytes, cost.peak_extra_nbytes
+
+
+def flat_only(root: Path) -> str:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import XhfError
+
+    model = FullyShardedDataParallel(doors.tiny_llama(), device_id=torch.device('cpu'), use_orig_params=False)
+    try:
+        save_hf(model, root / 'flat')
+    except XhfError as error:
+        return str(error)
+    return 'no error'
+
+
+def hook_run(kind: str, root: Path) -> None:
+    """MMEngine's Runner with a model that is sharded, or its FlexibleRunner with the strategy that shards it."""
+    import torch
+    import torch.distributed as dist
+    from mmengine.model.wrappers import MMFullyShardedDataParallel
+    from mmengine.registry import MODELS
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.helpers.toy_run import ToyLM, run_config, train
+
+    class ShardedToy(ToyLM):
+        @property
+        def init_weights(self) -> Any:  # or Runner would broadcast what is not the same on every rank
+            raise AttributeError('init_weights')
+
+    @MODELS.register_module(force=True)
+    def sharded_toy() -> Any:
+        model = ShardedToy()
+        if kind == 'fsdp1':
+            return MMFullyShardedDataParallel(model, device_id=torch.device('cpu'))
+        fully_shard(model.llm, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+        return model
+
+    hook = dict(interval=2, by_epoch=False, out_dir=str(root / 'hf_model'), on_error='raise')
+    config = run_config(root, hook=hook, stage=None)
+    if kind == 'strategy':
+        os.environ['LOCAL_RANK'] = str(dist.get_rank())
+        wrapper = dict(type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=True)
+        config |= dict(runner_type='FlexibleRunner', strategy=dict(type='FSDPStrategy', model_wrapper=wrapper))
+    else:
+        config['model'] = dict(type='sharded_toy')
+    runner = train(config)
+    state = {name.removeprefix('llm.'): tensor for name, tensor in whole_state(runner.model).items()}
+    if dist.get_rank() == 0:
+        ToyLM().llm.save_pretrained(root / 'theirs', state_dict=state)
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp('fsdp')
+    scenarios = {case: partial(save_case, *case.split('-'), root / case) for case in CASES}
+    for kind in UNTOUCHED:
+        scenarios |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
+    scenarios |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
+    scenarios['flat_only'] = partial(flat_only, root)
+    scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in HOOKED}
+    return root, run_scenarios(scenarios, 2)
+
+
+@pytest.fixture(scope='module')
+def uneven(tmp_path_factory):
+    """On three ranks, which the rows of no weight are shared out to evenly."""
+    root = tmp_path_factory.mktemp('fsdp_uneven')
+    cases = [case for case in CASES if case.startswith('tied')]
+    return root, run_scenarios({case: partial(save_case, *case.split('-'), root / case) for case in cases}, 3)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_fsdp_writes_the_same(results, case):
+    compare(*results, case)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_uneven_shards(uneven, kind):
+    compare(*uneven, f'tied-{kind}')
+
+
+def compare(root: Path, outcomes: Any, case: str) -> None:
+    """Each writer, before and after training, with what the whole model gives."""
+    check(outcomes, case)
+    folder = root / case
+    for writer in WRITERS:
+        assert_same_folder_tensors(folder / 'fresh' / writer, folder / 'fresh' / 'theirs')
+        assert_same_folder_tensors(folder / 'trained' / writer, folder / 'trained' / 'stream')
+        doors.verify_folder(folder / 'trained' / writer)
+    config = 'adapter_config.json' if case.startswith('lora') else 'config.json'
+    if config == 'config.json':
+        assert (folder / 'last' / config).read_bytes() == (folder / 'theirs' / config).read_bytes()
+    assert_same_folder_tensors(folder / 'last', folder / 'theirs')
+    before, after = folder_tensors(folder / 'trained' / 'stream'), folder_tensors(folder / 'last')
+    assert any(not tensor.equal(after[name]) for name, tensor in before.items())
+    rounded = folder_tensors(folder / 'bf16')
+    assert all(tensor.bfloat16().equal(rounded[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize('kind', UNTOUCHED)
+def test_training_is_untouched(results, kind):
+    _, outcomes = results
+    without, with_saves = (check(outcomes, f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
+    assert without and all(tensor.equal(with_saves[name]) for name, tensor in without.items())
+
+
+@pytest.mark.parametrize(('kind', 'writer'), MEMORY)
+def test_memory_is_that_of_buckets_or_a_unit(results, kind, writer):
+    _, outcomes = results
+    nbytes, extra_nbytes = check(outcomes, f'memory-{kind}-{writer}')[0]
+    assert nbytes > 100e6 and extra_nbytes < 0.45 * nbytes, (nbytes, extra_nbytes)
+
+
+def test_flat_parameters_alone_are_refused(results):
+    _, outcomes = results
+    assert all('use_orig_params=True' in message for message in check(outcomes, 'flat_only'))
+
+
+@pytest.mark.parametrize('kind', HOOKED)
+def test_hook(results, kind):
+    root, outcomes = results
+    check(outcomes, f'hook-{kind}')
+    assert_same_folder_tensors(root / f'hook-{kind}' / 'hf_model', root / f'hook-{kind}' / 'theirs')

@@ -1,0 +1,314 @@
+"""Checkpoints in other layouts than a run's own of DeepSpeed: real ones, converted, against what the hook saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_checkpoint_source import STEPS, TAG, train_and_save
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import convert
+from tests.helpers.fsdp_runs import accelerates, config_alone, plain_dcp, strategy_run
+from tests.helpers.model_folder import edit_json
+from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.scenarios import check, run_scenarios
+from xhf_hooks.cli.verify import main as verify
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+
+UNIVERSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    'frozen-zero1': ('frozen', dict(stage=1)),
+    'tied-two_groups_zero2': ('tied', dict(stage=2, two_groups=True)),
+    'frozen-zero3': ('frozen', dict(stage=3)),
+    'frozen-two_groups_zero3': ('frozen', dict(stage=3, two_groups=True)),
+    'tied-zero3': ('tied', dict(stage=3)),
+}
+#: DeepSpeed 0.16's tool fails at several groups at stage 3.
+BY_TOOL = [
+    pytest.param(case, marks=[pytest.mark.modern_only] if 'two_groups_zero3' in case else []) for case in UNIVERSAL
+]
+MADE = f'{TAG}_universal'
+SHARDED, FULL, LOCAL = (f'{kind}_STATE_DICT' for kind in ('SHARDED', 'FULL', 'LOCAL'))
+DCP: dict[str, Any] = {
+    'accelerate_fsdp1_tied': partial(accelerates, 'tied', 1, SHARDED),
+    'accelerate_fsdp2_untied': partial(accelerates, 'untied', 2, SHARDED),
+    'accelerate_fsdp2_bf16': partial(accelerates, 'bf16', 2, SHARDED),
+    'plain': partial(plain_dcp, 'tied'),
+    'plain_all_in_one': partial(plain_dcp, 'untied', all_in_one=True),
+}
+FSDP: dict[str, Any] = {
+    **DCP,
+    'accelerate_fsdp2_full': partial(accelerates, 'tied', 2, FULL),
+    'accelerate_fsdp2_ranks': partial(accelerates, 'untied', 2, SHARDED, use_dcp=False),
+    'accelerate_fsdp1_local': partial(accelerates, 'untied', 1, LOCAL),
+    'accelerate_fsdp2_lora': partial(accelerates, 'lora', 2, SHARDED),
+    'strategy_full': partial(strategy_run, 'full'),
+    'strategy_sharded': partial(strategy_run, 'sharded'),
+    'strategy_local': partial(strategy_run, 'local'),
+    'strategy_local_layers': partial(strategy_run, 'local_layers'),
+    'strategy_local_weights': partial(strategy_run, 'local_weights'),
+    'strategy_local_flat': partial(strategy_run, 'local_flat'),
+}
+OTHERS = ('accelerate_fsdp2_full', 'strategy_full', 'strategy_sharded', 'strategy_local', 'strategy_local_layers')
+
+
+def to_universal(checkpoint: Path) -> Path:
+    """DeepSpeed's own tool, as ``python -m deepspeed.checkpoint.ds_to_universal`` runs it."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    made = checkpoint.with_name(f'{checkpoint.name}_universal')
+    main(
+        argparse.Namespace(
+            input_folder=str(checkpoint),
+            output_folder=str(made),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+    return made
+
+
+@pytest.fixture(scope='module')
+def universal(tmp_path_factory):
+    """Gives the folder of a case, its checkpoints made universal when it is first asked for."""
+    root = tmp_path_factory.mktemp('universal')
+    results = run_scenarios({name: partial(train_and_save, *how, root / name) for name, how in UNIVERSAL.items()}, 2)
+
+    @cache
+    def folder_of(case: str) -> Path:
+        check(results, case)
+        for folder in ('checkpoint', 'earlier'):
+            to_universal(root / case / folder / TAG)
+        config_alone(root / case / 'as_trained', root / case / 'base')
+        return root / case
+
+    return folder_of
+
+
+@pytest.mark.parametrize('case', BY_TOOL)
+def test_universal_is_what_it_was_made_of(universal, case):
+    folder = universal(case) / 'checkpoint'
+    original, made = (open_checkpoint(folder / f'{TAG}{end}') for end in ('', '_universal'))
+    assert made.specs() == original.specs() and made.iteration == STEPS and made.warnings == []
+    assert made.facts == {**original.facts, 'layout': 'universal', 'checkpoint': str(made.found.path)}
+    for masters in (False, True):
+        assert_same_tensors(read_all(made, masters=masters), read_all(original, masters=masters))
+
+
+@pytest.mark.parametrize('case', BY_TOOL)
+def test_universal_gives_the_hooks_bytes(universal, case, tmp_path):
+    folder = universal(case)
+    shutil.copytree(folder / 'checkpoint', tmp_path / 'checkpoint')
+    (tmp_path / 'checkpoint' / 'latest').unlink()  # latest_universal is left
+    options = ('--base', folder / 'base', '--verify')
+    found = convert(tmp_path / 'checkpoint', tmp_path / 'out', *options)
+    assert_same_folder_tensors(found, folder / 'as_trained')
+    exact = convert(tmp_path / 'checkpoint', tmp_path / 'float32', *options, '--dtype', 'float32')
+    assert_same_folder_tensors(exact, folder / 'float32')
+    assert verify([str(tmp_path / 'checkpoint'), str(folder / 'as_trained')]) == 0
+    assert verify([str(folder / 'float32'), str(tmp_path / 'checkpoint')]) == 0
+    other = tmp_path / 'checkpoint' / TAG
+    assert verify([str(other), str(tmp_path / 'checkpoint')]) == 0
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name('aside')
+    for old, new in ((one, aside), (other, one), (aside, other)):
+        old.rename(new)
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    'no values of a parameter': (lambda f: (f / 'zero/lm_head.weight/fp32.pt').unlink(), r'fp32\.pt: missing'),
+    'no parameter': (lambda f: shutil.rmtree(f / 'zero/lm_head.weight'), r"has no folder 'lm_head\.weight'"),
+    'one of another run': (
+        lambda f: shutil.copytree(f / 'zero/lm_head.weight', f / 'zero/other.weight'),
+        r'other\.weight/fp32\.pt: no parameter of .* has this name',
+    ),
+    'another parameter': (
+        lambda f: shutil.copy(f / 'zero/model.norm.weight/fp32.pt', f / 'zero/lm_head.weight/fp32.pt'),
+        r'lm_head\.weight/fp32\.pt: holds a tensor of shape',
+    ),
+    'swapped parameters': (
+        lambda f: swap(*(f / f'zero/model.layers.1.mlp.{name}_proj.weight' for name in ('up', 'gate'))),
+        r'(up|gate)_proj\.weight/fp32\.pt: ',
+    ),
+    'no model files': (lambda f: [p.unlink() for p in f.glob('*model_states.pt')], 'ds_to_universal.py did not finish'),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-zero3'])
+def test_damaged_universal(universal, case, damage, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal(case) / 'checkpoint' / MADE, folder)
+    edit, words = DAMAGES[damage]
+    edit(folder)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(folder)
+    assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
+
+
+MIXES = {
+    'one parameter': ['zero/model.norm.weight'],
+    'all parameters': ['zero'],
+    'model files': ['zero_pp_rank_0_mp_rank_00_model_states.pt', 'zero_pp_rank_1_mp_rank_00_model_states.pt'],
+}
+
+
+@pytest.mark.parametrize('mix', MIXES)
+@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-zero3'])
+def test_universal_of_several_saves(universal, case, mix, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal(case) / 'checkpoint' / MADE, folder)
+    earlier = universal(case) / 'earlier' / MADE
+    for name in MIXES[mix]:
+        if name == 'zero' or 'weight' in name:
+            shutil.rmtree(folder / name)
+            shutil.copytree(earlier / name, folder / name)
+        else:
+            name = name if 'zero3' in case else 'mp_rank_00_model_states.pt'
+            shutil.copy(earlier / name, folder / name)
+    with pytest.raises(CheckpointError):
+        read_all(open_checkpoint(folder), masters=True)
+
+
+def test_universal_without_the_optimizers_state(universal, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal('tied-zero3') / 'checkpoint' / MADE, folder)
+    (folder / 'zero' / 'optimizer_state.pt').unlink()
+    with pytest.raises(CheckpointError, match=r'optimizer_state\.pt: '):
+        open_checkpoint(folder)
+
+
+def test_a_part_of_a_universal_checkpoint(universal):
+    folder = universal('tied-zero3') / 'checkpoint' / MADE
+    with pytest.raises(CheckpointError, match=f'one part of a universal checkpoint.*give {folder}$'):
+        open_checkpoint(folder / 'zero')
+
+
+@pytest.fixture(scope='module')
+def fsdp(tmp_path_factory):
+    """On three ranks, which the rows of no weight are shared out to evenly."""
+    root = tmp_path_factory.mktemp('fsdp_checkpoints')
+    scenarios = {name: partial(run, root / name) for name, run in FSDP.items()}
+    return root, run_scenarios(scenarios, 3)
+
+
+def saved(fsdp: Any, case: str) -> Path:
+    check(fsdp[1], case)
+    return fsdp[0] / case
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('case', DCP)
+def test_dcp_is_what_torch_reads(fsdp, case, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    source = open_checkpoint(saved(fsdp, case) / 'state')
+    dcp_to_torch_save(source.found.path, tmp_path / 'theirs.pth')
+    theirs = torch.load(tmp_path / 'theirs.pth')
+    theirs = theirs.get('app', theirs)
+    assert_same_tensors(read_all(source), theirs.get('model', theirs))
+    assert source.facts['engine'] == 'torch' and source.facts['layout'] == 'dcp'
+    assert len(source.unproven) == 1 and 'told by their names alone' in source.unproven[0]
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('case', DCP)
+def test_dcp_gives_the_hooks_bytes(fsdp, case, tmp_path):
+    folder = saved(fsdp, case)
+    base = config_alone(folder / 'hook', tmp_path / 'base')
+    assert_same_folder_tensors(convert(folder / 'state', tmp_path / 'out', '--base', base, '--verify'), folder / 'hook')
+    assert verify([str(folder / 'state'), str(folder / 'hook')]) == 0
+    rounded = folder_tensors(convert(folder / 'state', tmp_path / 'half', '--base', base, '--dtype', 'bfloat16'))
+    assert all(rounded[name].equal(t.bfloat16()) for name, t in folder_tensors(folder / 'hook').items())
+
+
+@pytest.mark.modern_only
+def test_trainers_folder_needs_no_base(fsdp, tmp_path):
+    """``checkpoint-500`` of an FSDP run: Accelerate's folders, beside Trainer's config.json."""
+    folder = saved(fsdp, 'accelerate_fsdp2_untied')
+    checkpoint = tmp_path / 'checkpoint-500'
+    shutil.copytree(folder / 'state', checkpoint)
+    shutil.copy(folder / 'hook' / 'config.json', checkpoint)
+    assert {path.name for path in checkpoint.iterdir()} == {'pytorch_model_fsdp_0', 'optimizer_0', 'config.json'}
+    found = convert(checkpoint, tmp_path / 'out')
+    assert_same_folder_tensors(found, folder / 'hook')
+    assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == 500
+    with pytest.raises(CheckpointError, match=r"holds no state dict of a model.*give the model's folder"):
+        open_checkpoint(checkpoint / 'optimizer_0')
+
+
+@pytest.mark.modern_only
+def test_lora_under_fsdp(fsdp, tmp_path):
+    folder = saved(fsdp, 'accelerate_fsdp2_lora')
+    base = config_alone(folder / 'hook', tmp_path / 'base')
+    model = config_alone(saved(fsdp, 'accelerate_fsdp2_untied') / 'hook', tmp_path / 'model')
+    edit_json(base / 'adapter_config.json', base_model_name_or_path=str(model))
+    found = convert(folder / 'state', tmp_path / 'out', '--base', base)
+    assert_same_folder_tensors(found, folder / 'hook')
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize(
+    'case', ['accelerate_fsdp2_full', *(f'strategy_{kind}' for kind in ('full', 'sharded', 'local', 'local_layers'))]
+)
+def test_other_state_dicts_of_fsdp(fsdp, case, tmp_path):
+    folder = saved(fsdp, case)
+    checkpoint = folder / ('state' if 'accelerate' in case else 'run')
+    base = config_alone(folder / 'hook', tmp_path / 'base')
+    found = convert(checkpoint, tmp_path / 'out', '--base', base, '--verify')
+    assert_same_folder_tensors(found, folder / 'hook')
+    assert verify([str(checkpoint), str(folder / 'hook'), '--base', str(base)]) == 0
+    if case in ('strategy_sharded', 'strategy_local'):
+        source = open_checkpoint(checkpoint)
+        assert (source.iteration, source.facts['layout'], len(source.found.model_files)) == (4, 'fsdp', 3)
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize(('case', 'words'), {
+    'accelerate_fsdp2_ranks': "one rank's part of an FSDP model.*Accelerate's load_state reads it",
+    'accelerate_fsdp1_local': "one rank's part of an FSDP model.*Accelerate's load_state reads it",
+    'strategy_local_weights': r'no state of the optimizer tells the shape.*load_checkpoint reads it',
+    'strategy_local_flat': r"state_dict_cfg='local'.*FSDPStrategy\.load_checkpoint reads it",
+}.items())  # fmt: skip
+def test_who_reads_the_others(fsdp, case, words):
+    folder = saved(fsdp, case)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(folder / ('state' if 'accelerate' in case else 'run'))
+    assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('kind', ['sharded', 'local_layers'])
+def test_rank_files_of_several_saves(fsdp, kind, tmp_path):
+    """Where a shard belongs is in the file: names may change, files of two iterations may not be mixed."""
+    run = saved(fsdp, f'strategy_{kind}') / 'run'
+    if kind == 'local_layers':
+        units = [name for name in load_torch_file(run / 'iter_4.pth' / 'rank0.pth')['state_dict'] if '_flat' in name]
+        assert len(units) > 2
+    expected = read_all(open_checkpoint(run / 'iter_4.pth'))
+    folder = tmp_path / 'iter_4.pth'
+    shutil.copytree(run / 'iter_4.pth', folder)
+    for old, new in ((0, 9), (1, 0), (9, 1)):
+        (folder / f'rank{old}.pth').rename(folder / f'rank{new}.pth')
+    assert_same_tensors(read_all(open_checkpoint(folder)), expected)
+    shutil.copy(run / 'iter_2.pth' / 'rank2.pth', folder)
+    with pytest.raises(CheckpointError, match=r'rank2\.pth: was saved at iteration and epoch \[2, 0\], rank0\.pth at'):
+        open_checkpoint(folder)
+    (folder / 'rank2.pth').unlink()
+    with pytest.raises(CheckpointError, match='copy the files of all ranks'):
+        open_checkpoint(folder)
+    shutil.copy(folder / 'rank1.pth', folder / 'rank2.pth')
+    with pytest.raises(CheckpointError, match=r'copy the files of all ranks|has the same part as'):
+        open_checkpoint(folder)

@@ -1,0 +1,169 @@
+"""ZeRO-3 with weights kept in other ways: in groups of ranks (hpZ of ZeRO++, MiCS), and frozen ones in 8 bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only  # it takes long
+
+N_RANKS, GROUP_SIZE = 4, 2
+WAYS = {
+    'stream': dict(),
+    'positional': dict(writer='positional'),
+    'masters, stream': dict(dtype='float32'),
+    'masters, positional': dict(dtype='float32', writer='positional'),
+}
+
+
+def build_model(lora: bool = False) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_('layers.1' in name)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, task_type='CAUSAL_LM'))
+    return model.to(torch.bfloat16)
+
+
+def save_all(model: Any, folder: Path) -> None:
+    for way, how in WAYS.items():
+        save_folder(model, folder / way, **how)
+
+
+def save_hpz(root: Path) -> dict[str, set[bool]]:
+    """Whether parameters have a second copy within their group, before saves and after."""
+    from tests.distributed.test_equivalence import train_one_step
+
+    for name, options in {'plain': {}, 'hpz': dict(zero_hpz_partition_size=GROUP_SIZE)}.items():
+        engine = zero_engine(build_model(), 3, **options)
+        train_one_step(engine)
+        seen = {'before': copies(engine)}
+        save_all(engine.module, root / name)
+        seen['after'] = copies(engine)
+        train_one_step(engine)
+        save_folder(engine.module, root / name / 'after the next step')
+        engine.destroy()
+    return seen
+
+
+def copies(engine: Any) -> set[bool]:
+    return {p.ds_secondary_tensor is not None for p in engine.module.parameters() if p.requires_grad}
+
+
+def save_mics(root: Path) -> int:
+    """Number of elements of a partition. Nothing is trained: for that, gloo lacks a collective that MiCS needs."""
+    import deepspeed
+
+    engine = zero_engine(build_model(), 3)
+    save_all(engine.module, root / 'untrained')
+    engine.destroy()
+    model = build_model()
+    zero = dict(stage3_param_persistence_threshold=0, mics_shard_size=GROUP_SIZE)
+    config = {
+        'train_micro_batch_size_per_gpu': 1,
+        'bf16': {'enabled': True},
+        'zero_optimization': {'stage': 3, **zero},
+    }
+    deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config)
+    engine = zero_engine(model, 3, **zero)
+    save_all(engine.module, root / 'mics')
+    numel = engine.module.lm_head.weight.ds_tensor.numel()
+    engine.destroy()
+    return numel
+
+
+class TorchQuantizer:
+    """In the place of the operator that DeepSpeed compiles with CUDA: symmetric, in 8 bits."""
+
+    Symmetric = 0
+
+    @staticmethod
+    def quantize(tensor: Any, n_groups: int, n_bits: int, kind: int) -> tuple[Any, Any]:
+        import torch
+
+        groups = tensor.reshape(n_groups, -1).float()
+        scales = groups.abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
+        return (groups / scales).round().to(torch.int8).reshape(tensor.shape), scales.reshape(-1)
+
+    @staticmethod
+    def dequantize(quantized: Any, scales: Any, n_groups: int, n_bits: int, kind: int) -> Any:
+        groups = quantized.reshape(n_groups, -1).float() * scales.reshape(n_groups, 1)
+        return groups.half().reshape(quantized.shape)
+
+
+def save_quantized(root: Path) -> dict[str, str]:
+    """What each way to save says. All but the CUDA operator is DeepSpeed's own."""
+    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+
+    from xhf_hooks.errors import AgreedError
+
+    CUDAQuantizer.quantizer_cuda_module = TorchQuantizer
+    said = {}
+    engine = zero_engine(build_model(lora=True), 3, zero_quantized_nontrainable_weights=True)
+    for lora in ('adapter', 'merge', 'both'):
+        for writer in ('stream', 'positional'):
+            try:
+                save_folder(engine.module, root / 'quantized' / lora / writer, writer=writer, lora=lora)
+                said[f'{lora}, {writer}'] = 'saved'
+            except AgreedError as error:
+                said[f'{lora}, {writer}'] = str(error)
+    engine.destroy()
+    CUDAQuantizer.quantizer_cuda_module = None
+    return said
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp('zero_plus_plus')
+    scenarios = {'hpz': save_hpz, 'mics': save_mics, 'quantized': save_quantized}
+    return root, run_scenarios({name: partial(save, root) for name, save in scenarios.items()}, N_RANKS)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / 'model.safetensors').read_bytes()
+
+
+def test_hpz_gives_the_same_files_and_training_goes_on_as_without_saves(saved):
+    root, results = saved
+    for seen in check(results, 'hpz'):
+        assert seen == {'before': {False}, 'after': {False}}  # the next forward pass makes the copies
+    for way in (*WAYS, 'after the next step'):
+        assert weights(root / 'hpz' / way) == weights(root / 'plain' / way), way
+
+
+def test_mics_gives_the_same_files(saved):
+    root, results = saved
+    assert check(results, 'mics') == [256 * 64 // GROUP_SIZE] * N_RANKS
+    for way in WAYS:
+        assert weights(root / 'mics' / way) == weights(root / 'untrained' / way), way
+
+
+@pytest.mark.parametrize('writer', ['stream', 'positional'])
+@pytest.mark.parametrize('lora', ['merge', 'both'])
+def test_frozen_weights_in_8_bits_are_refused(saved, lora, writer):
+    _, results = saved
+    for said in check(results, 'quantized'):
+        assert "stage 'plan' failed" in said[f'{lora}, {writer}']
+        assert 'zero_quantized_nontrainable_weights' in said[f'{lora}, {writer}']
+
+
+@pytest.mark.parametrize('writer', ['stream', 'positional'])
+def test_an_adapter_is_saved_beside_frozen_weights_in_8_bits(saved, writer):
+    root, results = saved
+    for said in check(results, 'quantized'):
+        assert said[f'adapter, {writer}'] == 'saved'
+    assert (root / 'quantized' / 'adapter' / writer / 'adapter_model.safetensors').exists()

@@ -1,0 +1,245 @@
+"""The command xhf-convert on a checkpoint of one file: what it prints, refuses, and leaves when it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.compare import folder_tensors
+from tests.helpers.zoo import build
+from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """``iter_7.pth`` as a plain Runner leaves it, and ``base``, whose config the run names."""
+    root = tmp_path_factory.mktemp('trained')
+    build('qwen2', seed=1).save_pretrained(root / 'base')
+    save_checkpoint(root)
+    return root
+
+
+def save_checkpoint(root: Path, **replaced: torch.Tensor) -> None:
+    model = build('qwen2')
+    state_dict = {f'llm.{name}': replaced.get(name, tensor) for name, tensor in model.state_dict().items()}
+    llm = dict(
+        type='transformers.AutoModelForCausalLM.from_pretrained', pretrained_model_name_or_path=str(root / 'base')
+    )
+    cfg = f'model = dict(type="xtuner.model.SupervisedFinetune", llm=dict({llm!r}))\n'
+    torch.save({'state_dict': state_dict, 'meta': {'iter': 7, 'epoch': 0, 'cfg': cfg}}, root / 'iter_7.pth')
+
+
+def errors(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed for a failed command: one line."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if 'note:' not in line]
+    assert len(lines) == 1 and lines[0].startswith('xhf-convert: '), lines
+    return lines[0]
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names, without what makes each staging folder's name a new one."""
+    return sorted(re.sub('(?<=[.]staging)-[0-9a-f]{12}$', '', path.name) for path in folder.iterdir())
+
+
+def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
+    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify']) == DONE
+    said = capsys.readouterr().out
+    for words in (
+        'found ',
+        'iteration 7',
+        'HuggingFaceExporter',
+        'model.safetensors',
+        'wrote ',
+        'GB/s',
+        'MB of memory',
+    ):
+        assert words in said
+    expected = build('qwen2').state_dict()
+    found = folder_tensors(tmp_path / 'out')
+    assert found.keys() == expected.keys() - {'lm_head.weight'}, 'it is tied, and stored twice in the checkpoint'
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    manifest = json.loads((tmp_path / 'out' / 'xhf_manifest.json').read_text())
+    assert manifest['iteration'] == 7 and manifest['engine'] == 'torch'
+    assert leftovers(tmp_path) == ['out']
+
+
+@pytest.mark.parametrize('block_nbytes', [4096, 3 * 4096])
+@pytest.mark.parametrize('dtype', ['keep', 'float16'])
+def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, block_nbytes, dtype):
+    """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
+    from xhf_hooks.writers.file_io import blocks
+
+    checkpoint = str(trained / 'iter_7.pth')
+    assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
+    monkeypatch.setattr(blocks, 'BLOCK_NBYTES', block_nbytes)
+    options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
+    assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE
+    whole, cut = folder_tensors(tmp_path / 'whole'), folder_tensors(tmp_path / 'cut')
+    assert whole.keys() == cut.keys() and len(list((tmp_path / 'cut').glob('*.safetensors'))) > 1
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+
+
+def test_a_dry_run_writes_nothing(trained, tmp_path, capsys):
+    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'deep' / 'out'), '--dry-run']) == DONE
+    assert 'would write to' in capsys.readouterr().out
+    assert leftovers(tmp_path) == []
+
+
+def test_vocabulary_that_training_enlarged(trained, tmp_path):
+    grown = torch.randn(140, 35)
+    (tmp_path / 'base').symlink_to(trained / 'base')
+    save_checkpoint(tmp_path, **{'model.embed_tokens.weight': grown, 'lm_head.weight': grown})
+    assert main([str(tmp_path / 'iter_7.pth'), str(tmp_path / 'out')]) == DONE
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['vocab_size'] == 140
+    assert torch.equal(folder_tensors(tmp_path / 'out')['model.embed_tokens.weight'], grown)
+
+
+def test_overflows_are_counted(trained, tmp_path, capsys):
+    (tmp_path / 'base').symlink_to(trained / 'base')
+    large = torch.full((35,), 1.0)
+    large[3:6] = 1e6
+    save_checkpoint(tmp_path, **{'model.norm.weight': large})
+    assert main([str(tmp_path / 'iter_7.pth'), str(tmp_path / 'out'), '--dtype', 'float16']) == DONE
+    assert '3 finite weights became infinite in F16' in capsys.readouterr().err
+
+
+def test_out_exists(trained, tmp_path, capsys):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'thesis.tex').write_text('mine')
+    command = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
+    assert main(command) == BAD_INPUT
+    assert 'exists' in errors(capsys)
+    assert main([*command, '--overwrite']) == BAD_INPUT, 'it is not ours'
+    assert 'did not write' in errors(capsys)
+    assert leftovers(tmp_path / 'out') == ['thesis.tex']
+    (tmp_path / 'out' / 'thesis.tex').unlink()
+    for options in ([], ['--overwrite', '--dtype', 'bfloat16']):
+        assert main([*command, *options]) == DONE
+    assert {tensor.dtype for tensor in folder_tensors(tmp_path / 'out').values()} == {torch.bfloat16}
+    assert leftovers(tmp_path) == ['out']
+
+
+def test_no_config(trained, tmp_path, capsys):
+    torch.save({'state_dict': {'llm.w': torch.zeros(3)}}, tmp_path / 'iter_7.pth')
+    assert main([str(tmp_path / 'iter_7.pth'), str(tmp_path / 'out')]) == BAD_INPUT
+    said = errors(capsys)
+    assert 'iter_7.pth' in said and '--config' in said and '--base' in said
+
+
+@pytest.mark.parametrize(
+    ('options', 'expected'),
+    [
+        (['--base', '/nowhere'], '/nowhere'),
+        (['--base', 'OTHER'], 'differ: llm.model.embed_tokens.weight'),
+        (['--base', 'SMALLER'], 'the checkpoint has tensors that the model of'),
+        (['--config', '/nowhere.py'], '/nowhere.py'),
+        (['--lora', 'merge'], 'option lora'),
+        (['--module', 'llm.nothing'], 'option module'),
+    ],
+)
+def test_bad_input(trained, tmp_path, capsys, options, expected):
+    config = json.loads((trained / 'base' / 'config.json').read_text())
+    for name, change in (
+        ('OTHER', {'hidden_size': 45}),
+        ('SMALLER', {'num_hidden_layers': 1, 'layer_types': ['full_attention']}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'config.json').write_text(json.dumps({**config, **change}))
+    options = [str(tmp_path / option) if option.isupper() else option for option in options]
+    before = leftovers(tmp_path)
+    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), *options]) == BAD_INPUT
+    assert expected in errors(capsys)
+    assert leftovers(tmp_path) == before
+
+
+def test_not_a_checkpoint(tmp_path, capsys):
+    (tmp_path / 'notes.pth').write_text('not a checkpoint')
+    assert main([str(tmp_path / 'notes.pth'), str(tmp_path / 'out')]) == BAD_INPUT
+    assert 'notes.pth' in errors(capsys)
+
+
+def test_wrong_usage_is_bad_input():
+    with pytest.raises(SystemExit) as caught:
+        main(['a', 'b', '--workers', '0'])
+    assert caught.value.code == BAD_INPUT
+
+
+def test_disk_too_small(trained, tmp_path, capsys):
+    (tmp_path / 'disk').mkdir()
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', tmp_path / 'disk'], check=True)
+    try:
+        assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'disk' / 'out')]) == BAD_INPUT
+        assert re.search(r'disk has [0-9.]+ kB free, and 1[0-9]+ kB are needed; .* give as OUT one on', errors(capsys))
+        assert leftovers(tmp_path / 'disk') == []
+    finally:
+        subprocess.run(['umount', tmp_path / 'disk'], check=True)
+
+
+# Ends the process, or fails, when half of the file is written.
+HALFWAY = """
+import os, signal, sys, time
+from xhf_hooks.cli.convert import main
+from xhf_hooks.writers.file_io.blocks import BlockFile
+
+def halfway(self, block, buffer):
+    self.write(0, memoryview(b'half'))
+    action = sys.argv.pop(1)
+    if action == 'fail':
+        raise OSError(28, 'No space left on device')
+    os.kill(os.getpid(), getattr(signal, action))
+    time.sleep(1)
+
+BlockFile.write_block = halfway
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ('action', 'status', 'left'),
+    [('fail', FAILED, []), ('SIGTERM', FAILED, []), ('SIGKILL', -signal.SIGKILL, ['.out.lock', '.out.staging'])],
+)
+def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, action, status, left):
+    arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
+    command = [sys.executable, '-c', HALFWAY, action, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == status, finished.stderr
+    assert leftovers(tmp_path) == left
+    if action == 'SIGKILL':  # the next one clears up
+        assert main(arguments) == DONE
+        assert leftovers(tmp_path) == ['out']
+    else:
+        assert 'No space left' in finished.stderr if action == 'fail' else 'interrupted' in finished.stderr
+
+
+def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
+    from xhf_hooks.writers.file_io.blocks import BlockFile
+
+    def spoil(self):
+        self.write(self.path.stat().st_size - 1, memoryview(b'\x7f'))
+
+    monkeypatch.setattr(BlockFile, 'drop_cache', spoil)
+    arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
+    assert main([*arguments, '--verify']) == FAILED
+    assert 'read back' in errors(capsys)
+    assert leftovers(tmp_path) == []
+
+
+def test_the_script_is_the_command():
+    script = Path(__file__).parents[2] / 'tools' / 'convert.py'
+    finished = subprocess.run([sys.executable, script, '--help'], capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0 and 'xhf-convert' in finished.stdout
+
+
+def test_imports_stay_lean():
+    """Seconds that a conversion would spend in vain; and nothing of deepspeed is needed."""
+    lines = 'import sys, xhf_hooks.cli.conversion\nheavy = "deepspeed transformers peft mmengine.hooks mmengine.optim"'
+    lines += '\nprint([name for name in heavy.split() if name in sys.modules])'
+    finished = subprocess.run([sys.executable, '-c', lines], capture_output=True, text=True, timeout=600)
+    assert finished.stdout.splitlines()[-1] == '[]', finished.stderr

@@ -1,0 +1,137 @@
+"""The command xhf-verify: exit status, what it prints where, its picture, and loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.model_folder import edit_json, flip, save_model, write_manifest
+from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = 'model.safetensors'
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    folder = save_model('llama', tmp_path_factory.mktemp('model') / 'model')
+    write_manifest(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(model, tmp_path):
+    return Path(shutil.copytree(model, tmp_path / 'copy'))
+
+
+def run(*args: object) -> int:
+    return main([str(arg) for arg in args])
+
+
+def test_good(model, capsys):
+    assert run(model) == SAME
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].startswith(f'{model}: good (') and 'GB/s' in said.out
+    assert 'unchecked' not in said.out and said.err == ''
+
+
+def test_damaged(copy, capsys):
+    flip(copy / WEIGHTS, -1)
+    assert run(copy) == DIFFERENT
+    said = capsys.readouterr().out
+    assert 'problem    checksums' in said and 'DAMAGED OR CHANGED' in said.splitlines()[-1]
+    assert run(copy, '--no-read') == SAME
+    assert 'nothing was read' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('paths', [['none'], ['.'], ['none', 'model'], ['model', 'none'], ['model', '.']])
+def test_unusable(model, tmp_path, paths, capsys):
+    named = {'none': tmp_path / 'none', '.': tmp_path, 'model': model}
+    assert run(*(named[path] for path in paths)) == UNUSABLE
+    said = capsys.readouterr()
+    assert said.out == '' and len(said.err.splitlines()) == 1 and said.err.startswith('xhf-verify: ')
+
+
+def test_json_of_a_folder(copy, capsys):
+    assert run(copy, '--json') == SAME
+    content = json.loads(capsys.readouterr().out)
+    assert content['good'] is True and content['n_tensors'] == len(load_file(copy / WEIGHTS))
+    flip(copy / WEIGHTS, -1)
+    assert run(copy, '--json', '--no-model') == DIFFERENT
+    content = json.loads(capsys.readouterr().out)
+    assert content['good'] is False
+    assert [finding['check'] for finding in content['findings'] if finding['kind'] == 'problem'] == ['checksums']
+
+
+def test_the_same_rounded_and_different(model, copy, capsys):
+    assert run(model, copy) == SAME
+    assert capsys.readouterr().out.splitlines()[-1].startswith('identical: 21 identical, 0 rounding, 0 different (')
+    tensors = load_file(copy / WEIGHTS)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, copy / WEIGHTS)
+    assert run(model, copy) == SAME
+    said = capsys.readouterr().out
+    assert 'the same but for rounding: 0 identical, 21 rounding' in said and 'rounded to BF16' in said
+    tensors['lm_head.weight'][3, 3] += 1
+    save_file(tensors, copy / WEIGHTS)
+    assert run(model, copy) == DIFFERENT
+    said = capsys.readouterr().out
+    assert 'different' in said.splitlines()[3] and 'lm_head.weight' in said.splitlines()[3]
+    assert run(model, copy, '--json') == DIFFERENT
+    content = json.loads(capsys.readouterr().out)
+    assert content['verdict'] == 'different' and content['tensors'][0]['max_abs'] == 1.0
+
+
+@pytest.mark.parametrize('suffix', ['png', 'svg'])
+def test_the_picture(model, copy, tmp_path, suffix):
+    tensors = load_file(copy / WEIGHTS)
+    tensors['model.layers.1.mlp.up_proj.weight'] += 1e-3
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, copy / WEIGHTS)
+    picture = tmp_path / f'differences.{suffix}'
+    assert run(model, copy, '--plot', picture) == DIFFERENT
+    data = picture.read_bytes()
+    assert data.startswith(b'\x89PNG' if suffix == 'png' else b'<?xml')
+    if suffix == 'svg':
+        assert all(text in data.decode() for text in ('lm_head.weight', 'different (1)', 'rounding (20)'))
+
+
+def test_a_picture_that_cannot_be_drawn(model, copy, tmp_path, capsys):
+    assert run(model, copy, '--plot', tmp_path / 'no folder' / 'x.png') == UNUSABLE
+    assert run(model, copy, '--plot', tmp_path / 'x.sheet') == UNUSABLE
+    assert 'x.sheet' in capsys.readouterr().err
+
+
+def test_load(model, copy, capsys):
+    assert run(model, '--load', '--json') == SAME
+    loaded = json.loads(capsys.readouterr().out)['loaded']
+    assert loaded['class_name'] == 'LlamaForCausalLM' and loaded['error'] is None and 'w' in loaded['written']
+    (copy / 'xhf_manifest.json').unlink()
+    tensors = load_file(copy / WEIGHTS)
+    tensors['lm_head.weight'].fill_(3e38)
+    save_file(tensors, copy / WEIGHTS, {'format': 'pt'})
+    assert run(copy, '--load') == DIFFERENT
+    assert 'problem    load' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'args', [[], ['a', '--plot', 'x.png'], ['a', 'b', '--load'], ['a', 'b', 'c'], ['a', '--workers', '0']]
+)
+def test_bad_options(args):
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == UNUSABLE
+
+
+def test_the_script_alone(copy):
+    """From another folder, and only JSON on standard output, whatever libraries print."""
+    edit_json(copy / 'config.json', hidden_size=40)
+    command = [sys.executable, str(ROOT / 'tools' / 'verify.py'), str(copy), '--json']
+    finished = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert finished.returncode == DIFFERENT, finished.stderr
+    checks = {f['check'] for f in json.loads(finished.stdout)['findings'] if f['kind'] == 'problem'}
+    assert checks == {'files', 'config'}

@@ -1,0 +1,232 @@
+"""One rank fails, in each stage: all ranks report the same, nobody hangs, nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.engines import zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+#: Stage to (what is made to fail, on which ranks it runs).
+STAGES = {
+    'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any'),
+    'plan': ('xhf_hooks.save.make_plan', 'any'),
+    'staging': ('xhf_hooks.commit.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0'),
+    'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0'),
+    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any'),
+    'check': ('xhf_hooks.sources.gather._check', 'rank 0'),
+    'open': ('xhf_hooks.writers.file_io.output_file.os.ftruncate', 'rank 0'),
+    'write': ('xhf_hooks.writers.file_io.output_file.os.pwrite', 'rank 0'),
+    'fsync': ('xhf_hooks.commit.checkpoint_folder.os.fsync', 'rank 0'),
+    'rename': ('xhf_hooks.commit.checkpoint_folder.exchange', 'rank 0'),
+}
+WORLD_SIZES = (2, 3)
+ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
+
+
+def cases(world_size: int) -> dict[str, tuple[str, int]]:
+    """Name to (stage, failing rank): a stage that only rank 0 runs fails there, another on the last rank, too."""
+    found = {}
+    for stage, (_, where) in STAGES.items():
+        ranks = (0,) if where == 'rank 0' else (0, world_size - 1)
+        found.update({f'{stage}_on_rank{rank}': (stage, rank) for rank in ranks})
+    return found
+
+
+def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
+    """Save; save again while one rank fails; save a third time. Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.toy_run import ToyLM
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.errors import AgreedError
+    from xhf_hooks.integrity.manifest import read_commit
+    from xhf_hooks.planning.types import Step
+    from xhf_hooks.save import Saver
+
+    model = ToyLM(tied=True).llm.to(torch.bfloat16)
+    if dist.get_rank() == 0:
+        model.save_pretrained(root / 'expected')
+    engine = zero_engine(model, stage=3)
+    collective = Collective(timeout_secs=60)
+    saver = Saver(engine.module, SaveOptions(bucket_size=10_000), collective)
+    folder = CheckpointFolder(root / 'hf_model', max_keep=1)
+    with collective.stage('claim'):
+        saver.prepare()
+        if dist.get_rank() == 0:
+            folder.claim()
+    saver.save(folder, Step('iter', 1, 1))
+    if stage == 'plan':  # a save plans anew only when the model has changed
+        next(engine.module.parameters()).requires_grad_(False)
+    failing = mock.patch(STAGES[stage][0], side_effect=OSError(5, 'injected'))
+    if dist.get_rank() == failing_rank:
+        failing.start()
+    try:
+        saver.save(folder, Step('iter', 2, 2))
+        message = 'no error'
+    except AgreedError as error:
+        message = str(error)
+    if dist.get_rank() == failing_rank:
+        failing.stop()
+    dist.barrier()  # rank 0 has cleared what it staged
+    kept = read_commit(folder.final).step
+    leftovers = sorted(path.name for path in root.iterdir())
+    dist.barrier()
+    saver.save(folder, Step('iter', 3, 3))
+    folder.release()
+    collective.close()
+    engine.destroy()
+    then = read_commit(folder.final).step.number
+    return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': then}
+
+
+@pytest.fixture(scope='module')
+def failed(tmp_path_factory):
+    """One launch per world size, when the first of its tests asks."""
+
+    @functools.cache
+    def launch(world_size: int) -> tuple[Path, dict[str, Any]]:
+        root = tmp_path_factory.mktemp(f'faults{world_size}')
+        scenarios = {
+            name: partial(fail_once, stage, rank, root / name) for name, (stage, rank) in cases(world_size).items()
+        }
+        return root, run_scenarios(scenarios, world_size)
+
+    return launch
+
+
+@pytest.mark.parametrize(('world_size', 'name'), [(size, name) for size in WORLD_SIZES for name in cases(size)])
+def test_every_rank_reports_the_same_and_nothing_is_lost(failed, world_size, name):
+    from transformers import LlamaForCausalLM
+
+    root, results = failed(world_size)
+    _, failing_rank = cases(world_size)[name]
+    reports = check(results, name)
+    messages = {report['message'] for report in reports}
+    assert len(messages) == 1, messages
+    message = messages.pop()
+    assert f'rank {failing_rank}: OSError' in message and 'injected' in message
+    assert all(f'rank {other}:' not in message for other in range(world_size) if other != failing_rank)
+    assert {report['kept'] for report in reports} == {1}
+    assert not any(name.startswith('.hf_model.staging') for report in reports for name in report['leftovers'])
+    assert {report['then'] for report in reports} == {3}
+    assert_same_folder_tensors(root / name / 'expected', root / name / 'hf_model')
+    assert_loads_clean(root / name / 'hf_model', LlamaForCausalLM)
+
+
+def other_model_on_one_rank(root: Path) -> str:
+    """Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from tests.helpers.engines import save_folder
+    from tests.helpers.toy_run import ToyLM
+    from xhf_hooks.errors import PlanError
+
+    model = ToyLM(tied=dist.get_rank() == 1).llm
+    with pytest.raises(PlanError) as caught:
+        save_folder(model, root / 'hf_model')
+    return str(caught.value)
+
+
+def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
+    """The disk fills up while a save is written. Runs on: all ranks.
+
+    Args:
+        can_reserve: The file system can give a file its room before it is written; else fallocate says that it cannot.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.engines import save_folder
+    from tests.helpers.toy_run import ToyLM
+    from xhf_hooks import save
+    from xhf_hooks.errors import AgreedError
+    from xhf_hooks.integrity.manifest import read_commit
+
+    engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
+    save_folder(engine.module, disk / 'hf_model')
+
+    def gather_on_a_filling_disk(*args: Any, **kwargs: Any) -> Any:
+        for number, chunk in enumerate(gather(*args, **kwargs)):
+            if number == 1:
+                _fill(disk, leave_nbytes=ROOM_FOR_MANIFEST)
+            yield chunk
+
+    gather = save.gather
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.files.linux_calls.fallocate.function', None)
+    with mock.patch('xhf_hooks.save.gather', gather_on_a_filling_disk), reserving:
+        try:
+            save_folder(engine.module, disk / 'hf_model')
+            message = 'no error'
+        except AgreedError as error:
+            message = str(error)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (disk / 'filler').unlink()
+        assert_whole(disk / 'hf_model')
+    engine.destroy()
+    return {'message': message, 'kept': read_commit(disk / 'hf_model').step, 'free': os.statvfs(disk).f_bavail}
+
+
+def _fill(disk: Path, leave_nbytes: int) -> None:
+    with (disk / 'filler').open('wb', buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            file.truncate(file.tell() - leave_nbytes)
+
+
+@pytest.fixture(scope='module')
+def small_disk(tmp_path_factory):
+    """A real file system of 1 MB."""
+    import subprocess
+
+    disk = tmp_path_factory.mktemp('small_disk')
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', disk], check=True)
+    yield disk
+    subprocess.run(['umount', disk], check=True)
+
+
+@pytest.fixture(scope='module')
+def others(tmp_path_factory, small_disk):
+    root = tmp_path_factory.mktemp('other_faults')
+    scenarios = {
+        'other_model': partial(other_model_on_one_rank, root),
+        'full_disk': partial(full_disk_in_the_middle, small_disk, can_reserve=False),
+        'full_disk_but_reserved': partial(full_disk_in_the_middle, small_disk, can_reserve=True),
+    }
+    return run_scenarios(scenarios, 2)
+
+
+def test_different_models_are_named_on_both_sides(others):
+    messages = set(check(others, 'other_model'))
+    assert len(messages) == 1
+    assert 'differs between ranks 0 and [1]' in messages.pop()
+
+
+def test_full_disk_keeps_the_previous_save(others):
+    reports = check(others, 'full_disk')
+    assert len({report['message'] for report in reports}) == 1
+    assert "stage 'write'" in reports[0]['message'] and 'No space left on device' in reports[0]['message']
+    assert all(report['kept'] is not None for report in reports)
+
+
+def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(others):
+    """The room of the weights was reserved before the first byte."""
+    assert {report['message'] for report in check(others, 'full_disk_but_reserved')} == {'no error'}

@@ -1,0 +1,105 @@
+"""The plugin as Axolotl's source calls it (helpers/axolotl_interface), its callback in a real Trainer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import frontends as doors
+from tests.helpers.compare import assert_same_folder_tensors
+from tests.helpers.frontends import verify_folder
+
+pytestmark = pytest.mark.modern_only
+
+PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Loaded by its name, as ``load_plugin`` does: module and class are split at the last dot."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / 'helpers' / 'axolotl_interface'))
+    module, name = PLUGIN.rsplit('.', 1)
+    yield getattr(importlib.import_module(module), name)()
+    for loaded in [m for m in sys.modules if m.split('.')[0] == 'axolotl' or m == module]:
+        del sys.modules[loaded]
+
+
+def read_yaml(plugin: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """As ``merge_input_args``: the class that is named becomes a base of Axolotl's own, which reads the YAML."""
+    from pydantic import BaseModel
+
+    class AxolotlInputConfig(BaseModel):
+        output_dir: str
+        save_strategy: str | None = None
+
+    module, name = plugin.get_input_args().rsplit('.', 1)
+    merged = type('Merged', (AxolotlInputConfig, getattr(importlib.import_module(module), name)), {})
+    return merged(**content).model_dump(exclude_none=True)
+
+
+def trainer_of(cfg: dict[str, Any]) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        output_dir=cfg['output_dir'],
+        save_strategy=cfg['save_strategy'],
+        max_steps=3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return Trainer(model=doors.tiny_llama(), args=args, train_dataset=doors.Sequences())
+
+
+@pytest.mark.parametrize('options', [None, {'save_strategy': 'steps', 'save_steps': 2, 'max_keep_ckpts': 2}])
+def test_a_run_that_saves_nothing_else(plugin, tmp_path, options):
+    content = {'output_dir': str(tmp_path / 'out'), 'save_strategy': 'no', 'hf_checkpoint': options}
+    cfg = read_yaml(plugin, content)
+    with doors.fresh_accelerate():
+        trainer = trainer_of(cfg)
+        for callback in plugin.add_callbacks_post_trainer(cfg, trainer):
+            trainer.add_callback(callback)
+        trainer.train()
+        trainer.model.save_pretrained(tmp_path / 'theirs')
+    kept = ['hf_model'] if options is None else ['hf_model', 'hf_model_iter_2']
+    assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == kept
+    assert_same_folder_tensors(tmp_path / 'out' / 'hf_model', tmp_path / 'theirs')
+    verify_folder(tmp_path / 'out' / 'hf_model')
+
+
+def test_wrong_options_are_refused(plugin):
+    from pydantic import ValidationError
+
+    from xhf_hooks.errors import OptionError
+
+    with pytest.raises(ValidationError, match='save_stepz'):
+        read_yaml(plugin, {'output_dir': 'out', 'hf_checkpoint': {'save_stepz': 2}})
+    cfg = read_yaml(plugin, {'output_dir': 'out', 'hf_checkpoint': {'save_steps': 2}})
+    with pytest.raises(OptionError, match='save_steps'):
+        plugin.add_callbacks_post_trainer(cfg, None)
+
+
+def test_the_callback_has_the_hooks_options():
+    """Apart from the schedule, which is in Trainer's words, and what MMEngine alone has."""
+    from xhf_hooks import HFCheckpointHook, save_hf
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+    def defaults(what: Any) -> dict[str, Any]:
+        return {name: p.default for name, p in inspect.signature(what).parameters.items()}
+
+    hook, callback, call = (defaults(what) for what in (HFCheckpointHook, HFCheckpointCallback, save_hf))
+    of_mmengine = {'interval', 'by_epoch', 'save_begin', 'save_best', 'rule', 'chat_template', 'ema'}
+    assert hook.keys() - callback.keys() == of_mmengine
+    assert callback.keys() - hook.keys() == {'save_strategy', 'save_steps'}
+    of_runs = {'save_last', 'async_save', 'async_busy', 'exit_wait_secs', 'on_error'}
+    assert hook.keys() - call.keys() == of_mmengine | of_runs
+    assert call.keys() - hook.keys() == {'model', 'step'}
+    same = hook.keys() & callback.keys()
+    assert {name: hook[name] for name in same} == {name: callback[name] for name in same}
+    same = hook.keys() & call.keys() - {'out_dir'}
+    assert {name: hook[name] for name in same} == {name: call[name] for name in same}

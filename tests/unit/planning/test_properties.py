@@ -1,0 +1,246 @@
+"""Any tensors, any number of ranks, any sizes: what is written reads back identical with the safetensors library."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import tempfile
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import deserialize
+
+from tests.helpers.assert_intact import assert_whole
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.commit.receipts import pack
+from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
+from xhf_hooks.registry import WRITERS
+from xhf_hooks.sources.replicated import share
+from xhf_hooks.writers import Writer
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
+TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=30)
+#: Largest exponent field of the float types, all bits of which are set in NaN and infinity: (integer type, mask).
+EXPONENTS = {
+    'F8_E4M3': ('u1', 0x7F),  # has no infinity and one NaN
+    'F8_E5M2': ('u1', 0x7C),
+    'F8_E8M0': ('u1', 0xFF),
+    'F16': ('<u2', 0x7C00),
+    'BF16': ('<u2', 0x7F80),
+    'F32': ('<u4', 0x7F800000),
+    'C64': ('<u4', 0x7F800000),
+    'F64': ('<u8', 0x7FF << 52),
+}
+
+
+class Saved:
+    """Random bytes for given tensors, written by simulated ranks and committed.
+
+    Args:
+        sliced: Share of what is read of which, with a writer that can, every rank writes its slice.
+        fused: Share of the tensors that are read together with the one before, if that is of their type.
+    """
+
+    def __init__(
+        self,
+        parent: Path,
+        tensors: dict[str, tuple[tuple[int, ...], str]],
+        writer: str,
+        world_size: int,
+        shard_nbytes: int = 2_000,
+        bucket_nbytes: int = 1_000,
+        sliced: float = 1.0,
+        fused: float = 0.3,
+        seed: int = 0,
+    ) -> None:
+        dice = random.Random(seed)
+        kind = WRITERS.get(writer)
+        entries, specs = _entries_and_specs(tensors, fused, dice)
+        self.data = {entry.hf_name: dice.randbytes(entry.nbytes) for entry in entries}
+        self.plan = make_plan(
+            entries,
+            specs,
+            max_shard_nbytes=shard_nbytes,
+            bucket_nbytes=bucket_nbytes,
+            n_writers=world_size if kind.all_ranks else 1,
+            sliced={spec.name for spec in specs if kind.in_slices and dice.random() < sliced},
+        )
+        folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
+        ranks = [kind(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
+        made = ranks[0].create(self.plan, folder.open_staging())
+        for rank in ranks:
+            rank.open(folder.staging, made)
+        self._write(ranks, dice)
+        receipts = [receipt for rank in ranks for receipt in rank.finish()]
+        self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})
+        self.path = folder.final
+
+    def _write(self, ranks: list[Writer], dice: random.Random) -> None:
+        """Ranks go on in a random order; each has its own chunks in the order of the plan."""
+        queues = [list(self._chunks(rank, len(ranks))) for rank in range(len(ranks))]
+        while any(queues):
+            rank = dice.choice([rank for rank, queue in enumerate(queues) if queue])
+            ranks[rank].write(queues[rank].pop(0))
+
+    def _chunks(self, rank: int, world_size: int) -> Iterator[Chunk]:
+        for group in self.plan.sliced:
+            first, last = share(math.prod(group.reads[0].shape), rank, world_size)
+            for place in group.placements:
+                numel, width = math.prod(place.shape), DTYPE_NBYTES[place.dtype]
+                start, end = ((min(max(at - place.first, 0), numel)) * width for at in (first, last))
+                if start < end:
+                    yield Chunk(place, memoryview(self.data[place.hf_name])[start:end], start)
+        for place in (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements):
+            if place.owner == rank:
+                yield Chunk(place, memoryview(self.data[place.hf_name]))
+
+
+def _entries_and_specs(
+    tensors: dict[str, tuple[tuple[int, ...], str]], fused: float, dice: random.Random
+) -> tuple[list[ExportEntry], list[TensorSpec]]:
+    """What goes out, and what is read: each tensor as it is, or one of several that lie in one, end to end."""
+    together: list[list[tuple[str, tuple[int, ...], str]]] = []
+    for name, (shape, dtype) in tensors.items():
+        if together and together[-1][0][2] == dtype and dice.random() < fused:
+            together[-1].append((name, shape, dtype))
+        else:
+            together.append([(name, shape, dtype)])
+    entries, specs = [], []
+    for i, parts in enumerate(together):
+        read, dtype = f'read {i}', parts[0][2]
+        firsts = [0, *itertools.accumulate(math.prod(shape) for _, shape, _ in parts)]
+        specs.append(TensorSpec(read, parts[0][1] if len(parts) == 1 else (firsts[-1],), dtype))
+        combine = None if len(parts) == 1 else partial(_cut)  # one for each group
+        entries += [
+            ExportEntry(name, shape, dtype, (read,), combine, first=None if combine is None else first)
+            for first, (name, shape, _) in zip(firsts, parts, strict=False)
+        ]
+    return entries, specs
+
+
+def _cut(tensors: object) -> dict[str, bytes]:
+    raise NotImplementedError('nothing is gathered here')
+
+
+@pytest.fixture
+def folder():
+    """Of its own for each example of hypothesis; in memory, where flushing costs nothing."""
+    memory = Path('/dev/shm')
+
+    def make() -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix='property-', dir=memory if memory.is_dir() else None)
+
+    return make
+
+
+def check(saved: Saved, tensors: dict[str, tuple[tuple[int, ...], str]], shard_nbytes: int) -> None:
+    """All that must hold of a saved folder."""
+    read = {}
+    for file in saved.plan.files:
+        content = (saved.path / file.name).read_bytes()
+        assert len(content) == file.nbytes and content.startswith(file.header)
+        for name, found in deserialize(content):
+            assert name not in read
+            read[name] = (tuple(found['shape']), found['dtype'], bytes(found['data']))
+        _check_layout(content, shard_nbytes)
+    assert read == {name: (shape, dtype, saved.data[name]) for name, (shape, dtype) in tensors.items()}
+    index = next(iter(saved.plan.indexes.values()), None)
+    assert (index is None) == (len(saved.plan.files) == 1)
+    if index is not None:
+        on_disk = json.loads((saved.path / 'model.safetensors.index.json').read_text())
+        assert on_disk == index and set(index['weight_map']) == set(tensors)
+        assert index['metadata']['total_size'] == sum(map(len, saved.data.values()))
+    assert assert_whole(saved.path) == 1
+    for tensor in saved.written:
+        data = saved.data[tensor.placement.hf_name]
+        assert tensor.crc32 == zlib.crc32(data)
+        assert tensor.non_finite == _count_non_finite(data, tensor.placement.dtype)
+
+
+def _check_layout(content: bytes, shard_nbytes: int) -> None:
+    data_start = 8 + int.from_bytes(content[:8], 'little')
+    header = json.loads(content[8:data_start])
+    assert header.pop('__metadata__') == {'format': 'pt'} and data_start % 8 == 0
+    spans = sorted((*about['data_offsets'], about['dtype']) for about in header.values())
+    assert spans[0][0] == 0 and data_start + spans[-1][1] == len(content)
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
+    assert all(start % DTYPE_NBYTES[dtype] == 0 for start, _, dtype in spans)
+    assert len(content) - data_start <= shard_nbytes or sum(start < end for start, end, _ in spans) == 1
+
+
+def _count_non_finite(data: bytes, dtype: str) -> int:
+    if dtype not in EXPONENTS:
+        return 0
+    integers, mask = EXPONENTS[dtype]
+    bits = np.frombuffer(data, integers)
+    return int((bits & bits.dtype.type(mask) == mask).sum())
+
+
+@given(
+    tensors=TENSORS,
+    writer=st.sampled_from(sorted(WRITERS.module_dict)),
+    world_size=st.integers(1, 8),
+    shard_nbytes=st.integers(1, 5_000),
+    bucket_nbytes=st.integers(1, 5_000),
+    sliced=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+def test_any_tensors(folder, tensors, writer, world_size, shard_nbytes, bucket_nbytes, sliced, seed):
+    with folder() as parent:
+        saved = Saved(Path(parent), tensors, writer, world_size, shard_nbytes, bucket_nbytes, sliced, seed)
+        check(saved, tensors, shard_nbytes)
+        for bucket in saved.plan.buckets:
+            assert bucket.read_nbytes <= bucket_nbytes or len(bucket.groups) == 1
+
+
+@given(
+    tensors=st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=8),
+    world_size=st.integers(1, 8),
+    shard_nbytes=st.integers(1, 5_000),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_writer_writes_the_same(folder, tensors, world_size, shard_nbytes, seed):
+    found = []
+    for writer in sorted(WRITERS.module_dict):
+        with folder() as parent:
+            saved = Saved(Path(parent), tensors, writer, world_size, shard_nbytes, seed=seed)
+            content = {path.name: path.read_bytes() for path in saved.path.iterdir()}
+            manifest = json.loads(content.pop(MANIFEST_NAME))
+            del manifest['commit']  # names the run
+            found.append((content, manifest))
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize('writer', sorted(WRITERS.module_dict))
+def test_very_many_small_ones(folder, writer):
+    tensors = {f'model.layers.{i}.bias': ((i % 5,), 'BF16' if i % 2 else 'F32') for i in range(5_000)}
+    with folder() as parent:
+        check(Saved(Path(parent), tensors, writer, 3), tensors, 2_000)
+
+
+@pytest.mark.parametrize('writer', sorted(WRITERS.module_dict))
+def test_one_larger_than_a_shard_and_a_bucket(tmp_path, writer):
+    """Large enough, too, to go to the disk past the page cache."""
+    tensors = {'a': ((), 'F32'), 'big': ((1025, 2049), 'BF16'), 'z': ((3, 0), 'I64'), 'y': ((7,), 'BOOL')}
+    check(Saved(tmp_path, tensors, writer, 3, 10_000), tensors, 10_000)

@@ -1,0 +1,84 @@
+"""The lock files say all that is installed, and installing by them comes to what the requirements name."""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REQUIREMENTS = Path(__file__).parents[2] / 'requirements'
+STACKS = {
+    'modern': ['modern.txt', 'test.txt'],
+    'xtuner': ['xtuner.txt', 'xtuner_no_deps.txt', 'test.txt'],
+}
+THIS_STACK = 'xtuner' if find_spec('xtuner') else 'modern'
+#: pip comes with the environment.
+NOT_LOCKED = {'pip', 'xhf-hooks'}
+
+
+def pins(file: str, applicable: bool = True) -> dict[str, set[str]]:
+    """Package to version, `name==version` a line; those for other Pythons and systems only if not ``applicable``."""
+    found: dict[str, set[str]] = {}
+    for line in (REQUIREMENTS / file).read_text().splitlines():
+        text = line.partition('#')[0].strip()
+        if not text:
+            continue
+        requirement = Requirement(text)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == '==', f'{file}: {line} is no pin'
+        if not applicable or requirement.marker is None or requirement.marker.evaluate():
+            found.setdefault(canonicalize_name(requirement.name), set()).add(specifier.version)
+    return found
+
+
+def deviations(installed: dict[str, str], locked: dict[str, set[str]]) -> dict[str, str]:
+    """What a lock file does not have, or has in another version. The two builds of torch are one version."""
+    return {
+        name: version
+        for name, version in installed.items()
+        if name not in NOT_LOCKED and version.partition('+')[0] not in locked.get(name, set())
+    }
+
+
+def installed_here() -> dict[str, str]:
+    folders = {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}
+    return {canonicalize_name(found.metadata['Name']): found.version for found in distributions(path=list(folders))}
+
+
+def test_all_that_is_installed_is_locked():
+    found = deviations(installed_here(), pins(f'{THIS_STACK}.lock.txt'))
+    assert found == {}, f'not as in requirements/{THIS_STACK}.lock.txt: remove .venv*, or run tools/lock.sh'
+
+
+def test_what_the_lock_does_not_have_is_found():
+    installed, locked = installed_here(), pins(f'{THIS_STACK}.lock.txt')
+    assert deviations(installed | {'left-over': '1.0'}, locked) == {'left-over': '1.0'}
+    assert deviations(installed | {'numpy': '1.0'}, locked) == {'numpy': '1.0'}
+
+
+@pytest.mark.parametrize('stack', STACKS)
+def test_every_requirement_is_locked(stack):
+    locked = pins(f'{stack}.lock.txt', applicable=False)
+    for file in STACKS[stack]:
+        for name, versions in pins(file, applicable=False).items():
+            assert versions <= locked.get(name, set()), f'{file}: {name} {versions}; run tools/lock.sh'
+
+
+@pytest.mark.parametrize('stack', STACKS)
+def test_the_cuda_build_of_torch_is_locked_too(stack):
+    assert {'triton', 'nvidia-nccl-cu13', 'cuda-toolkit'} <= set(pins(f'{stack}.lock.txt', applicable=False))
+
+
+def test_the_table_in_docs_is_what_is_required():
+    text = (REQUIREMENTS.parent / 'docs' / 'versions.md').read_text()
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines() if line.startswith('| ')]
+    for stack, column in (('modern', 1), ('xtuner', 2)):
+        required = {name: version for file in STACKS[stack] for name, version in pins(file, applicable=False).items()}
+        told = {row[0]: row[column] for row in rows if len(row) == 3 and row[0] in required and row[column]}
+        assert len(told) >= 7
+        assert {name: version for name, version in told.items() if version not in required[name]} == {}
