@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo, in one command: installs what it needs, trains a small Llama with DeepSpeed ZeRO-3 while
-# HFCheckpointHook saves it, then loads the last save in a fresh process and lets it write.
+# HFCheckpointHook saves it, then loads the last save in a fresh process and generates text.
 #
 #     bash tools/demo.sh
 #

@@ -11,7 +11,7 @@ from xhf_hooks import config
 from xhf_hooks.config import CallOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import AgreedError, OptionError
-from xhf_hooks.manager import RunSaves
+from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog
@@ -75,7 +75,7 @@ def save_hf(
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
     shared = Collective.shared()  # connections to all ranks: made at the first call
     try:
-        saves = RunSaves(
+        saves = CheckpointManager(
             unwrap(model), folder.absolute(), options, log, on_committed=committed.append, collective=shared
         )
         try:

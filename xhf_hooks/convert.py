@@ -1,7 +1,7 @@
 """The whole flow of a conversion, on one page; it is that of :mod:`xhf_hooks.save` without ranks.
 
 CheckpointSource        what the files hold               names and shapes, no data
-Skeleton                the model that was trained        on the meta device, no data
+MetaModel                the model that was trained        on the meta device, no data
 Exporter.entries()      what goes out, under which names  the hook's own exporters
 make_plan()             where each byte will lie
 BlockFile          slices are read, cast, written    several threads, one block each
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from xhf_hooks.planning.types import (
     TensorSpec,
     WriteReceipt,
 )
-from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.version import package_versions
@@ -58,7 +59,7 @@ class ConvertOptions:
     """How to convert. The command's options of the same names, parsed.
 
     Attributes:
-        dtype: Element-type code that floats are cast to, once and from the fp32 master weights where there are
+        dtype: Safetensors dtype that floats are cast to, once and from the fp32 master weights where there are
             any; None gives the training dtype, bit for bit what the hook saves.
         workers: Threads that read, cast and write.
         verify: Read everything back before the commit, and compare.
@@ -82,11 +83,11 @@ class Converter:
         ModelError: The model cannot be exported; the reason is in it.
     """
 
-    def __init__(self, source: SliceSource, exporter: Exporter, options: ConvertOptions) -> None:
+    def __init__(self, source: FileSource, exporter: Exporter, options: ConvertOptions) -> None:
         self._source, self.exporter, self._options = source, exporter, options
-        self._masters = options.dtype is not None
+        self._use_fp32_master = options.dtype is not None
         specs = source.specs()
-        if self._masters:
+        if self._use_fp32_master:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
         self.plan: SavePlan = make_plan(
             exporter.entries(specs, options.dtype),
@@ -101,27 +102,27 @@ class Converter:
                 _require_castable(group.reads[0], placement.dtype)
 
     @property
-    def source(self) -> SliceSource:
+    def source(self) -> FileSource:
         """Where the tensors of the plan come from."""
         return self._source
 
     @property
-    def masters(self) -> bool:
+    def use_fp32_master(self) -> bool:
         """Whether fp32 master weights are read where there are any."""
-        return self._masters
+        return self._use_fp32_master
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of the checkpoint that a conversion reads."""
         names = {spec.name for group in (*self.plan.sliced, *self.plan.gathered) for spec in group.reads}
-        return self._source.stored_nbytes(names, masters=self._masters)
+        return self._source.stored_nbytes(names, use_fp32_master=self._use_fp32_master)
 
     def convert(
         self,
         folder: CheckpointFolder,
         step: Step,
         tokenizer: Any | None = None,
-        stop_token_ids: tuple[int, ...] = (),
+        eos_token_ids: tuple[int, ...] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> CommittedCheckpoint:
         """Write and commit.
@@ -136,11 +137,11 @@ class Converter:
         try:
             staging = folder.open_staging()
             folder.require_room(self.plan.nbytes)
-            warnings = self.exporter.write_sidecar(staging, tokenizer, stop_token_ids)
+            warnings = self.exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
             files: dict[str, BlockFile] = {}
             try:
-                for file in self.plan.files:
-                    files[file.name] = BlockFile(staging / file.name, file.nbytes)
+                for planned in self.plan.files:
+                    files[planned.name] = BlockFile(staging / planned.name, planned.nbytes)
                 receipts, overflows = self._walk(files, meter, on_progress, verifying=False)
                 for file in files.values():
                     file.finish(folder.fsync)
@@ -182,7 +183,9 @@ class Converter:
         done, total = (nbytes, 2 * nbytes) if verifying else (0, nbytes * (1 + self._options.verify))
         made: list[WriteReceipt] = []
         overflows = 0
-        work = _Work(self._source, self.plan, files, masters=self._masters, verifying=verifying, meter=meter)
+        work = _Work(
+            self._source, self.plan, files, use_fp32_master=self._use_fp32_master, verifying=verifying, meter=meter
+        )
         with _one_torch_thread(), WorkerThreads(self._options.workers) as threads:
             for job_made, job_overflows in threads.run(self._jobs(work)):
                 meter.sample()
@@ -195,9 +198,9 @@ class Converter:
 
     def _jobs(self, work: _Work) -> Iterator[_Job]:
         for group in self.plan.gathered:  # the longest first
-            yield lambda group=group: work.group(group)
+            yield partial(work.group, group)
         for block in cut_into_blocks(self.plan):
-            yield lambda block=block: work.block(block)
+            yield partial(work.block, block)
 
 
 class _Work:
@@ -205,16 +208,16 @@ class _Work:
 
     def __init__(
         self,
-        source: SliceSource,
+        source: FileSource,
         plan: SavePlan,
         files: dict[str, BlockFile],
         *,
-        masters: bool,
+        use_fp32_master: bool,
         verifying: bool,
         meter: MemoryMeter,
     ) -> None:
         self._meter = meter
-        self._source, self._files, self._masters, self._verifying = source, files, masters, verifying
+        self._source, self._files, self._use_fp32_master, self._verifying = source, files, use_fp32_master, verifying
         self._headers = {file.name: file.header for file in plan.files}
         self._own = threading.local()
         self._budget = _Budget(_GROUPS_NBYTES)
@@ -229,8 +232,10 @@ class _Work:
             if place is None:
                 out[:] = self._headers[block.file][part.start : part.end]
                 continue
-            first = place.first + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
-            overflows += self._source.read_into(part.read, first, out, place.dtype, masters=self._masters)
+            first = place.source_offset + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
+            overflows += self._source.read_into(
+                part.read, first, out, place.dtype, use_fp32_master=self._use_fp32_master
+            )
             made.append(_receipt(place, part.start - place.offset, out))
         file = self._files[block.file]
         if self._verifying:
@@ -245,7 +250,7 @@ class _Work:
         overflows = 0
         with (
             self._budget.taken(group.read_nbytes),
-            self._source.gathered(names, wanted=names, masters=self._masters) as tensors,
+            self._source.gathered(names, wanted=names, use_fp32_master=self._use_fp32_master) as tensors,
             torch.no_grad(),
         ):
             for chunk in group_chunks(group, tensors, 0, host_bytes, self._meter):

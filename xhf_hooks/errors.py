@@ -52,7 +52,7 @@ class PlanError(XhfError):
 
 
 class TensorError(XhfError):
-    """A gathered tensor is not what the plan promised (shape or element type)."""
+    """A gathered tensor is not what the plan promised (shape or dtype)."""
 
 
 class TargetError(XhfError):

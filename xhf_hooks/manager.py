@@ -25,7 +25,7 @@ from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
 
 
-class RunSaves:
+class CheckpointManager:
     """Proves that saves will work, does them, and ends. Runs on: all ranks, every method.
 
     Nobody tells hooks and callbacks that training was interrupted, by an exception or Ctrl-C. So the next run in the
@@ -46,7 +46,7 @@ class RunSaves:
     """
 
     #: Those of this process that are open: of the process, as the locks are that they hold.
-    _open: ClassVar[weakref.WeakSet[RunSaves]] = weakref.WeakSet()
+    _open: ClassVar[weakref.WeakSet[CheckpointManager]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RunSaves:
             self._ending = ending.pop_all()
         # The model must not stay in memory for a run that nobody ends; its locks must not stay when it goes
         weakref.finalize(self, _release, self._process, self._folders).atexit = False
-        RunSaves._open.add(self)
+        CheckpointManager._open.add(self)
         self._tokenizer_warnings: tuple[str, ...] = ()
         self._watch = StallWatch(log, in_background=options.async_save, writer=self._writer)
 
@@ -242,7 +242,7 @@ class RunSaves:
                 self._report(self._saver.background.outcome())
             except Exception as error:  # it is over, and what comes next must not suffer
                 self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
-        RunSaves._open.discard(self)
+        CheckpointManager._open.discard(self)
         self._ending.close()
 
     def _end_interrupted(self) -> None:
@@ -259,12 +259,12 @@ class RunSaves:
                 f'If that run was interrupted, call close() of its hook or callback'
             )
 
-    def _others_with_our_folders(self) -> list[RunSaves]:
+    def _others_with_our_folders(self) -> list[CheckpointManager]:
         ours = {folder.final for folder in self._folders}
-        others = [other for other in RunSaves._open if other is not self and other._process == os.getpid()]
+        others = [other for other in CheckpointManager._open if other is not self and other._process == os.getpid()]
         return [other for other in others if ours & {folder.final for folder in other._folders}]
 
-    def _may_end(self, other: RunSaves) -> bool:
+    def _may_end(self, other: CheckpointManager) -> bool:
         """A thread that begins a run has left the one before; only if both are known to be runs, and two."""
         if self._run is None or other._run is None or other._thread != self._thread:
             return False

@@ -3,7 +3,7 @@
 Source.specs()      what there is                     names and full shapes, no data
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
-own_slices()        what each rank has of a tensor     with writer='positional', where it is possible
+local_shards()        what each rank has of a tensor     with writer='positional', where it is possible
 gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
 require_samples()   some of it, seen by others     before it is committed
@@ -47,7 +47,7 @@ from xhf_hooks.planning.types import (
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.gather import gather
-from xhf_hooks.sources.local_shards import own_slices
+from xhf_hooks.sources.local_shards import local_shards
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.telemetry.timing import SaveClock
 from xhf_hooks.version import package_versions
@@ -115,7 +115,7 @@ class Saver:
         self._specs: list[TensorSpec] | None = None
         self.plan: SavePlan | None = None
         self._tokenizer: Any | None = None
-        self._stop_token_ids: Sequence[int] = ()
+        self._eos_token_ids: Sequence[int] = ()
         self.background: Background[CommittedCheckpoint] = Background('xhf-save')
         self._snapshot = SnapshotMemory()
         # A group of its own: training and the next save's first stages use the other one meanwhile
@@ -126,9 +126,9 @@ class Saver:
         """Whether :meth:`start` may be used."""
         return self._in_background is not None
 
-    def set_tokenizer(self, tokenizer: Any | None, stop_token_ids: Sequence[int] = ()) -> None:
+    def set_tokenizer(self, tokenizer: Any | None, eos_token_ids: Sequence[int] = ()) -> None:
         """What to write beside the weights, and the tokens that end an answer. Runs on: rank 0."""
-        self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
 
     def prepare(self) -> SavePlan:
         """Plan the save from metadata alone and compare the plan across ranks.
@@ -164,7 +164,7 @@ class Saver:
             Warnings for the log.
         """
         try:
-            return self.exporter.write_sidecar(folder.open_staging(), self._tokenizer, self._stop_token_ids)
+            return self.exporter.write_hf_assets(folder.open_staging(), self._tokenizer, self._eos_token_ids)
         finally:
             folder.abandon()
 
@@ -221,7 +221,7 @@ class Saver:
         self.background.start(lambda: self._write_and_commit(job, nullcontext(held), self._in_background, clock))
 
     def reserve_snapshot(self) -> int:
-        """Take a snapshot for nothing, so that its memory is there, and known to suffice, before training.
+        """Run a trial snapshot, so that memory shortages surface before training.
 
         Returns:
             Bytes that snapshots take on this rank.
@@ -251,10 +251,10 @@ class Saver:
         self, collective: Collective, meter: MemoryMeter, to_host: Callable[[torch.Tensor], memoryview]
     ) -> Iterator[Iterator[Chunk]]:
         """What this rank writes, out of the model. All ranks enter and leave together, whatever happens inside."""
-        how: dict[str, Any] = dict(masters=self._masters, meter=meter, to_host=to_host)
+        how: dict[str, Any] = dict(use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host)
         # What every rank has at hand needs no gathering, and a model no getting ready for it
         with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
-            slices = own_slices(self.plan, self._source, **how)
+            slices = local_shards(self.plan, self._source, **how)
             gathered = gather(self.plan, self._source, collective, **how)
             with closing(slices), closing(gathered):
                 yield chain(takewhile(lambda _: not collective.is_failing, slices), gathered)
@@ -271,7 +271,7 @@ class Saver:
     def _make_plan(self, specs: list[TensorSpec]) -> None:
         self._specs = specs
         writer = WRITERS.get(self._writer)
-        if self._masters:
+        if self._use_fp32_master:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
         entries = self.exporter.entries(specs, self._options.dtype)
         self._source.require_readable({name for entry in entries for name in entry.reads})
@@ -282,7 +282,7 @@ class Saver:
             bucket_nbytes=self._half_bucket,
             n_parameters=self.exporter.n_parameters,
             n_writers=self._collective.world_size if writer.all_ranks else 1,
-            sliced=self._source.sliceable(self._masters) if writer.in_slices else (),
+            sliced=self._source.shardable(self._use_fp32_master) if writer.writes_local_shards else (),
         )
 
     def _begin(
@@ -319,7 +319,7 @@ class Saver:
                     if is_rank0:
                         staging = folder.open_staging()
                         free_before = folder.require_room(plan.nbytes)
-                        warnings += self.exporter.write_sidecar(staging, self._tokenizer, self._stop_token_ids)
+                        warnings += self.exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
                         made = staging.name, writer.create(plan, staging)
                 name, files = collective.broadcast(made)
                 staging = folder.final.with_name(name)
@@ -398,8 +398,8 @@ class Saver:
     def _own_nbytes(self, collective: Collective) -> int:
         """About what this rank writes."""
         gathered = (p for group in self.plan.gathered for p in group.placements)
-        in_slices = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
-        return sum(p.nbytes for p in gathered if p.owner == collective.rank) + in_slices // collective.world_size
+        from_shards = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
+        return sum(p.nbytes for p in gathered if p.owner == collective.rank) + from_shards // collective.world_size
 
     @property
     def _half_bucket(self) -> int:
@@ -407,7 +407,7 @@ class Saver:
         return max(1, self._options.bucket_nbytes // 2)
 
     @property
-    def _masters(self) -> bool:
+    def _use_fp32_master(self) -> bool:
         return self._options.dtype == 'F32'
 
     def _facts(self) -> dict[str, Any]:

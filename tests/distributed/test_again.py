@@ -263,13 +263,13 @@ def writer_cannot_be_chosen(root: Path) -> list[Any]:
 def run_saves(root: Path, run: object | None = None) -> Any:
     """Saves of a run, in the background, ready. Runs on: all ranks."""
     from xhf_hooks import config
-    from xhf_hooks.manager import RunSaves
+    from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.preflight import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
     parsed = config.RunOptions(bucket_size='1MB', async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
-    saves = RunSaves(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
+    saves = CheckpointManager(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
     saves.prepare(None, when='now')
     return saves
 

@@ -50,13 +50,13 @@ def call_again(root: Path) -> dict[str, Any]:
     written = json.loads((root / 'hf_model' / 'config.json').read_text())
     found['written'] = (written['initializer_range'], written['vocab_size'])
 
-    prepare = manager.RunSaves.prepare
+    prepare = manager.CheckpointManager.prepare
 
     def prepare_slowly(*args: Any, **options: Any) -> None:
         time.sleep(DELAY_SECS)
         prepare(*args, **options)
 
-    with mock.patch.object(manager.RunSaves, 'prepare', prepare_slowly):
+    with mock.patch.object(manager.CheckpointManager, 'prepare', prepare_slowly):
         cost = save_hf(model, root / 'hf_model').cost
     found['cost'] = (cost.seconds, dict(cost.stage_secs))
     return found

@@ -162,7 +162,7 @@ def test_reads_what_the_hook_saved(saved, world_size, case):
     source = open_checkpoint(saved / 'checkpoint')
     first_names = [spec.name for spec in source.specs()]
     as_trained = {name: tensor for name, tensor in read_all(source).items() if name in first_names}
-    masters = {name: tensor for name, tensor in read_all(source, masters=True).items() if name in first_names}
+    masters = {name: tensor for name, tensor in read_all(source, use_fp32_master=True).items() if name in first_names}
     assert_same_tensors(as_trained, folder_tensors(saved / 'as_trained'))
     assert_same_tensors({name: t.to(as_trained[name].dtype) for name, t in masters.items()}, as_trained)
     if (saved / 'live_masters.pt').exists():
@@ -184,7 +184,7 @@ def test_masters_are_what_zero_to_fp32_gives(saved, world_size, case):
             get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
         return
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
-    ours = read_all(open_checkpoint(saved / 'checkpoint'), masters=True)
+    ours = read_all(open_checkpoint(saved / 'checkpoint'), use_fp32_master=True)
     assert bool(ours.keys() - theirs.keys()) == (kind == 'frozen' and options['stage'] == 1)  # which it drops
     assert_same_tensors(
         {name: ours[name].float() for name in theirs}, {name: tensor.float() for name, tensor in theirs.items()}
@@ -231,9 +231,9 @@ MIXED = [
 ]
 
 
-def read_or_refuse(folder: Path, masters: bool) -> dict[str, Any] | None:
+def read_or_refuse(folder: Path, use_fp32_master: bool) -> dict[str, Any] | None:
     try:
-        return read_all(open_checkpoint(folder), masters=masters)
+        return read_all(open_checkpoint(folder), use_fp32_master=use_fp32_master)
     except CheckpointError as error:
         assert str(folder) in str(error) and '\n' not in str(error)
         return None

@@ -102,7 +102,7 @@ def test_universal_is_what_it_was_made_of(universal, case):
     assert made.specs() == original.specs() and made.iteration == STEPS and made.warnings == []
     assert made.facts == {**original.facts, 'layout': 'universal', 'checkpoint': str(made.found.path)}
     for masters in (False, True):
-        assert_same_tensors(read_all(made, masters=masters), read_all(original, masters=masters))
+        assert_same_tensors(read_all(made, use_fp32_master=masters), read_all(original, use_fp32_master=masters))
 
 
 @pytest.mark.parametrize('case', BY_TOOL)
@@ -179,7 +179,7 @@ def test_universal_of_several_saves(universal, case, mix, tmp_path):
             name = name if 'zero3' in case else 'mp_rank_00_model_states.pt'
             shutil.copy(earlier / name, folder / name)
     with pytest.raises(CheckpointError):
-        read_all(open_checkpoint(folder), masters=True)
+        read_all(open_checkpoint(folder), use_fp32_master=True)
 
 
 def test_universal_without_the_optimizers_state(universal, tmp_path):

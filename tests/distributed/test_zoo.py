@@ -48,8 +48,8 @@ def test_same_as_save_pretrained(saved, family):
     assert_same_folder_tensors(expected, found)
     assert (expected / 'model.safetensors').read_bytes() == (found / 'model.safetensors').read_bytes()
     assert_loads_clean(found, type(build(family)))
-    in_slices = root / family / 'positional'
-    assert (expected / 'model.safetensors').read_bytes() == (in_slices / 'model.safetensors').read_bytes()
+    from_shards = root / family / 'positional'
+    assert (expected / 'model.safetensors').read_bytes() == (from_shards / 'model.safetensors').read_bytes()
 
 
 @pytest.mark.parametrize('family', AVAILABLE)

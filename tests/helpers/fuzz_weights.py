@@ -68,7 +68,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def said_by_checkpoint(template: str, folder: Path, *, masters: bool) -> dict[str, torch.Tensor]:
+def said_by_checkpoint(template: str, folder: Path, *, use_fp32_master: bool) -> dict[str, torch.Tensor]:
     """The weights that a conversion must write; a reader of its own, without the code that is tested."""
     if template == 'file':
         content = _load(folder / 'work_dir' / 'iter_5.pth')
@@ -86,7 +86,7 @@ def said_by_checkpoint(template: str, folder: Path, *, masters: bool) -> dict[st
     found = {}
     for name, master in fp32.items():
         stored = models[0]['module'].get(name)
-        if masters:
+        if use_fp32_master:
             found[_exported(name)] = master
         elif template != 'stage3' and stored is not None:
             found[_exported(name)] = stored.contiguous()

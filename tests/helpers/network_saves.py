@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from xhf_hooks.manager import RunSaves
+    from xhf_hooks.manager import CheckpointManager
 
 NAME = 'hf_model'
 WRITERS = ('positional', 'parallel', 'stream')
@@ -151,10 +151,10 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
     save_hf(model, parent / NAME, step=number, writer=way.writer, max_keep_ckpts=way.max_keep, bucket_size=20_000)
 
 
-def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
+def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     """A run that is ready to save, as a hook makes it. Runs on: all ranks."""
     from xhf_hooks import config
-    from xhf_hooks.manager import RunSaves
+    from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.preflight import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
@@ -166,7 +166,7 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
         on_error='raise',
     )
     log = RunLog.of_this_rank('run', logging.getLogger('tests'))
-    saves = RunSaves(unwrap(model), parent / NAME, parsed, log)
+    saves = CheckpointManager(unwrap(model), parent / NAME, parsed, log)
     try:
         saves.prepare(None, when='now')
     except BaseException:
@@ -175,7 +175,7 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> RunSaves:
     return saves
 
 
-def save_in_run(saves: RunSaves, number: int) -> None:
+def save_in_run(saves: CheckpointManager, number: int) -> None:
     """Begin one save of a run; it has ended unless it goes on in the background. Runs on: all ranks."""
     from xhf_hooks.planning.types import Step
 

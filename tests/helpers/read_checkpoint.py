@@ -17,7 +17,9 @@ def open_checkpoint(path: Path) -> CheckpointSource:
     return CheckpointSource(find_checkpoint(path))
 
 
-def read_all(source: CheckpointSource, *, masters: bool = False, damaged: bool = False) -> dict[str, torch.Tensor]:
+def read_all(
+    source: CheckpointSource, *, use_fp32_master: bool = False, damaged: bool = False
+) -> dict[str, torch.Tensor]:
     """Every tensor under each of its names, in state-dict order, read in two parts that meet at an odd place.
 
     Args:
@@ -29,20 +31,20 @@ def read_all(source: CheckpointSource, *, masters: bool = False, damaged: bool =
 
     tensors: dict[str, torch.Tensor] = {}
     for spec in source.specs():
-        dtype = 'F32' if masters and spec.has_master else spec.dtype
+        dtype = 'F32' if use_fp32_master and spec.has_master else spec.dtype
         tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype])
         data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b'')
         cut = tensor.numel() // 3
         for start, end in ((0, cut), (cut, tensor.numel())):
             part = data[start * tensor.element_size() : end * tensor.element_size()]
-            overflows = source.read_into(spec.name, start, part, dtype, masters=masters)
+            overflows = source.read_into(spec.name, start, part, dtype, use_fp32_master=use_fp32_master)
             assert damaged or not overflows
         tensors.update(dict.fromkeys((spec.name, *spec.aliases), tensor))
     return tensors
 
 
 def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Names, shapes, element types and bytes."""
+    """Names, shapes, dtypes and bytes."""
     import torch
 
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())

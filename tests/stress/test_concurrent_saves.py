@@ -25,7 +25,7 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
     import torch.distributed as dist
 
     from xhf_hooks.config import RunOptions
-    from xhf_hooks.manager import RunSaves
+    from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.planning.types import Step
     from xhf_hooks.preflight import unwrap
     from xhf_hooks.telemetry.log import RunLog
@@ -35,7 +35,7 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
         writer=writer, bucket_size=40_000, async_save=in_background, max_shard_size=30_000, on_error='raise'
     )
     log = RunLog.of_this_rank('crowd', logging.getLogger('xhf_hooks'))
-    saves = RunSaves(unwrap(model), folder, options, log)
+    saves = CheckpointManager(unwrap(model), folder, options, log)
     saves.prepare(None, when='often')
     verified = []
     for step in range(1, SAVES + 1):

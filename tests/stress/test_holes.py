@@ -26,7 +26,7 @@ LIMIT_SECS = 30  # for a terabyte, which takes minutes to read from memory
 
 
 def sparse_shard(path: Path, tensors: dict[str, tuple[str, list[int], int]], written: dict[int, bytes]) -> Path:
-    """A safetensors file of (element type, shape, bytes), all holes but for ``written``, by offset in the data."""
+    """A safetensors file of (dtype, shape, bytes), all holes but for ``written``, by offset in the data."""
     header, position = {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():
         header[name] = {'dtype': dtype, 'shape': shape, 'data_offsets': [position, position + nbytes]}

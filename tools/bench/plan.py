@@ -103,7 +103,7 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
             entries.append(ExportEntry(read, shape, 'BF16', (read,)))
         unfuse, first = partial(_unfuse, read), 0
         for part, part_shape in parts:
-            entries.append(ExportEntry(part, part_shape, 'BF16', (read,), unfuse, first=first))
+            entries.append(ExportEntry(part, part_shape, 'BF16', (read,), unfuse, source_offset=first))
             first += math.prod(part_shape)
     how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, n_writers=n_ranks)
     sliced = {spec.name for spec in specs}
@@ -174,10 +174,10 @@ def _records_of(plan: SavePlan, ranks: range, n_ranks: int) -> np.ndarray:
         each = -(-math.prod(group.reads[0].shape) // n_ranks)
         start, end = ranks.start * each, ranks.stop * each
         for place in group.placements:
-            first, last = max(start, place.first), min(end, place.first + math.prod(place.shape))
+            first, last = max(start, place.source_offset), min(end, place.source_offset + math.prod(place.shape))
             if first < last:
                 width = DTYPE_NBYTES[place.dtype]
-                rows.append((number, number, (first - place.first) * width, (last - first) * width, 0))
+                rows.append((number, number, (first - place.source_offset) * width, (last - first) * width, 0))
             number += 1
     return np.array(rows, RECORD)
 
@@ -195,7 +195,7 @@ def _writes_of_rank(rank: int, groups: Sequence[Group], n_ranks: int) -> list[tu
         start, end = rank * each, min((rank + 1) * each, numel)
         for placement in group.placements:
             width = DTYPE_NBYTES[placement.dtype]
-            first = max(start, placement.first)
-            own = (min(end, placement.first + math.prod(placement.shape)) - first) * width
+            first = max(start, placement.source_offset)
+            own = (min(end, placement.source_offset + math.prod(placement.shape)) - first) * width
             writes += [(placement.file, min(_PART_NBYTES, own - done)) for done in range(0, own, _PART_NBYTES)]
     return writes

@@ -152,7 +152,7 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> d
     n_least = sum(p.nbytes for p in savers['stream'].plan.placements)
     for _ in range(args.repeats):
         for name in order.sample(list(runs), len(runs)):
-            if name == DCP:  # its tensors are made, and let go, around it: they would count as others' memory
+            if name == DCP:  # its tensors are made, and freed, around it: they would count as others' memory
                 dcp = DcpPeer(engine.module)
                 runs[name].append(measured(dcp.save, folder, n_least))
                 del dcp

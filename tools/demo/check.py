@@ -2,7 +2,7 @@
 
     python tools/demo/check.py work_dirs/demo
 
-Loads the newest `hf_model` with transformers alone, as anybody would, lets it write, and prints the
+Loads the newest `hf_model` with transformers alone, as anybody would, generates text, and prints the
 folder, the loss and what each save cost. Exit status 1: no save, or the loss has not fallen enough.
 """
 

@@ -11,7 +11,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.text import some
-from xhf_hooks.meta_model import RunConfig, build_skeleton, find_run_config, fit
+from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import find_tokenizer
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
@@ -54,17 +54,21 @@ class Conversion:
         self._base, self._trust = base, trust_remote_code
         self._config = find_run_config(config, self._source.config_text, self._found.path)
         names = [name for spec in self._specs for name in (spec.name, *spec.aliases)]
-        self._skeleton = build_skeleton(
+        self._meta_model = build_meta_model(
             self._config, self._found.path, names, base=base, trust_remote_code=trust_remote_code
         )
-        fitted, notes = fit(self._skeleton, self._source, self._source.trained_dtype)
+        matched, notes = match_checkpoint(self._meta_model, self._source, self._source.trained_dtype)
         exporter = exporter_for(
-            self._skeleton.module, module, lora=lora, llava_format=llava_format, reward_token_id=self._reward_token_id()
+            self._meta_model.module,
+            module,
+            lora=lora,
+            llava_format=llava_format,
+            reward_token_id=self._reward_token_id(),
         )
         self._weights, weights_notes = _which_weights(self._source, self._config, ema)
         facts = {**self._source.facts, 'weights': self._weights}  # and what the plan tells
         options = ConvertOptions(dtype, max_shard_nbytes, workers, verify, facts=facts)
-        self.converter = Converter(fitted, exporter, options)
+        self.converter = Converter(matched, exporter, options)
         self._widened = _widened(self.converter.plan) if dtype == 'F32' else 0
         if self._widened:
             facts['widened_tensors'] = self._widened
@@ -74,7 +78,7 @@ class Conversion:
 
     def _reward_token_id(self) -> int | None:
         found = None if self._config is None else self._config.fields.get('reward_token_id')
-        return found if type(found) is int and has_head(self._skeleton.module) else None
+        return found if type(found) is int and has_head(self._meta_model.module) else None
 
     @property
     def step(self) -> Step:
@@ -96,7 +100,7 @@ class Conversion:
             f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
             f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB',
             *self._source.unproven,
-            f'model {self._skeleton.described_by}; {type(self.converter.exporter).__name__}',
+            f'model {self._meta_model.described_by}; {type(self.converter.exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
             f'{some([file.name for file in plan.files])}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
             *self._notes_on_float32(),
@@ -117,13 +121,13 @@ class Conversion:
         Raises:
             XhfError, OSError: It failed, and ``out`` is as it was.
         """
-        tokenizer, stop_token_ids, notes = find_tokenizer(
+        tokenizer, eos_token_ids, notes = find_tokenizer(
             self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
         )
         folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         folder.claim()
         try:
-            committed = self.converter.convert(folder, self.step, tokenizer, tuple(stop_token_ids), on_progress)
+            committed = self.converter.convert(folder, self.step, tokenizer, tuple(eos_token_ids), on_progress)
         finally:
             folder.release()
         warnings = (*notes, *committed.warnings, *self._notes_on_float32())

@@ -138,6 +138,6 @@ def _converted(
     if base is not None and base != options.base:
         notes.append(f'{path} is understood by the config.json of {base}; what it does not hold is taken from there')
     converter = conversion.converter
-    kind = 'fp32 master weights' if converter.masters else 'as trained'
+    kind = 'fp32 master weights' if converter.use_fp32_master else 'as trained'
     label = f'{path} ({len(converter.plan.placements)} tensors as xhf-convert writes them, {kind})'
     return ConvertedReader(converter, label, notes, dict(folder.ties))

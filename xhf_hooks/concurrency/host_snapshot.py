@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 class SnapshotMemory:
     """Memory that is taken once and used by one snapshot after the other.
 
-    Fresh pages are expensive, so nothing is given back between saves. On a GPU machine it is pinned, and
+    Fresh pages are expensive, so nothing is freed between saves. On a GPU machine it is pinned, and
     copies run beside each other until :meth:`synchronize`; on the CPU it is in huge pages where there are any.
     """
 

@@ -10,8 +10,8 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora.exporter import LoraExporter
-from xhf_hooks.exporters.lora.nested import LoraInsideExporter
-from xhf_hooks.exporters.lora.nested_quantized import QuantizedLoraInsideExporter
+from xhf_hooks.exporters.lora.nested import NestedLoraExporter
+from xhf_hooks.exporters.lora.nested_quantized import QuantizedNestedLoraExporter
 from xhf_hooks.exporters.xtuner.llava import LlavaExporter
 from xhf_hooks.exporters.xtuner.reward import RewardExporter, RewardLoraExporter
 from xhf_hooks.exporters.xtuner.sharded_moe import ShardedMoeExporter
@@ -22,8 +22,8 @@ __all__ = [
     'HuggingFaceExporter',
     'LlavaExporter',
     'LoraExporter',
-    'LoraInsideExporter',
-    'QuantizedLoraInsideExporter',
+    'NestedLoraExporter',
+    'QuantizedNestedLoraExporter',
     'RewardExporter',
     'RewardLoraExporter',
     'ShardedMoeExporter',

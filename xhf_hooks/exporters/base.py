@@ -47,7 +47,7 @@ class Exporter(ABC):
 
         Args:
             specs: What the source holds.
-            dtype: Element-type code to cast floats to; None keeps them as trained.
+            dtype: Safetensors dtype to cast floats to; None keeps them as trained.
 
         Raises:
             ModelError: The model is not what ``from_pretrained`` will build.
@@ -63,13 +63,13 @@ class Exporter(ABC):
         """The tokenizer of the model that training started from; None when there is none. Runs on: rank 0."""
 
     @abstractmethod
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         """Write every file that is not weights, and make the folders of the entries. Runs on: rank 0.
 
         Called after :meth:`entries`.
 
         Args:
-            stop_token_ids: Tokens that end an answer, beside those that the model knows of.
+            eos_token_ids: Tokens that end an answer, beside those that the model knows of.
 
         Returns:
             Warnings for the log.

@@ -42,10 +42,10 @@ class PartsExporter(Exporter):
     def base_tokenizer(self) -> Any | None:
         return next(iter(self.parts.values())).base_tokenizer()
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = []
         for name, part in self.parts.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             own_tokenizer = tokenizer if name == self.tokenizer_folder else None
-            warnings += part.write_sidecar(folder / name, own_tokenizer, stop_token_ids)
+            warnings += part.write_hf_assets(folder / name, own_tokenizer, eos_token_ids)
         return warnings

@@ -47,7 +47,7 @@ def derive(entries: Sequence[ExportEntry], derived: Mapping[str, Derived]) -> li
             then = entry.combine or _Renamed(entry.hf_name, entry.reads[0])
             combine = made.setdefault(key, _DeriveFirst(tuple(found), then))
             reads = [*entry.reads, *(name for one in found for name in one.reads)]
-            entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine, first=None)
+            entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine, source_offset=None)
         result.append(entry)
     return result
 

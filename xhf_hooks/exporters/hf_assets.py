@@ -30,7 +30,7 @@ def exported_config(
     Training code often sets ``use_cache`` to False for its own sake; the copy has what the base model had.
 
     Args:
-        dtype: Element-type code that floats are cast to; None when they stay as trained.
+        dtype: Safetensors dtype that floats are cast to; None when they stay as trained.
         embedding_rows: Rows of the input embedding, which ``vocab_size`` must match.
     """
     config = copy.deepcopy(model.config)
@@ -69,7 +69,7 @@ def write(
     model: PreTrainedModel,
     config: PretrainedConfig,
     tokenizer: Any | None,
-    stop_token_ids: Sequence[int],
+    eos_token_ids: Sequence[int],
     base_dir: str,
 ) -> list[str]:
     """Write all of it. Runs on: rank 0.
@@ -85,7 +85,7 @@ def write(
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
-        warnings += _write_generation_config(folder, model, stop_token_ids)
+        warnings += _write_generation_config(folder, model, eos_token_ids)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
@@ -98,13 +98,13 @@ def is_remote_code(model: PreTrainedModel) -> bool:
     return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
 
 
-def _write_generation_config(folder: Path, model: PreTrainedModel, stop_token_ids: Sequence[int]) -> list[str]:
+def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int]) -> list[str]:
     """Save it; an invalid one is repaired by turning sampling on, or left out."""
     generation = copy.deepcopy(model.generation_config)
-    if stop_token_ids:
+    if eos_token_ids:
         known = generation.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
-        generation.eos_token_id = list(dict.fromkeys([*known, *stop_token_ids]))
+        generation.eos_token_id = list(dict.fromkeys([*known, *eos_token_ids]))
     try:
         generation.save_pretrained(folder)
         return []

@@ -101,15 +101,15 @@ class HuggingFaceExporter(Exporter):
         trusted = hf_assets.is_remote_code(self._model)  # then the user has agreed to run the base's code
         return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
-        return self._write_sidecar_of(self._model, folder, tokenizer, stop_token_ids)
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+        return self._write_sidecar_of(self._model, folder, tokenizer, eos_token_ids)
 
     def _write_sidecar_of(
-        self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]
+        self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
         text = self._config.get_text_config()
         hf_assets.require_vocabulary(tokenizer, getattr(text, 'vocab_size', None))
-        return hf_assets.write(folder, model, self._config, tokenizer, stop_token_ids, self.base_dir)
+        return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Every name of every tensor below the exported module, relative to it, in state-dict order."""

@@ -31,7 +31,7 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
         specs: Name in the model (which may differ from the name in the source) to spec.
 
     Returns:
-        Entries in ``save_pretrained``'s order, with the element types of the specs.
+        Entries in ``save_pretrained``'s order, with the dtypes of the specs.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -50,7 +50,7 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
             reads = tuple(spec.name for spec in group.inputs.values())
             shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
             first = _first_of_run(tensor, [inputs[name] for name in group.inputs])
-            entries.append(ExportEntry(hf_name, shape, dtype, reads, group, first=first))
+            entries.append(ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first))
     return entries
 
 

@@ -1,1 +1,1 @@
-"""File formats and element types: safetensors, JSON, checksums."""
+"""File formats and dtypes: safetensors, JSON, checksums."""

@@ -1,4 +1,4 @@
-"""Between torch's element types and the codes of the safetensors format."""
+"""Between torch's dtypes and the codes of the safetensors format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """The safetensors code of a torch element type.
+    """The safetensors code of a torch dtype.
 
     Raises:
         TensorError: The format has no code for it.
@@ -42,12 +42,12 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def is_float(code: str) -> bool:
-    """Whether a ``dtype`` option applies to this element type (integers and booleans are never cast)."""
+    """Whether a ``dtype`` option applies to this dtype (integers and booleans are never cast)."""
     return code in FLOAT_DTYPES
 
 
 def cast(tensor: torch.Tensor, code: str) -> tuple[torch.Tensor, int]:
-    """Convert to another element type, rounding once.
+    """Convert to another dtype, rounding once.
 
     Returns:
         The tensor, and how many finite elements became infinite.

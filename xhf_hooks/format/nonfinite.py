@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-#: Element type to (unsigned type of its words, bits to look at, least value that is not finite).
+#: Dtype to (unsigned type of its words, bits to look at, least value that is not finite).
 #: E4M3 and E8M0 have no infinity and a single NaN; a complex number is two of F32.
 _FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
     'BF16': (np.uint16, 0x7FFF, 0x7F80),
@@ -24,12 +21,12 @@ _FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
 _WORDS = 1 << 19  # at once: the passes after the first find them in the processor's cache
 
 
-def count_non_finite(data: Buffer, dtype: str) -> int:
+def count_non_finite(data: memoryview | bytearray | bytes, dtype: str) -> int:
     """How many words of ``data`` are infinite or NaN; 0 for integers. A complex number is two words.
 
     Args:
         data: Contiguous bytes, a whole number of elements.
-        dtype: Element-type code.
+        dtype: Safetensors dtype.
     """
     if dtype not in _FORMATS:
         return 0

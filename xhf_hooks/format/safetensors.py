@@ -1,7 +1,7 @@
 """The safetensors file layout: 8-byte header length, JSON header, tensor bytes.
 
 Layout and ordering are those of ``safetensors.serialize`` 0.4 to 0.8 (``safetensors/src/tensor.rs``,
-``prepare``): tensors sorted by element type, widest alignment first, then by name; the header padded
+``prepare``): tensors sorted by dtype, widest alignment first, then by name; the header padded
 with spaces to a multiple of 8 bytes. A file with the same tensors is therefore the same file, byte for
 byte, as the library writes.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from xhf_hooks.errors import IncompleteError
 
-#: Element-type codes in the order of safetensors' ``Dtype`` enum, which is its sort order, with widths in bytes.
+#: Safetensors dtypes in the order of safetensors' ``Dtype`` enum, which is its sort order, with widths in bytes.
 DTYPE_NBYTES: dict[str, int] = {
     'BOOL': 1,
     'U8': 1,
@@ -57,7 +57,7 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     """Lay out one file.
 
     Args:
-        tensors: (name, element-type code, shape) of each tensor, in any order.
+        tensors: (name, safetensors dtype, shape) of each tensor, in any order.
 
     Returns:
         The bytes that come before the tensor data, and the entries in file order.

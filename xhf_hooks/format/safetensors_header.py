@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file and believes nothing of it.
 
 The rules are those of ``safetensors/src/tensor.rs`` (``SafeTensors::read_metadata``, ``Metadata::validate``): tensors
-lie one after the other without a hole, each as long as its shape and element type say, and fill the file.
+lie one after the other without a hole, each as long as its shape and dtype say, and fill the file.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _entry(path: Path, name: str, tensor: Any, data_start: int) -> HeaderEntry:
         raise DamagedError(f'{where}: expected dtype, shape and data_offsets')
     dtype, shape, offsets = tensor['dtype'], tensor['shape'], tensor['data_offsets']
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise DamagedError(f'{where}: unknown element type {str(dtype)[:80]!r}')
+        raise DamagedError(f'{where}: unknown dtype {str(dtype)[:80]!r}')
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(strict_json.is_count, shape)):
         raise DamagedError(f'{where}: {str(shape)[:80]} is no shape')
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(strict_json.is_count, offsets)):

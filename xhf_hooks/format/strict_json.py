@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,8 +78,7 @@ def _is_text(content: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise _Duplicate(f'the name {twice[:80]!r} is there twice')
     return found
 

@@ -17,7 +17,7 @@ from xhf_hooks.hooks.best_folders import find_best_folders
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
-from xhf_hooks.manager import RunSaves
+from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog, scalars
@@ -41,7 +41,7 @@ class HFCheckpointHook(HookOptions, Hook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
-        self._saves: RunSaves | None = None  # there is one while training goes on
+        self._saves: CheckpointManager | None = None  # there is one while training goes on
 
     def before_train(self, runner: Any) -> None:
         """Prove that the save will work. Runs on: all ranks.
@@ -56,7 +56,7 @@ class HFCheckpointHook(HookOptions, Hook):
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
         check_schedule(runner, self._schedule, log, saves_anyway=self.save_last or self._best is not None)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
-        self._saves = RunSaves(
+        self._saves = CheckpointManager(
             unwrapped,
             Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
             self,

@@ -17,4 +17,4 @@ def with_chat_template(config: Any, tokenizer: Any | None, log: RunLog) -> tuple
     tokenizer, messages = chat_templates.apply_to_tokenizer(tokenizer, template, name)
     for message in messages:
         log.info(message)
-    return tokenizer, chat_templates.stop_token_ids(tokenizer, template)
+    return tokenizer, chat_templates.eos_token_ids(tokenizer, template)

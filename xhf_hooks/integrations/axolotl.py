@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
 #: Options of HFCheckpointCallback by their names there, which checks their values; others are refused.
-HFCheckpointOptions: Any = create_model(
+HFCheckpointOptions: Any = create_model(  # type: ignore[call-overload]
     'HFCheckpointOptions',
     __config__=ConfigDict(extra='forbid'),
     **{option.name: (Any, option.default) for option in signature(HFCheckpointCallback).parameters.values()},

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from xhf_hooks import preflight
 from xhf_hooks.config import CallbackOptions, door_class
 from xhf_hooks.errors import OptionError
-from xhf_hooks.manager import RunSaves
+from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.planning.types import Step
 from xhf_hooks.preflight import Unwrapped
 from xhf_hooks.telemetry.log import RunLog
@@ -30,7 +30,7 @@ class HFCheckpointCallback(CallbackOptions, TrainerCallback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._saves: RunSaves | None = None  # there is one while training goes on
+        self._saves: CheckpointManager | None = None  # there is one while training goes on
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -45,7 +45,7 @@ class HFCheckpointCallback(CallbackOptions, TrainerCallback):
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
         log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
         self._check_steps(state, log)
-        self._saves = RunSaves(
+        self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             Path(self.out_dir or Path(args.output_dir) / 'hf_model').absolute(),
             self,

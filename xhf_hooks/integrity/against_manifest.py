@@ -98,7 +98,7 @@ def _look_for_others(content: FolderContent, manifest: Manifest, findings: Findi
 
 
 def compare_headers(folders: Collection[WeightFolder], manifest: Manifest, findings: Findings) -> None:
-    """Names, shapes and element types of the tensors."""
+    """Names, shapes and dtypes of the tensors."""
     before = len(findings.found)
     for folder in folders:
         for file, header in folder.headers.items():
@@ -107,7 +107,7 @@ def compare_headers(folders: Collection[WeightFolder], manifest: Manifest, findi
             if record is not None and record.tensors is not None:
                 _compare_header(name, header, {n: (t.shape, t.dtype) for n, t in record.tensors.items()}, findings)
     if manifest.has_checksums and len(findings.found) == before:
-        findings.ok('headers', f'tensors have the names, shapes and element types of {MANIFEST_NAME}')
+        findings.ok('headers', f'tensors have the names, shapes and dtypes of {MANIFEST_NAME}')
 
 
 def _compare_header(name: str, header: Header, expected: dict[str, tuple[Any, str]], findings: Findings) -> None:

@@ -20,7 +20,18 @@ from xhf_hooks.integrity.findings import Findings
 WEIGHTS_SUFFIX = '.safetensors'
 INDEX_SUFFIX = '.safetensors.index.json'
 #: What loaders read. Such a file that was put there later may change what is loaded; any other is harmless.
-READ_BY_LOADERS = ('.json', '.safetensors', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py', '.model')
+READ_BY_LOADERS: tuple[str, ...] = (
+    '.json',
+    '.safetensors',
+    '.bin',
+    '.pt',
+    '.pth',
+    '.h5',
+    '.msgpack',
+    '.gguf',
+    '.py',
+    '.model',
+)
 READ_BY_LOADERS += ('.jinja', '.txt')
 #: A checkpoint of DeepSpeed is a folder iter_500.pth.
 _NEVER_A_FOLDER = ('.json', '.safetensors', '.model', '.jinja', '.txt')
@@ -142,7 +153,8 @@ def _leads_out(path: Path, root: Path) -> bool:
 def read_headers(content: FolderContent, findings: Findings, only: Collection[str] | None = None) -> list[WeightFolder]:
     """The headers of all weights; those that are damaged are reported and left out."""
     folders: dict[str, WeightFolder] = {}
-    n_tensors, misaligned = 0, []
+    n_tensors = 0
+    misaligned: list[str] = []
     for name in content.weight_files():
         if only is not None and name not in only:
             continue

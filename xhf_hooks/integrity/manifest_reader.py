@@ -115,7 +115,7 @@ def _tensor(name: str, found: Any, where: str) -> TensorRecord:
     if not isinstance(shape, list) or not all(map(strict_json.is_count, shape)):
         raise DamagedError(f'{where}: {str(shape)[:80]} is no shape')
     if not isinstance(dtype, str):
-        raise DamagedError(f'{where}: {str(dtype)[:80]} is no element type')
+        raise DamagedError(f'{where}: {str(dtype)[:80]} is no dtype')
     if not strict_json.is_count(non_finite):
         raise DamagedError(f'{where}: non_finite {str(non_finite)[:80]} is no count')
     return TensorRecord(tuple(shape), dtype, _crc(found, where), non_finite)

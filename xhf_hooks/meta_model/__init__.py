@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xhf_hooks.meta_model.build import Skeleton, build_skeleton
-from xhf_hooks.meta_model.match import fit
+from xhf_hooks.meta_model.build import MetaModel, build_meta_model
+from xhf_hooks.meta_model.match import match_checkpoint
 from xhf_hooks.meta_model.run_config import RunConfig, find_run_config
 
-__all__ = ['RunConfig', 'Skeleton', 'build_skeleton', 'find_run_config', 'fit']
+__all__ = ['MetaModel', 'RunConfig', 'build_meta_model', 'find_run_config', 'match_checkpoint']

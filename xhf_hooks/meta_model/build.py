@@ -33,13 +33,13 @@ _LEAST_TENSORS = 7000
 
 
 @dataclass
-class Skeleton:
+class MetaModel:
     """The trained model on the meta device, and where each part of it began.
 
     Attributes:
         described_by: What the user is told that it was built from.
         bases: Folder that a part was loaded from, and the names of the part's tensors there, by the identity
-            of the skeleton's tensors.
+            of the meta model's tensors.
         notes: What the user should know.
     """
 
@@ -53,14 +53,14 @@ class Skeleton:
         self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
 
 
-def build_skeleton(
+def build_meta_model(
     config: RunConfig | None,
     checkpoint: Path,
     names: Collection[str],
     *,
     base: str | None,
     trust_remote_code: bool = False,
-) -> Skeleton:
+) -> MetaModel:
     """The model that a checkpoint belongs to.
 
     Configs of models are anyone's files: it is built twice, the first time in a process that may take so much and no
@@ -102,7 +102,7 @@ def _adapted(*folders: str | Path | None) -> Path | None:
 
 def _build(
     config: RunConfig | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
-) -> Skeleton:
+) -> MetaModel:
     if config is not None and config.model is not None and _is_xtuners(config.model):
         return _of_xtuner(config, config.model, names, base, trust_remote_code)
     folder = _hugging_face_folder(checkpoint)
@@ -121,28 +121,28 @@ def _is_xtuners(model: Mapping[str, Any]) -> bool:
 
 def _of_xtuner(
     config: RunConfig, model: Mapping[str, Any], names: Collection[str], base: str | None, trust_remote_code: bool
-) -> Skeleton:
+) -> MetaModel:
     kind = model['type'].rpartition('.')[2]
-    skeleton = Skeleton(nn.Module(), f'{kind} of {config.where}')
+    meta_model = MetaModel(nn.Module(), f'{kind} of {config.where}')
     for name in _MODELS:
         if not isinstance(model.get(name), Mapping):
             continue
         given = base if name != 'visual_encoder' else None
-        child = _child(skeleton, config, model, name, names, given, trust_remote_code)
+        child = _child(meta_model, config, model, name, names, given, trust_remote_code)
         if kind == 'RewardModel' and name == 'llm':
             child = child.model  # xtuner keeps the backbone alone (model/reward.py)
-        skeleton.module.add_module(name, child)
+        meta_model.module.add_module(name, child)
     for option, name in _ADAPTERS.items():
-        if isinstance(model.get(option), Mapping) and hasattr(skeleton.module, name):
+        if isinstance(model.get(option), Mapping) and hasattr(meta_model.module, name):
             lora = peft_model.lora_config_of(model[option], config.where)
-            setattr(skeleton.module, name, peft_model.adapt(getattr(skeleton.module, name), lora))
-    _add_the_rest(skeleton.module, model, names)
-    _freeze(skeleton.module, model)
-    return skeleton
+            setattr(meta_model.module, name, peft_model.adapt(getattr(meta_model.module, name), lora))
+    _add_the_rest(meta_model.module, model, names)
+    _freeze(meta_model.module, model)
+    return meta_model
 
 
 def _child(
-    skeleton: Skeleton,
+    meta_model: MetaModel,
     config: RunConfig,
     model: Mapping[str, Any],
     name: str,
@@ -162,7 +162,7 @@ def _child(
         if name != 'visual_encoder':
             _enlarge_context(hf_config, model.get('max_position_embeddings'))
 
-    return _model_at(skeleton, folder, why, names, trust_remote_code, auto_class, edit)
+    return _model_at(meta_model, folder, why, names, trust_remote_code, auto_class, edit)
 
 
 def _enlarge_context(config: Any, wanted: Any) -> None:
@@ -227,7 +227,7 @@ def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
 
 def _of_transformers(
     folder: Path | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
-) -> Skeleton:
+) -> MetaModel:
     described_by = folder if base is None else base
     adapter, place = None, _adapted(base, folder)
     if place is not None:
@@ -238,16 +238,16 @@ def _of_transformers(
             raise BaseModelError(f'{place}/adapter_config.json names no base model; set base_model_name_or_path in it')
         described_by = f'{place}/adapter_config.json and {base}'
     source = str(base if base is not None else folder)
-    skeleton = Skeleton(nn.Module(), str(described_by))
-    model: nn.Module = _model_at(skeleton, source, 'the model', names, trust_remote_code)
+    meta_model = MetaModel(nn.Module(), str(described_by))
+    model: nn.Module = _model_at(meta_model, source, 'the model', names, trust_remote_code)
     if adapter is not None:
         model = peft_model.adapt(model, adapter)
-    skeleton.module = _placed(model, _prefix(model, names, checkpoint, source))
-    return skeleton
+    meta_model.module = _placed(model, _prefix(model, names, checkpoint, source))
+    return meta_model
 
 
 def _model_at(
-    skeleton: Skeleton,
+    meta_model: MetaModel,
     folder: str,
     why: str,
     names: Collection[str],
@@ -255,7 +255,7 @@ def _model_at(
     auto_class: str | None = None,
     edit: Callable[[Any], None] = lambda config: None,
 ) -> nn.Module:
-    """The model of the config.json in ``folder``, one of the skeleton's bases from now on.
+    """The model of the config.json in ``folder``, one of the meta model's bases from now on.
 
     Args:
         edit: Its config, before it is built.
@@ -267,10 +267,10 @@ def _model_at(
     model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust_remote_code)
     code = transformers_model.own_code(transformers_model.raw_config(folder))
     if code and not trust_remote_code:
-        skeleton.notes.append(
+        meta_model.notes.append(
             f'{folder} has code of its own ({", ".join(code)}), which was not run; --trust-remote-code runs it'
         )
-    skeleton.remember_base(folder, model)
+    meta_model.remember_base(folder, model)
     return model
 
 

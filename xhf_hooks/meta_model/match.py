@@ -1,4 +1,4 @@
-"""Brings a skeleton and a checkpoint together: names, shapes, element types, ties, and what the base model has."""
+"""Brings a meta model and a checkpoint together: names, shapes, dtypes, ties, and what the base model has."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 from xhf_hooks.errors import BaseModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import some
-from xhf_hooks.meta_model.build import Skeleton
+from xhf_hooks.meta_model.build import MetaModel
 from xhf_hooks.model.tensors import module_tensors, names_by_identity
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.file_source import JoinedSource, SliceSource, renamed
+from xhf_hooks.sources.file_source import FileSource, JoinedSource, renamed
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
 
 _COMPARED_NBYTES = 2**20  # at once
@@ -22,33 +22,35 @@ _COMPARED_NBYTES = 2**20  # at once
 _REMEDY = '--base has to name the model that training started from'
 
 
-def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> tuple[JoinedSource, list[str]]:
-    """A source whose names are the skeleton's, and a skeleton whose shapes and element types are the source's.
+def match_checkpoint(
+    meta_model: MetaModel, source: FileSource, trained_dtype: str | None
+) -> tuple[JoinedSource, list[str]]:
+    """A source whose names are the meta model's, and a meta model whose shapes and dtypes are the source's.
 
     What the checkpoint does not hold and the base model does is read from there; what neither holds is left for
     the exporter to miss.
 
     Args:
-        trained_dtype: What training cast the base model to; None kept its element types.
+        trained_dtype: What training cast the base model to; None kept its dtypes.
 
     Returns:
         The source, and what to say about it in the log.
 
     Raises:
-        BaseModelError: The skeleton is not the model that was trained.
+        BaseModelError: The meta_model is not the model that was trained.
     """
     spec_of = {name: spec for spec in source.specs() for name in (spec.name, *spec.aliases)}
-    base = _BaseWeights(skeleton, trained_dtype)
-    embeddings = _embeddings(skeleton.module)
-    tensors: dict[TensorSpec, tuple[SliceSource, str]] = {}
+    base = _BaseWeights(meta_model, trained_dtype)
+    embeddings = _embeddings(meta_model.module)
+    tensors: dict[TensorSpec, tuple[FileSource, str]] = {}
     known: set[str] = set()
     other_shape = []
-    for tensor, names in names_by_identity(skeleton.module):
+    for tensor, names in names_by_identity(meta_model.module):
         known.update(names)
         held = list({spec_of[name].name: spec_of[name] for name in names if name in spec_of}.values())
         if held:
             spec, place = held[0], (source, held[0].name)
-            _require_equal(held, source, skeleton)
+            _require_equal(held, source, meta_model)
         elif (found := base.find(tensor)) is not None:
             spec, place = found
         else:
@@ -58,11 +60,11 @@ def fit(skeleton: Skeleton, source: SliceSource, trained_dtype: str | None) -> t
             continue
         _become(tensor, spec)
         tensors[renamed(spec, names)] = place
-    notes = [*skeleton.notes]
-    notes += _judge(skeleton, other_shape, [name for name in spec_of if name not in known])
+    notes = [*meta_model.notes]
+    notes += _judge(meta_model, other_shape, [name for name in spec_of if name not in known])
     if base.lacking:
         raise BaseModelError(
-            f'the model of {skeleton.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
+            f'the model of {meta_model.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
             f'({some(base.lacking)}), and no safetensors are there to read them from; if it is the model that was '
             f'trained, {_REMEDY}, with its weights'
         )
@@ -79,8 +81,8 @@ class _BaseWeights:
         lacking: Names of tensors that were looked for in folders without weights.
     """
 
-    def __init__(self, skeleton: Skeleton, dtype: str | None) -> None:
-        self._bases = skeleton.bases
+    def __init__(self, meta_model: MetaModel, dtype: str | None) -> None:
+        self._bases = meta_model.bases
         self._dtype = dtype
         self._opened: dict[str, tuple[SafetensorsSource, dict[str, TensorSpec]]] = {}
         self.n_found = 0
@@ -90,7 +92,7 @@ class _BaseWeights:
     def folders(self) -> str:
         return ' and '.join(self._opened)
 
-    def find(self, tensor: torch.Tensor) -> tuple[TensorSpec, tuple[SliceSource, str]] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[TensorSpec, tuple[FileSource, str]] | None:
         lacking = []
         for folder, names_of in self._bases:
             names = names_of.get(id(tensor), ())
@@ -133,17 +135,17 @@ def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
     return len(spec.shape) == tensor.dim() and spec.shape[1:] == tuple(tensor.shape)[1:]
 
 
-def _require_equal(held: Sequence[TensorSpec], source: SliceSource, skeleton: Skeleton) -> None:
+def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: MetaModel) -> None:
     """Tensors that the model ties must be one in the checkpoint, or equal (as torch.save stores them on a GPU run)."""
     for other in held[1:]:
         if not _same_bytes(held[0], other, source):
             raise BaseModelError(
-                f'the model of {skeleton.described_by} ties {held[0].name} and {other.name}, and they '
+                f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, and they '
                 f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
             )
 
 
-def _same_bytes(one: TensorSpec, other: TensorSpec, source: SliceSource) -> bool:
+def _same_bytes(one: TensorSpec, other: TensorSpec, source: FileSource) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     width = one.nbytes // max(1, torch.Size(one.shape).numel())
@@ -152,7 +154,7 @@ def _same_bytes(one: TensorSpec, other: TensorSpec, source: SliceSource) -> bool
         count = min(_COMPARED_NBYTES, one.nbytes - start)
         views = [memoryview(buffer)[:count] for buffer in buffers]
         for spec, view in zip((one, other), views, strict=True):
-            source.read_into(spec.name, start // width, view, spec.dtype, masters=False)
+            source.read_into(spec.name, start // width, view, spec.dtype, use_fp32_master=False)
         if views[0] != views[1]:
             return False
     return True
@@ -165,18 +167,18 @@ def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:
         tensor.data = torch.empty(spec.shape, dtype=dtype, device='meta')
 
 
-def _judge(skeleton: Skeleton, other_shape: list[str], unexpected: list[str]) -> list[str]:
+def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str]) -> list[str]:
     """Raise for a checkpoint of another model; else notes on what stays behind."""
     if other_shape:
         raise BaseModelError(
-            f'the checkpoint and the model of {skeleton.described_by} differ: {some(other_shape)}; {_REMEDY}'
+            f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
     unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
-    inside = {path.partition('.')[0] for path, _ in module_tensors(skeleton.module)}
+    inside = {path.partition('.')[0] for path, _ in module_tensors(meta_model.module)}
     lost = [name for name in unexpected if name.partition('.')[0] in inside]
     if lost:
         raise BaseModelError(
-            f'the checkpoint has tensors that the model of {skeleton.described_by} has not: {some(lost)}; {_REMEDY}'
+            f'the checkpoint has tensors that the model of {meta_model.described_by} has not: {some(lost)}; {_REMEDY}'
         )
     if unexpected:
         return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {some(unexpected)}']

@@ -95,9 +95,9 @@ class _Reader:
                 self._modules.add(name)
         elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
             value = self._value(node.value)
-            for target in node.targets:
-                self._names[target.id] = value
-                self._modules.discard(target.id)
+            for name in (target.id for target in node.targets if isinstance(target, ast.Name)):
+                self._names[name] = value
+                self._modules.discard(name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             self._names[node.target.id] = self._value(node.value)
         else:  # whatever it may change is not known any more

@@ -50,7 +50,7 @@ def find_tokenizer(
             return tokenizer, [], warnings
         name, template = found
         tokenizer, messages = chat_template.apply_to_tokenizer(tokenizer, template, name)
-        return tokenizer, chat_template.stop_token_ids(tokenizer, template), [*warnings, *messages]
+        return tokenizer, chat_template.eos_token_ids(tokenizer, template), [*warnings, *messages]
     except OptionError as error:
         return tokenizer, [], [*warnings, f'the chat template of training is not written: {error}']
 

@@ -76,7 +76,8 @@ def in_child(task: Callable[[], T], what: str, size: int) -> T:
 
 def _read(fd: int, secs: float) -> bytes | None:
     """All that comes until the other end is closed; None when that takes longer."""
-    deadline, pieces = time.monotonic() + secs, []
+    deadline = time.monotonic() + secs
+    pieces: list[bytes] = []
     while True:
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:

@@ -80,10 +80,10 @@ def make_plan(
         groups += _group(placements, entry_of, spec_of)
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
-    in_slices = [group for group in groups if group.is_in_runs and group.reads[0].name in sliced]
-    whole = [group for group in groups if not (group.is_in_runs and group.reads[0].name in sliced)]
+    from_shards = [group for group in groups if group.is_contiguous and group.reads[0].name in sliced]
+    whole = [group for group in groups if not (group.is_contiguous and group.reads[0].name in sliced)]
     buckets = _fill_buckets(_share_out(whole, files, n_writers), bucket_nbytes)
-    return SavePlan(tuple(files), tuple(in_slices), buckets, indexes, _digest(files, in_slices, buckets, indexes))
+    return SavePlan(tuple(files), tuple(from_shards), buckets, indexes, _digest(files, from_shards, buckets, indexes))
 
 
 def _lay_out(
@@ -103,8 +103,8 @@ def _lay_out(
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
             entry = entry_of[e.name]
-            first = 0 if entry.combine is None else entry.first
-            placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, first=first))
+            first = 0 if entry.combine is None else entry.source_offset
+            placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, source_offset=first))
         files.append(OutputFile(file, header, laid_out[-1].end))
     index = None
     if split.is_sharded:
@@ -145,8 +145,8 @@ def _check_group(
     for placement in together:
         if entry_of[placement.hf_name].reads != entry_of[together[0].hf_name].reads:
             raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, from other reads')
-        numel, end = math.prod(reads[0].shape), (placement.first or 0) + math.prod(placement.shape)
-        if placement.first is not None and (len(reads) != 1 or end > numel):
+        numel, end = math.prod(reads[0].shape), (placement.source_offset or 0) + math.prod(placement.shape)
+        if placement.source_offset is not None and (len(reads) != 1 or end > numel):
             raise PlanError(f'{placement.hf_name}: expected a run of the elements of one read, found {end} of {numel}')
 
 
@@ -216,7 +216,7 @@ def describe_group(group: Group) -> str:
     """What is read, where it goes, and who writes it. Equal lines mean equal work."""
     return (
         f'{[(s.name, s.shape, s.dtype) for s in group.reads]} -> '
-        f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.first) for p in group.placements]} '
+        f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset) for p in group.placements]} '
         f'combined={group.combine is not None}'
     )
 

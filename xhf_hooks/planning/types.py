@@ -1,6 +1,6 @@
 """The frozen records that flow through a save, in the order in which they appear.
 
-Only names, numbers and text live here: no tensor, no torch. Element types are the codes of the
+Only names, numbers and text live here: no tensor, no torch. Dtypes are the codes of the
 safetensors format (``'BF16'``, ``'F32'``, ``'I64'`` ...), see :mod:`xhf_hooks.format.safetensors`.
 """
 
@@ -64,10 +64,10 @@ class ExportEntry:
     """A tensor that goes out: its name and shape in the folder, and what must be read to make it.
 
     Entries that come out of one ``combine`` share the object, and are made together. ``None`` means
-    that the single read is the entry, apart from the element type.
+    that the single read is the entry, apart from the dtype.
 
     Attributes:
-        first: Where ``combine`` only cuts a run of elements out of the single read, as an expert out of fused
+        source_offset: Where ``combine`` only cuts a run of elements out of the single read, as an expert out of fused
             ones: the element with which it begins. None: what ``combine`` makes must be made.
     """
 
@@ -77,7 +77,7 @@ class ExportEntry:
     reads: tuple[str, ...]
     combine: Combine | None = None
     file_set: FileSet = FileSet()
-    first: int | None = None
+    source_offset: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +90,7 @@ class Placement:
 
     Attributes:
         owner: The rank that writes it, unless every rank writes its own slice.
-        first: The element of the group's only read with which it begins; None if it is no run of elements.
+        source_offset: The element of the group's only read with which it begins; None if it is no run of elements.
     """
 
     hf_name: str
@@ -100,7 +100,7 @@ class Placement:
     offset: int
     nbytes: int
     owner: int = 0
-    first: int | None = None
+    source_offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class Group:
     combine: Combine | None
 
     @property
-    def is_in_runs(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether any slice of any output can be made of the same slice of the only read."""
-        return all(placement.first is not None for placement in self.placements)
+        return all(placement.source_offset is not None for placement in self.placements)
 
     @property
     def read_nbytes(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Slice:
+class LocalShard:
     """What one rank has of a tensor: consecutive elements, in row-major order, from number ``start`` on."""
 
     start: int
@@ -26,8 +26,8 @@ class Slice:
 class Source(ABC):
     """Tensors by name, whole or this rank's slices of them, whatever way they are spread over ranks.
 
-    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`sliceable`, then inside one
-    :meth:`opened` any number of :meth:`own_slice`, then any number of :meth:`gathered`, one at a time.
+    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`shardable`, then inside one
+    :meth:`opened` any number of :meth:`local_shard`, then any number of :meth:`gathered`, one at a time.
 
     Attributes:
         memory_factor: About how many times its bytes reading a bucket takes; for telling the user beforehand.
@@ -55,11 +55,11 @@ class Source(ABC):
         """
         return None
 
-    def sliceable(self, masters: bool) -> set[str]:
-        """Tensors of which :meth:`own_slice` works. The same on every rank, as long as the specs are."""
+    def shardable(self, use_fp32_master: bool) -> set[str]:
+        """Tensors of which :meth:`local_shard` works. The same on every rank, as long as the specs are."""
         return set()
 
-    def own_slice(self, name: str, masters: bool) -> Slice:
+    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         """This rank's slice. Without communication; over all ranks the slices are the tensor, without overlap.
 
         The elements may alias live memory.
@@ -77,7 +77,7 @@ class Source(ABC):
     @abstractmethod
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Whole tensors. Runs on: all ranks, with the same names.
 
@@ -86,6 +86,6 @@ class Source(ABC):
 
         Args:
             wanted: Those of ``names`` that this rank is given; the others it only helps to gather.
-            masters: Give the fp32 master copy of those that have one.
+            use_fp32_master: Give the fp32 master copy of those that have one.
         """
         yield {}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class SliceSource(Source):
+class FileSource(Source):
     """A source that a conversion reads, by several threads at once."""
 
     @classmethod
@@ -25,45 +25,46 @@ class SliceSource(Source):
         return False
 
     @abstractmethod
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
         """Cast elements from ``start`` on into ``out``, as many as fit; how many finite ones became infinite."""
 
     @abstractmethod
-    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
         """Bytes in the files that reading these tensors reads."""
 
 
-class JoinedSource(SliceSource):
+class JoinedSource(FileSource):
     """Tensors of several sources, under other names.
 
     Args:
         tensors: Spec to the source that holds it, and its name there.
     """
 
-    def __init__(self, tensors: Mapping[TensorSpec, tuple[SliceSource, str]]) -> None:
+    def __init__(self, tensors: Mapping[TensorSpec, tuple[FileSource, str]]) -> None:
         self._specs = list(tensors)
         self._places = {spec.name: place for spec, place in tensors.items()}
 
     def specs(self) -> list[TensorSpec]:
         return list(self._specs)
 
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
         source, there = self._places[name]
-        return source.read_into(there, start, out, dtype, masters=masters)
+        return source.read_into(there, start, out, dtype, use_fp32_master=use_fp32_master)
 
-    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
         return sum(
-            source.stored_nbytes([there], masters=masters) for source, there in (self._places[name] for name in names)
+            source.stored_nbytes([there], use_fp32_master=use_fp32_master)
+            for source, there in (self._places[name] for name in names)
         )
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         found = {}
         for name in wanted:
             source, there = self._places[name]
-            with source.gathered([there], wanted=[there], masters=masters) as tensors:
+            with source.gathered([there], wanted=[there], use_fp32_master=use_fp32_master) as tensors:
                 found[name] = tensors[there]
         yield found
 

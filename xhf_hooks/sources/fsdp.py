@@ -17,7 +17,7 @@ from torch import nn
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import Slice
+from xhf_hooks.sources.base import LocalShard
 from xhf_hooks.sources.replicated import ModuleSource, share
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Fsdp2Source(ModuleSource):
     """Every parameter is a DTensor: rank r has its r-th ``torch.chunk`` along dimension 0, or along another one.
 
-    Gathers one DTensor at a time. What a forward pass without a backward pass has left gathered is let go
+    Gathers one DTensor at a time. What a forward pass without a backward pass has left gathered is freed
     first: training gathers it again by itself.
     """
 
@@ -50,14 +50,14 @@ class Fsdp2Source(ModuleSource):
             return True
         return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
 
-    def sliceable(self, masters: bool) -> set[str]:
+    def shardable(self, use_fp32_master: bool) -> set[str]:
         """What is split into rows over all ranks, and what is not split at all."""
         return {name for name, tensor in self._tensors.items() if _is_whole(tensor) or _is_in_rows(tensor)}
 
-    def own_slice(self, name: str, masters: bool) -> Slice:
+    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if _is_whole(tensor):
-            return super().own_slice(name, masters)
+            return super().local_shard(name, use_fp32_master)
         rows, local = tensor.shape[0], tensor.detach().to_local()
         start, end = share(rows, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
         if tuple(local.shape) != (end - start, *tensor.shape[1:]):
@@ -65,11 +65,11 @@ class Fsdp2Source(ModuleSource):
                 f'{name}: expected rows {start} to {end} of {tuple(tensor.shape)} on rank '
                 f'{rank_and_world_size()[0]}, found {tuple(local.shape)}'
             )
-        return Slice(start * math.prod(tensor.shape[1:]), local.reshape(-1))
+        return LocalShard(start * math.prod(tensor.shape[1:]), local.reshape(-1))
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         read = {}
         for name in names:
@@ -124,7 +124,7 @@ class Fsdp1Source(ModuleSource):
         fsdp = sys.modules.get('torch.distributed.fsdp')
         return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
 
-    def sliceable(self, masters: bool) -> set[str]:
+    def shardable(self, use_fp32_master: bool) -> set[str]:
         """What is spread over all ranks, and what is whole on all."""
         return {name for name, tensor in self._tensors.items() if self._is_sliceable(tensor)}
 
@@ -134,18 +134,18 @@ class Fsdp1Source(ModuleSource):
         module, _ = self._place[id(tensor)]
         return module.process_group.size() == rank_and_world_size()[1]
 
-    def own_slice(self, name: str, masters: bool) -> Slice:
+    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if not self._is_sharded(tensor):
-            return super().own_slice(name, masters)
+            return super().local_shard(name, use_fp32_master)
         module, index = self._place[id(tensor)]
         flat = module._handle.flat_param
         place = flat._shard_param_infos[index]
         if not place.in_shard:
-            return Slice(0, tensor.new_empty(0))
+            return LocalShard(0, tensor.new_empty(0))
         first = place.offset_in_shard
         shard = getattr(flat, '_local_shard', flat)  # before the first forward pass it is the flat one itself
-        return Slice(place.intra_param_start_idx, shard.detach()[first : first + place.numel_in_shard])
+        return LocalShard(place.intra_param_start_idx, shard.detach()[first : first + place.numel_in_shard])
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Fsdp1Source(ModuleSource):
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         read: dict[str, torch.Tensor] = {}
         by_module: dict[Any, list[str]] = {}

@@ -24,7 +24,7 @@ def gather(
     source: Source,
     collective: Collective,
     *,
-    masters: bool,
+    use_fp32_master: bool,
     meter: MemoryMeter,
     to_host: Callable[[torch.Tensor], memoryview],
 ) -> Generator[Chunk, None, None]:
@@ -51,7 +51,7 @@ def gather(
             ours = []
         wanted = {spec.name for group in ours for spec in group.reads}
         try:
-            with source.gathered(bucket.read_names, wanted=wanted, masters=masters) as tensors:
+            with source.gathered(bucket.read_names, wanted=wanted, use_fp32_master=use_fp32_master) as tensors:
                 for group in ours:
                     yield from group_chunks(group, tensors, rank, to_host, meter)
                 meter.sample()

@@ -1,7 +1,7 @@
 """From partitions to bytes without a gather: every rank reads its own slice of each tensor.
 
 A ZeRO partition is a run of consecutive elements of a row-major tensor, so it is one run of bytes in the
-output file, whatever the element type there.
+output file, whatever the dtype there.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import Chunk, Group, SavePlan
-from xhf_hooks.sources.base import Slice, Source
+from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.telemetry.memory import MemoryMeter
 
 #: A slice that must be cast or copied from a device goes through host memory in parts of so many elements.
 _PART_NUMEL = 4 * 2**20
 
 
-def own_slices(
+def local_shards(
     plan: SavePlan,
     source: Source,
     *,
-    masters: bool,
+    use_fp32_master: bool,
     meter: MemoryMeter,
     to_host: Callable[[torch.Tensor], memoryview],
 ) -> Generator[Chunk, None, None]:
@@ -36,19 +36,19 @@ def own_slices(
         TensorError: A slice is not what the plan says.
     """
     for group in plan.sliced:
-        own = source.own_slice(group.reads[0].name, masters)
+        own = source.local_shard(group.reads[0].name, use_fp32_master)
         _check(group, own)
         for placement in group.placements:
-            width, end = DTYPE_NBYTES[placement.dtype], placement.first + math.prod(placement.shape)
-            mine = range(max(own.start, placement.first), min(own.start + own.elements.numel(), end))
+            width, end = DTYPE_NBYTES[placement.dtype], placement.source_offset + math.prod(placement.shape)
+            mine = range(max(own.start, placement.source_offset), min(own.start + own.elements.numel(), end))
             for start in mine[::_PART_NUMEL]:
                 stop = min(start + _PART_NUMEL, mine.stop)
                 part, overflows = cast(own.elements[start - own.start : stop - own.start], placement.dtype)
-                yield Chunk(placement, to_host(part), (start - placement.first) * width, overflows)
+                yield Chunk(placement, to_host(part), (start - placement.source_offset) * width, overflows)
         meter.sample()
 
 
-def _check(group: Group, own: Slice) -> None:
+def _check(group: Group, own: LocalShard) -> None:
     spec = group.reads[0]
     numel, end = math.prod(spec.shape), own.start + own.elements.numel()
     if own.elements.dim() != 1 or not 0 <= own.start <= end <= numel or own.elements.dtype != TORCH_DTYPES[spec.dtype]:

@@ -54,7 +54,7 @@ class PieceReader:
         """Fill ``out`` (flat) with the elements from ``start`` on of what the pieces make up together.
 
         Args:
-            through: Round to this element type first.
+            through: Round to this dtype first.
             beside: A tensor whose fp32 copy the pieces are: what is read, rounded, must be its values as trained.
 
         Returns:

@@ -13,7 +13,7 @@ from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model.tensors import names_by_identity
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import Slice, Source
+from xhf_hooks.sources.base import LocalShard, Source
 
 
 @SOURCES.register_module()
@@ -46,25 +46,25 @@ class ModuleSource(Source):
             for name, tensor in self._tensors.items()
         ]
 
-    def sliceable(self, masters: bool) -> set[str]:
+    def shardable(self, use_fp32_master: bool) -> set[str]:
         return set(self._tensors)
 
-    def own_slice(self, name: str, masters: bool) -> Slice:
+    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
-        if masters and self._has_master(tensor):
-            return self._own_master_slice(tensor)
+        if use_fp32_master and self._has_master(tensor):
+            return self._local_master_shard(tensor)
         rank, world_size = rank_and_world_size()
         if not isinstance(tensor, nn.Parameter):  # buffers need not be the same on every rank
-            return Slice(0, tensor.detach().reshape(-1) if rank == 0 else tensor.new_empty(0))
+            return LocalShard(0, tensor.detach().reshape(-1) if rank == 0 else tensor.new_empty(0))
         start, end = share(tensor.numel(), rank, world_size)
-        return Slice(start, tensor.detach().reshape(-1)[start:end])
+        return LocalShard(start, tensor.detach().reshape(-1)[start:end])
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         tensors = {name: self._tensors[name] for name in names}
-        from_master = {n: t for n, t in tensors.items() if masters and self._has_master(t)}
+        from_master = {n: t for n, t in tensors.items() if use_fp32_master and self._has_master(t)}
         read = {n: t.detach() for n, t in tensors.items() if n in wanted and n not in from_master}
         yield {**read, **self._masters(from_master, wanted)}
 
@@ -81,12 +81,12 @@ class ModuleSource(Source):
                 found[name] = master
         return found
 
-    def _own_master_slice(self, tensor: torch.Tensor) -> Slice:
+    def _local_master_shard(self, tensor: torch.Tensor) -> LocalShard:
         """DeepSpeed's mapping of a parameter to this rank's part of the flat masters (``utils/tensor_fragment.py``)."""
         mapping = tensor._hp_mapping
         if mapping is None:  # its master is on other ranks altogether
-            return Slice(0, torch.empty(0, dtype=torch.float32))
-        return Slice(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
+            return LocalShard(0, torch.empty(0, dtype=torch.float32))
+        return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)

@@ -17,7 +17,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.records import Piece
-from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.piece_reader import PieceReader
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ _INDEX = 'model.safetensors.index.json'
 _MOST_HEADER_NBYTES = 100 * 10**6  # safetensors' own limit
 
 
-class SafetensorsSource(SliceSource):
+class SafetensorsSource(FileSource):
     """``model.safetensors``, or the files that its index names.
 
     Args:
-        dtype: The element type that training gave its floats (DeepSpeed casts the whole model); None keeps them.
+        dtype: The dtype that training gave its floats (DeepSpeed casts the whole model); None keeps them.
 
     Raises:
         CheckpointError: There are no such files, or one is damaged.
@@ -50,7 +50,7 @@ class SafetensorsSource(SliceSource):
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(name, shape, self._trained_dtype(name)) for name, shape in self._shapes.items()]
 
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
         import torch
 
         target = torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]) if out.nbytes else None
@@ -59,12 +59,12 @@ class SafetensorsSource(SliceSource):
         through = TORCH_DTYPES[self._trained_dtype(name)]
         return self._reader.read_into((self._pieces[name],), start, target, through)
 
-    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
         return sum(self._pieces[name].nbytes for name in names)
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         import torch
 

@@ -12,7 +12,7 @@ from torch import nn
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import Slice
+from xhf_hooks.sources.base import LocalShard
 from xhf_hooks.sources.replicated import ModuleSource
 from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_partition
 
@@ -42,7 +42,7 @@ class Zero3Source(ModuleSource):
                 f"adapter alone (lora='adapter')"
             )
 
-    def sliceable(self, masters: bool) -> set[str]:
+    def shardable(self, use_fp32_master: bool) -> set[str]:
         """What is spread over all ranks."""
         world_size = rank_and_world_size()[1]
         return {
@@ -51,13 +51,15 @@ class Zero3Source(ModuleSource):
             if not _is_partitioned(tensor) or dist.get_world_size(_partition_group(tensor)) == world_size
         }
 
-    def own_slice(self, name: str, masters: bool) -> Slice:
+    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if not _is_partitioned(tensor):
-            return super().own_slice(name, masters)
-        partition = self._partition(name, masters)
+            return super().local_shard(name, use_fp32_master)
+        partition = self._partition(name, use_fp32_master)
         start = min(rank_and_world_size()[0] * partition.numel(), tensor.ds_numel)
-        return Slice(start, partition[: tensor.ds_numel - start])  # padded at its end where the parameter ends before
+        return LocalShard(
+            start, partition[: tensor.ds_numel - start]
+        )  # padded at its end where the parameter ends before
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -84,13 +86,13 @@ class Zero3Source(ModuleSource):
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         tensors = {name: self._tensors[name] for name in names}
-        from_master = [n for n, t in tensors.items() if masters and self._has_master(t)]
+        from_master = [n for n, t in tensors.items() if use_fp32_master and self._has_master(t)]
         # What is whole already (a persistent parameter of a model without optimizer) must stay so:
         # GatheredParameters would partition it on leaving.
         others = {n: t for n, t in tensors.items() if n not in from_master}
@@ -123,7 +125,7 @@ class Zero3Source(ModuleSource):
         for name in names:
             tensor = self._tensors[name]
             try:
-                partition = self._partition(name, masters=True)
+                partition = self._partition(name, use_fp32_master=True)
             except Exception as caught:
                 error = caught if error is None else error
                 partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=torch.float32)
@@ -138,13 +140,13 @@ class Zero3Source(ModuleSource):
             raise error
         return found
 
-    def _partition(self, name: str, masters: bool) -> torch.Tensor:
+    def _partition(self, name: str, use_fp32_master: bool) -> torch.Tensor:
         """This rank's elements, and padding. Without communication; may alias live memory."""
         from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
         tensor = self._tensors[name]
         expected = tensor.ds_tensor.ds_numel
-        if masters and self._has_master(tensor):
+        if use_fp32_master and self._has_master(tensor):
             partition = read_swapped_master(tensor)
             if partition is None:
                 from deepspeed.utils import safe_get_local_fp32_param

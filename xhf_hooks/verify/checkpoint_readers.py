@@ -9,7 +9,7 @@ from xhf_hooks.convert import Converter
 from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import Group, Placement
-from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.verify.model_reader import ModelReader, TensorInfo
@@ -34,20 +34,20 @@ class ConvertedReader(ModelReader):
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         group, placement = self._places[name]
-        if not group.is_in_runs:
+        if not group.is_contiguous:
             out[:] = self._made[name][start : start + len(out)]
             return
-        first = placement.first + start // DTYPE_NBYTES[placement.dtype]
-        source, masters = self._converter.source, self._converter.masters
-        source.read_into(group.reads[0].name, first, out, placement.dtype, masters=masters)
+        first = placement.source_offset + start // DTYPE_NBYTES[placement.dtype]
+        source, masters = self._converter.source, self._converter.use_fp32_master
+        source.read_into(group.reads[0].name, first, out, placement.dtype, use_fp32_master=masters)
 
     def made_together(self, name: str) -> tuple[str, ...]:
         group, _ = self._places[name]
-        return () if group.is_in_runs else tuple(_name(placement) for placement in group.placements)
+        return () if group.is_contiguous else tuple(_name(placement) for placement in group.placements)
 
     @contextmanager
     def held(self, names: Sequence[str]) -> Iterator[None]:
-        groups = {id(group): group for group, _ in map(self._places.__getitem__, names) if not group.is_in_runs}
+        groups = {id(group): group for group, _ in map(self._places.__getitem__, names) if not group.is_contiguous}
         try:
             for group in groups.values():
                 self._make(group)
@@ -61,8 +61,8 @@ class ConvertedReader(ModelReader):
     def _make(self, group: Group) -> None:
         import torch
 
-        reads, masters = [spec.name for spec in group.reads], self._converter.masters
-        with self._converter.source.gathered(reads, wanted=reads, masters=masters) as tensors, torch.no_grad():
+        reads, masters = [spec.name for spec in group.reads], self._converter.use_fp32_master
+        with self._converter.source.gathered(reads, wanted=reads, use_fp32_master=masters) as tensors, torch.no_grad():
             chunks = group_chunks(group, tensors, 0, host_bytes, self._meter)
             self._made |= {_name(chunk.placement): chunk.data for chunk in chunks}
 
@@ -74,7 +74,7 @@ class NamedReader(ModelReader):
         prefix: Taken off the names, where they have it.
     """
 
-    def __init__(self, source: SliceSource, label: str, notes: Sequence[str], prefix: str = '') -> None:
+    def __init__(self, source: FileSource, label: str, notes: Sequence[str], prefix: str = '') -> None:
         self.label, self.notes = label, list(notes)
         self._source, self._names = source, {}
         self.tensors, self.ties = {}, {}
@@ -86,7 +86,7 @@ class NamedReader(ModelReader):
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         dtype = self.tensors[name].dtype
-        self._source.read_into(self._names[name], start // DTYPE_NBYTES[dtype], out, dtype, masters=False)
+        self._source.read_into(self._names[name], start // DTYPE_NBYTES[dtype], out, dtype, use_fp32_master=False)
 
     def close(self) -> None:
         """Its files are closed when nothing refers to them."""

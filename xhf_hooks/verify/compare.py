@@ -48,7 +48,7 @@ class TensorVerdict:
 
     Attributes:
         verdict: ``'identical'``, ``'rounding'`` or ``'different'``.
-        through: The element type by which rounding is explained, for ``'rounding'``.
+        through: The dtype by which rounding is explained, for ``'rounding'``.
         max_ulps: In units in the last place of ``ulp_of``; None for tensors that are not floating point.
     """
 
@@ -265,7 +265,7 @@ def _judge(a: ModelReader, b: ModelReader, one: str, two: str, found: Difference
     elif found.same_bytes and first.dtype == second.dtype:
         verdict = IDENTICAL
     elif not floats and first.dtype != second.dtype:
-        verdict, reason = DIFFERENT, f'element types {first.dtype} and {second.dtype}'
+        verdict, reason = DIFFERENT, f'dtypes {first.dtype} and {second.dtype}'
     elif found.n_beyond == 0:
         verdict, through = ROUNDING, narrower(first.dtype, second.dtype)
     else:

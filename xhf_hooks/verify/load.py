@@ -1,4 +1,4 @@
-"""Loads a folder as its users will, runs it once, and lets it write."""
+"""Loads a folder as its users will, runs it once, and generates text."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class SafetensorsReader(ModelReader):
     """A Hugging Face folder; tensors of folders in it are named ``folder/tensor``. Or a single file.
 
     Raises:
-        CheckpointError: It holds no whole safetensors files, or an element type that cannot be compared.
+        CheckpointError: It holds no whole safetensors files, or a dtype that cannot be compared.
     """
 
     def __init__(self, path: Path) -> None:

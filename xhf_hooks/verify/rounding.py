@@ -1,6 +1,6 @@
 """How two pieces of the same tensor differ: not at all, by rounding, or really.
 
-A difference is *rounding* when one value is the nearest that its element type has to the other: that is at most half
+A difference is *rounding* when one value is the nearest that its dtype has to the other: that is at most half
 a unit in the last place of the narrower type. The narrower type may be hidden: fp32 numbers that were first rounded to
 fp16 (as xtuner's ``pth_to_hf --fp32`` stores) are all values of fp16, each the nearest to what it was made of.
 """
@@ -25,7 +25,7 @@ _THROUGH = ('F16', 'BF16')
 
 
 def has_precision(dtype: str) -> bool:
-    """Whether values of this element type are rounded; others are equal or not."""
+    """Whether values of this dtype are rounded; others are equal or not."""
     return dtype in _PRECISION
 
 
@@ -35,10 +35,10 @@ class Difference:
 
     Attributes:
         n_differ: Elements with another value; elements of other bits but equal value (zeros, NaNs) not counted.
-        n_beyond: Of these, beyond what rounding between the two element types explains.
+        n_beyond: Of these, beyond what rounding between the two dtypes explains.
         same_bytes: Every byte is the same.
         max_abs, sum_abs: Over finite differences.
-        max_ulps: Largest difference in units in the last place of the narrower element type; 0.5, which it cannot
+        max_ulps: Largest difference in units in the last place of the narrower dtype; 0.5, which it cannot
             exceed, for what is rounded to the nearest throughout.
     """
 
@@ -81,7 +81,7 @@ def compare(
     """Compare two flat pieces with as many elements each.
 
     Args:
-        a_dtype, b_dtype: Codes of their element types.
+        a_dtype, b_dtype: Codes of their dtypes.
         workspace: Of this thread; makes it faster.
     """
     if a.dtype == b.dtype and same_bits(a, b):
@@ -98,7 +98,7 @@ def compare(
 def _compare_rounded(
     a: torch.Tensor, b: torch.Tensor, a_dtype: str, b_dtype: str, space: Workspace
 ) -> Difference | None:
-    """The usual case of two element types: the one is the other, rounded. None when it is not, or not finite."""
+    """The usual case of two dtypes: the one is the other, rounded. None when it is not, or not finite."""
     if a_dtype == b_dtype:
         return None
     n, code = a.numel(), narrower(a_dtype, b_dtype)
@@ -197,7 +197,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def narrower(a_dtype: str, b_dtype: str) -> str:
-    """Of two element types the one with the shorter fraction."""
+    """Of two dtypes the one with the shorter fraction."""
     return min(a_dtype, b_dtype, key=lambda dtype: _PRECISION[dtype][0])
 
 

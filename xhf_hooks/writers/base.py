@@ -20,12 +20,12 @@ class Writer(ABC):
 
     Attributes:
         all_ranks: Every rank writes, so the folder must be on a file system that all of them see.
-        in_slices: Every rank writes its own slices where that can be; only the rest is gathered.
+        writes_local_shards: Every rank writes its own slices where that can be; only the rest is gathered.
         samples: From :meth:`finish` on, a few of the bytes that this rank has written into each file.
     """
 
     all_ranks = False
-    in_slices = False
+    writes_local_shards = False
     samples: list[Sample]
 
     @abstractmethod

@@ -11,4 +11,4 @@ class PositionalWriter(StreamWriter):
     """What must be whole before it can be written (merged, or on NVMe) is gathered and shared out."""
 
     all_ranks = True
-    in_slices = True
+    writes_local_shards = True

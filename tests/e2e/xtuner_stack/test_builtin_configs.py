@@ -20,7 +20,7 @@ MISNAMED = {'mistral_7b_full_finetune_custom_sft_e1': 'qlora', 'internlm2_5_chat
 #: Of whole models; with LoRA it is the second.
 EXPORTERS = {
     'llava': ('LlavaExporter', 'LlavaExporter'),
-    'internvl': ('HuggingFaceExporter', 'LoraInsideExporter'),
+    'internvl': ('HuggingFaceExporter', 'NestedLoraExporter'),
     'reward_model': ('RewardExporter', 'RewardLoraExporter'),
 }
 PLAIN = ('HuggingFaceExporter', 'LoraExporter')
@@ -42,7 +42,7 @@ def expected_exporter(name: str) -> str:
     if '/deepseek_v2_' in name:
         return 'ShardedMoeExporter'
     if name.startswith('internvl/') and '_qlora_' in name:
-        return 'QuantizedLoraInsideExporter'
+        return 'QuantizedNestedLoraExporter'
     return EXPORTERS.get(name.partition('/')[0], PLAIN)[has_lora(name)]
 
 

@@ -232,11 +232,11 @@ def test_another_template_is_replaced_in_a_copy(existing, said, plain):
 
 def test_stop_words_are_ids_or_named(plain):
     expected = [plain.convert_tokens_to_ids(token) for token in ('</s>', '<|im_end|>', '<|endoftext|>')]
-    assert chat_template.stop_token_ids(plain, LITERALS['qwen_chat']) == expected
-    assert chat_template.stop_token_ids(plain, LITERALS['default']) == expected[:1]
-    assert chat_template.stop_token_ids(plain, dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True)) == expected[:2]
+    assert chat_template.eos_token_ids(plain, LITERALS['qwen_chat']) == expected
+    assert chat_template.eos_token_ids(plain, LITERALS['default']) == expected[:1]
+    assert chat_template.eos_token_ids(plain, dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True)) == expected[:2]
     template = {**LITERALS['default'], 'STOP_WORDS': ['<eoa> never seen', '</s>']}
-    assert chat_template.stop_token_ids(plain, template) == [plain.eos_token_id]
+    assert chat_template.eos_token_ids(plain, template) == [plain.eos_token_id]
     assert "['<eoa> never seen'] of it" in chat_template.apply_to_tokenizer(plain, template, 'it')[1][1]
 
 

@@ -131,7 +131,7 @@ def test_names_outside_are_neither_cut_nor_exported(tmp_path):
     assert set(exporter.left_out) == {f'{m}.{p}' for m in ('llm_extra', 'projector') for p in ('weight', 'bias')}
 
 
-# Tied weights and element types
+# Tied weights and dtypes
 
 
 @pytest.mark.parametrize('family', ['qwen2', 'bert', 't5', 'gpt2', 'whisper'])
@@ -266,7 +266,7 @@ def test_live_model_is_untouched(tmp_path):
     weights = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
     exporter = HuggingFaceExporter(model, None)
     exporter.entries(source_for(model).specs(), 'F16')
-    exporter.write_sidecar(tmp_path, None, ())
+    exporter.write_hf_assets(tmp_path, None, ())
     assert model.config.to_dict() == config
     assert model.generation_config.to_dict() == generation
     after = model.state_dict(keep_vars=True)

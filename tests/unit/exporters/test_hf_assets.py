@@ -26,7 +26,7 @@ def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) ->
     folder.mkdir(exist_ok=True)
     exporter = HuggingFaceExporter(model, None)
     exporter.entries(source_for(model).specs(), dtype)
-    return exporter.write_sidecar(folder, tokenizer, ())
+    return exporter.write_hf_assets(folder, tokenizer, ())
 
 
 def read_json(path: Path) -> dict:

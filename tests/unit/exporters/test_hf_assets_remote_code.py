@@ -77,7 +77,7 @@ def test_remote_code_travels_with_the_folder(remote_base, tmp_path):
     found.mkdir()
     exporter = HuggingFaceExporter(model, None)
     exporter.entries(source_for(model).specs(), None)
-    assert exporter.write_sidecar(found, None, ()) == []
+    assert exporter.write_hf_assets(found, None, ()) == []
     assert set(CODE) <= {path.name for path in found.iterdir()}
     assert model.config.to_dict() == before
 

@@ -38,7 +38,7 @@ def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **o
     exporter = exporter_for(model, None, **{k: options.get(k) for k in ('lora', 'llava_format')})
     exporter.entries(source_for(model).specs(), dtype_code('dtype', options.get('dtype')))
     _, committed = save_folder(model, folder, **options)
-    exporter.write_sidecar(committed.path, None if words is None else tokenizer(words), ())
+    exporter.write_hf_assets(committed.path, None if words is None else tokenizer(words), ())
     return committed.path, exporter
 
 

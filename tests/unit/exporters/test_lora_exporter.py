@@ -144,7 +144,7 @@ def test_tokenizer_goes_beside_the_weights_once(tmp_path):
         folder.mkdir()
         exporter = exporter_for(adapted('llama'), None, lora=lora)
         exporter.entries(source_for(adapted('llama')).specs(), None)
-        exporter.write_sidecar(folder, Tokenizer(), ())
+        exporter.write_hf_assets(folder, Tokenizer(), ())
         assert [path.parent for path in folder.rglob('tokenizer.json')] == [folder]
 
 

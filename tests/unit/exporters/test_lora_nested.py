@@ -21,8 +21,8 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import (
     HuggingFaceExporter,
     LoraExporter,
-    LoraInsideExporter,
-    QuantizedLoraInsideExporter,
+    NestedLoraExporter,
+    QuantizedNestedLoraExporter,
     exporter_for,
 )
 
@@ -63,7 +63,7 @@ def test_whole_model_as_xtuner_converts_it(kind, base, tmp_path):
     model = with_adapters(base, kind)
     merged_by_peft(model, tmp_path / 'expected')
     wrapped = around(model=model)
-    assert type(exporter_for(wrapped, None)) is (HuggingFaceExporter if kind is None else LoraInsideExporter)
+    assert type(exporter_for(wrapped, None)) is (HuggingFaceExporter if kind is None else NestedLoraExporter)
     _, committed = save_folder(wrapped, tmp_path / 'hf_model')
     assert_same_folder_tensors(tmp_path / 'expected', committed.path)
     assert not any('lora_' in name or 'base_model' in name for name in folder_tensors(committed.path))
@@ -86,7 +86,7 @@ def test_bf16_is_rounded_once(base, tmp_path):
 
 def test_merge_is_all_that_there_is(base):
     model = around(model=with_adapters(base, 'both'))
-    assert type(exporter_for(model, None, lora='merge')) is LoraInsideExporter
+    assert type(exporter_for(model, None, lora='merge')) is NestedLoraExporter
     for lora in ('adapter', 'both'):
         with pytest.raises(OptionError, match=r"None or 'merge', because TinyInternVLModel has adapters on") as caught:
             exporter_for(model, None, lora=lora)
@@ -108,7 +108,7 @@ def test_quantized_goes_out_as_what_was_trained(part, base, tmp_path):
         parameter.requires_grad_('lora_' in name or 'mlp1' in name)
     with pytest.raises(OptionError, match=r"'bitsandbytes'.* quantization_llm=False"):
         exporter_for(model, None, lora='merge')
-    assert type(exporter_for(model, None)) is QuantizedLoraInsideExporter
+    assert type(exporter_for(model, None)) is QuantizedNestedLoraExporter
     _, committed = save_folder(model, tmp_path / 'hf_model')
 
     del model.get_submodule(part).quantization_method

@@ -91,9 +91,9 @@ if HAS_CONVERSION:
             assert (entry.shape, entry.dtype) == (tuple(tensor.shape), dtype_code(tensor.dtype)), name
             assert found[name].shape == tensor.shape, name
             assert host_bytes(found[name]) == host_bytes(tensor), name
-            if entry.first is not None:  # nothing need be made: it is a run of what is read
+            if entry.source_offset is not None:  # nothing need be made: it is a run of what is read
                 read = tensors[entry.reads[0].removeprefix(PREFIX)].reshape(-1)
-                run = read[entry.first : entry.first + tensor.numel()]
+                run = read[entry.source_offset : entry.source_offset + tensor.numel()]
                 assert host_bytes(run) == host_bytes(tensor), name
 
     @pytest.mark.parametrize('family', ['qwen3_moe', 'mixtral', 'deepseek_v3'])
@@ -104,7 +104,7 @@ if HAS_CONVERSION:
         experts = [entry for entry in entries if '.experts.' in entry.hf_name]
         assert experts and all(entry.combine is not None for entry in experts)
         assert {len(entry.reads) for entry in experts} == {1}
-        assert all(entry.first is not None for entry in experts), 'and can be written without gathering it'
+        assert all(entry.source_offset is not None for entry in experts), 'and can be written without gathering it'
         assert all(entry.combine is None for entry in entries if '.experts.' not in entry.hf_name)
 
     def test_groups_fit_a_plan():
@@ -127,7 +127,7 @@ if HAS_CONVERSION:
         assert sum(len(group.placements) for group in plan.sliced) == len(entries) > len(plan.sliced)
 
     def test_what_is_computed_is_no_run():
-        """Transposed, or with another element type: not the elements that are read, one after the other."""
+        """Transposed, or with another dtype: not the elements that are read, one after the other."""
         spec = TensorSpec('fused', (2, 3, 4), 'F32')
         fused = _traced_meta('fused', spec)
         assert _first_of_run(fused[1], [fused]) == 12

@@ -77,7 +77,7 @@ class Saved:
             max_shard_nbytes=shard_nbytes,
             bucket_nbytes=bucket_nbytes,
             n_writers=world_size if kind.all_ranks else 1,
-            sliced={spec.name for spec in specs if kind.in_slices and dice.random() < sliced},
+            sliced={spec.name for spec in specs if kind.writes_local_shards and dice.random() < sliced},
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
         ranks = [kind(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
@@ -101,7 +101,7 @@ class Saved:
             first, last = share(math.prod(group.reads[0].shape), rank, world_size)
             for place in group.placements:
                 numel, width = math.prod(place.shape), DTYPE_NBYTES[place.dtype]
-                start, end = ((min(max(at - place.first, 0), numel)) * width for at in (first, last))
+                start, end = ((min(max(at - place.source_offset, 0), numel)) * width for at in (first, last))
                 if start < end:
                     yield Chunk(place, memoryview(self.data[place.hf_name])[start:end], start)
         for place in (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements):
@@ -126,7 +126,7 @@ def _entries_and_specs(
         specs.append(TensorSpec(read, parts[0][1] if len(parts) == 1 else (firsts[-1],), dtype))
         combine = None if len(parts) == 1 else partial(_cut)  # one for each group
         entries += [
-            ExportEntry(name, shape, dtype, (read,), combine, first=None if combine is None else first)
+            ExportEntry(name, shape, dtype, (read,), combine, source_offset=None if combine is None else first)
             for first, (name, shape, _) in zip(firsts, parts, strict=False)
         ]
     return entries, specs

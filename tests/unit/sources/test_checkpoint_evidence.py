@@ -133,7 +133,7 @@ def test_slices_that_a_rank_records(tmp_path, stage, groups):
     folder = made.write(tmp_path / 'x')
     forget_names(folder)
     edit(folder, MODEL, lambda state: state['module'].clear(), nameless=True)
-    assert_same_tensors(read_all(open_checkpoint(folder), masters=True), dict(made.masters))
+    assert_same_tensors(read_all(open_checkpoint(folder), use_fp32_master=True), dict(made.masters))
     swap(folder, optim(0), optim(1))
     assert 'records another part of' in refusal(folder)
 
@@ -197,7 +197,7 @@ GOOD = {
 @pytest.mark.parametrize('name', GOOD)
 def test_good_counts(tmp_path, stage, name):
     made = MadeCheckpoint(stage=stage, **GOOD[name])
-    assert_same_tensors(read_all(open_checkpoint(made.write(tmp_path / 'x')), masters=True), dict(made.masters))
+    assert_same_tensors(read_all(open_checkpoint(made.write(tmp_path / 'x')), use_fp32_master=True), dict(made.masters))
 
 
 def test_accumulated_gradients_after_load_from(tmp_path):
@@ -289,7 +289,7 @@ def test_every_ranks_part_of_every_tensor_is_looked_at(tmp_path, world_size):
     edit(
         folder, '*optim_states.pt', lambda s: s['optimizer_state_dict'].pop('param_slice_mappings'), nameless=True
     )  # fmt: skip
-    assert_same_tensors(read_all(open_checkpoint(folder), masters=True), dict(made.masters))
+    assert_same_tensors(read_all(open_checkpoint(folder), use_fp32_master=True), dict(made.masters))
     other = MadeCheckpoint(masters=large(1), stage=1, world_size=world_size, dtype=torch.bfloat16)
     for rank in range(world_size):
         spoilt = shutil.copytree(folder, tmp_path / f'rank {rank}')
@@ -309,11 +309,11 @@ def test_all_that_is_read_is_compared(tmp_path):
     source = open_checkpoint(folder)
     assert_same_tensors(read_all(source), made.as_trained)
     with pytest.raises(CheckpointError, match='a is not what mp_rank_00_model_states') as caught:
-        read_all(source, masters=True)
+        read_all(source, use_fp32_master=True)
     assert str(folder / optim(1)) in str(caught.value)
     out = torch.empty(1000)
     data = memoryview(out.view(torch.uint8).numpy())
-    assert source.read_into('a', 200_000, data, 'F32', masters=True) == 0  # elsewhere in that tensor
+    assert source.read_into('a', 200_000, data, 'F32', use_fp32_master=True) == 0  # elsewhere in that tensor
     assert torch.equal(out, made.masters['a'][200_000:201_000])
 
 
@@ -330,6 +330,6 @@ def test_all_bit_patterns_are_what_they_round_to(tmp_path):
             weights[weights.isnan()] = weights.view(torch.int16)[0:1].bitwise_xor(1).view(weights.dtype)
 
         edit(folder, MODEL, other_nans)
-        assert len(read_all(open_checkpoint(folder), masters=True, damaged=True)) == 1
+        assert len(read_all(open_checkpoint(folder), use_fp32_master=True, damaged=True)) == 1
         edit(folder, MODEL, lambda state: state['module']['w'][4].neg_())
         assert 'w is not what' in refusal(folder)

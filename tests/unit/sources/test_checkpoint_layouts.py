@@ -43,7 +43,7 @@ def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
     assert source.warnings == [] and source.iteration == 5
     assert_same_tensors(read_all(source), made.as_trained)
     expected = {**made.as_trained, **made.masters}
-    assert_same_tensors(read_all(source, masters=True), expected)
+    assert_same_tensors(read_all(source, use_fp32_master=True), expected)
     has_master = [spec.name for spec in source.specs() if spec.has_master]
     assert has_master == ([] if made.dtype == torch.float32 else list(made.masters))
 
@@ -52,7 +52,7 @@ def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
 def test_more_ranks_than_elements(tmp_path, stage):
     made = MadeCheckpoint(stage=stage, world_size=150, groups=TWO_GROUPS)
     source = open_checkpoint(made.write(tmp_path / 'x'))
-    assert_same_tensors(read_all(source, masters=True), dict(made.masters))
+    assert_same_tensors(read_all(source, use_fp32_master=True), dict(made.masters))
 
 
 def test_tied_names_are_one_tensor(tmp_path):
@@ -92,11 +92,11 @@ def test_rounds_once_and_counts_what_overflows(tmp_path):
     }
     source = open_checkpoint(MadeCheckpoint(masters=masters, dtype=torch.bfloat16).write(tmp_path / 'x'))
     out = torch.empty(8, dtype=torch.float16)
-    count = source.read_into('w', 0, memoryview(out.view(torch.uint8).numpy()), 'F16', masters=True)
+    count = source.read_into('w', 0, memoryview(out.view(torch.uint8).numpy()), 'F16', use_fp32_master=True)
     assert count == 2
     assert torch.equal(out.view(torch.int16), masters['w'].half().view(torch.int16))
     twice = torch.empty(8, dtype=torch.float16)
-    assert source.read_into('w', 0, memoryview(twice.view(torch.uint8).numpy()), 'F16', masters=False) == 3
+    assert source.read_into('w', 0, memoryview(twice.view(torch.uint8).numpy()), 'F16', use_fp32_master=False) == 3
     assert torch.equal(twice.view(torch.int16), masters['w'].bfloat16().half().view(torch.int16))
     assert not torch.equal(out.view(torch.int16), twice.view(torch.int16))
 
@@ -126,14 +126,17 @@ def test_large_tensors_in_any_range(tmp_path):
     flat = master.reshape(-1)
     for start, end in ((0, flat.numel()), (233_566, 233_568), (1, 600_000), (flat.numel() - 1, flat.numel()), (5, 5)):
         out = torch.empty(end - start)
-        source.read_into('w', start, memoryview(out.view(torch.uint8).numpy()), 'F32', masters=True)
+        source.read_into('w', start, memoryview(out.view(torch.uint8).numpy()), 'F32', use_fp32_master=True)
         assert torch.equal(out, flat[start:end])
 
 
 def test_gathered_is_the_source_interface(tmp_path):
     made = MadeCheckpoint(stage=3, world_size=2)
     source = open_checkpoint(made.write(tmp_path / 'x'))
-    with source.opened(), source.gathered(['a.weight', 'a.bias'], wanted=['a.weight'], masters=False) as tensors:
+    with (
+        source.opened(),
+        source.gathered(['a.weight', 'a.bias'], wanted=['a.weight'], use_fp32_master=False) as tensors,
+    ):
         assert_same_tensors(dict(tensors), {'a.weight': made.as_trained['a.weight']})
-    with source.gathered(['a.weight'], wanted=['a.weight'], masters=True) as tensors:
+    with source.gathered(['a.weight'], wanted=['a.weight'], use_fp32_master=True) as tensors:
         assert_same_tensors(dict(tensors), {'a.weight': made.masters['a.weight']})

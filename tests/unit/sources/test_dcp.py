@@ -63,7 +63,7 @@ def test_empty_tensors(tmp_path):
 @pytest.mark.parametrize(('state', 'words'), {
     'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, 'no state dict of a model, but optimizer/state'),
     'two models': ({'a': {'model': WEIGHTS}, 'b': {'model': WEIGHTS}}, r'holds 2 models \(a/model, b/model\)'),
-    'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'of an element type that safetensors cannot store'),
+    'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'of a dtype that safetensors cannot store'),
     'nothing': ({'epoch': 3}, 'holds no state dict of a model, but nothing'),
 }.values())  # fmt: skip
 def test_is_refused(tmp_path, state, words):

@@ -17,7 +17,7 @@ FLOATS = ('F64', 'F32', 'BF16', 'F16')
 
 
 def neighbours(value: Fraction, code: str) -> set[Fraction]:
-    """The values of an element type nearest to a number: one, or two that are equally near."""
+    """The values of a dtype nearest to a number: one, or two that are equally near."""
     dtype = TORCH_DTYPES[code]
     near = torch.tensor(float(value), dtype=torch.float64).to(dtype)
     if not math.isfinite(float(near)):

@@ -110,7 +110,7 @@ class AdapterExporter:
         trusted = hf_assets.is_remote_code(self._model)
         return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         """Write all but the weights. Runs on: rank 0."""
         self._peft_model.create_or_update_model_card(str(folder))
         config = copy.copy(self._config)  # not a deep copy: a set may list its members in another order then

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @EXPORTERS.register_module()
-class LoraInsideExporter(MergedExporter):
+class NestedLoraExporter(MergedExporter):
     """The complete model, each adapter merged into its part.
 
     The parts have no folder that they could be loaded from one by one, and what is trained beside the adapters

@@ -14,7 +14,7 @@ from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.composite import PartsExporter
 from xhf_hooks.exporters.huggingface import find_pretrained
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
-from xhf_hooks.exporters.lora.nested import LoraInsideExporter, quantized_parts
+from xhf_hooks.exporters.lora.nested import NestedLoraExporter, quantized_parts
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.model.tensors import module_tensors
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
@@ -25,7 +25,7 @@ _TRAINED_FILES = FileSet(stem='trained', may_split=False)
 
 
 @EXPORTERS.register_module()
-class QuantizedLoraInsideExporter(PartsExporter):
+class QuantizedNestedLoraExporter(PartsExporter):
     """``<part>_adapter/`` for each adapter, and ``trained.safetensors`` with what else was trained.
 
     XTuner's QLoRA configs of InternVL train such models. To use the folder: load the unquantized base model, put
@@ -67,7 +67,7 @@ class QuantizedLoraInsideExporter(PartsExporter):
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        return LoraInsideExporter.accepts(model, module) and bool(quantized_parts(find_pretrained(model, module)[1]))
+        return NestedLoraExporter.accepts(model, module) and bool(quantized_parts(find_pretrained(model, module)[1]))
 
     def base_tokenizer(self) -> Any | None:
         return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=self._trusted)
@@ -111,7 +111,7 @@ class _TrainedRest(Exporter):
     def base_tokenizer(self) -> Any | None:
         return None
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         return []

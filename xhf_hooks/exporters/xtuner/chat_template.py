@@ -106,7 +106,7 @@ def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
     return tokenizer.bos_token or '', eos
 
 
-def stop_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
+def eos_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
     """What ends an answer, for generation_config's ``eos_token_id``.
 
     The tokenizer's own EOS, STOP_WORDS, and SUFFIX where it took the place of EOS; not words of several tokens.

@@ -130,7 +130,7 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
 
         return build_on_meta(LlavaForConditionalGeneration, config)
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         config = copy.deepcopy(self._config)
         warnings = []
         if tokenizer is None:
@@ -144,7 +144,7 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
                     f'option tokenizer to one of this size, or call resize_token_embeddings before training'
                 )
             config.image_token_index, config.pad_token_id = image_id, pad_id
-        warnings += hf_assets.write(folder, self._model, config, tokenizer, stop_token_ids, base_dir='')
+        warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, base_dir='')
         return warnings + self._write_processor(folder)
 
     def _write_processor(self, folder: Path) -> list[str]:

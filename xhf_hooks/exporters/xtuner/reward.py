@@ -90,7 +90,7 @@ class HeadedExporter(HuggingFaceExporter):
         self._head = head_of(self._class)
         self._reward_token_id = reward_token_id
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = self._write_sidecar_of(self._reference, folder, tokenizer, ())
         if self._head == 'score' and self._config.pad_token_id is None:
             warnings.append('config.json has no pad_token_id: transformers scores one text at a time until it is set')

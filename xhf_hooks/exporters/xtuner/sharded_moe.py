@@ -81,8 +81,8 @@ class ShardedMoeExporter(HuggingFaceExporter):
             raise ModelError(f'{name} has sharded experts; only those of {sorted(_EXPERT_PARTS)} can be written')
         self._parts = _EXPERT_PARTS[name]
 
-    def write_sidecar(self, folder: Path, tokenizer: Any | None, stop_token_ids: Sequence[int]) -> list[str]:
-        warnings = super().write_sidecar(folder, tokenizer, stop_token_ids)
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+        warnings = super().write_hf_assets(folder, tokenizer, eos_token_ids)
         return warnings + self._copy_code(folder)
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
@@ -129,7 +129,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
             for i, name in enumerate(outputs):
                 spec = own[name]
                 first = None if unfuse is None else i * math.prod(spec.shape)
-                entries.append(ExportEntry(name, spec.shape, spec.dtype, (read,), unfuse, first=first))
+                entries.append(ExportEntry(name, spec.shape, spec.dtype, (read,), unfuse, source_offset=first))
         return entries
 
     def _unfused(self, name: str, spec: TensorSpec) -> list[tuple[str, tuple[int, ...]]]:

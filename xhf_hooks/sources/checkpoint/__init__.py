@@ -3,7 +3,7 @@
     found = find_checkpoint('work_dirs/run')      looks at names only
     source = CheckpointSource(found)              reads the pickles, restricted, and checks every file's size
     source.specs()                                as any source
-    source.read_into('llm.lm_head.weight', 0, buffer, 'BF16', masters=False)
+    source.read_into('llm.lm_head.weight', 0, buffer, 'BF16', use_fp32_master=False)
 
 Nothing in a checkpoint is executed (:mod:`.safe_pickle`), and DeepSpeed is not imported.
 """

@@ -58,7 +58,7 @@ def _from_zero12(model: ModelState, masters: Regions) -> Assembled:
 
 
 def from_zero3(models: Sequence[ModelState], optims: Sequence[OptimState]) -> Assembled:
-    """ZeRO-3: slices of everything on all ranks; the state dict names the element types, and holds buffers."""
+    """ZeRO-3: slices of everything on all ranks; the state dict names the dtypes, and holds buffers."""
     return _from_zero3(models, zero3_regions(models[0].shapes or (), [optim.groups for optim in optims]))
 
 
@@ -89,7 +89,7 @@ def _assemble(
 
     Args:
         trained_dtype: Of parameters that the state dict lacks.
-        placeholders: Tensors of the state dict of which only the element type is true.
+        placeholders: Tensors of the state dict of which only the dtype is true.
     """
     module = {name: tensor for name, tensor in state_dict.items() if name not in placeholders}
     owners = _owners([*state_dict, *masters, *frozen], module, shared)
@@ -159,5 +159,5 @@ def _region(file: str, name: str, tensor: LazyTensor) -> Region:
 
 def _dtype(file: str, name: str, tensor: LazyTensor) -> str:
     if tensor.dtype is None:
-        raise CheckpointError(f'{file}: {name} is of an element type that safetensors cannot store; leave it out')
+        raise CheckpointError(f'{file}: {name} is of a dtype that safetensors cannot store; leave it out')
     return tensor.dtype

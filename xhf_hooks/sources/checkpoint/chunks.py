@@ -76,7 +76,7 @@ def _start(where: str, name: str, shape: tuple[int, ...], chunk: Chunk) -> int:
 
 
 def contiguous_piece(tensor: Any, sizes: tuple[int, ...], dtype: str) -> Piece | None:
-    """All of a tensor of a file; None if it is not one of these sizes and this element type."""
+    """All of a tensor of a file; None if it is not one of these sizes and this dtype."""
     if not isinstance(tensor, LazyTensor) or (tensor.shape, tensor.dtype) != (sizes, dtype):
         return None
     if not tensor.numel or not tensor.is_contiguous:
@@ -102,7 +102,7 @@ def as_sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def as_dtype(value: Any) -> str | None:
-    """The element-type code of a ``torch.dtype``; None for anything else, and for types that no weight has."""
+    """The safetensors dtype of a ``torch.dtype``; None for anything else, and for types that no weight has."""
     return DTYPE_CODES.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None
 
 

@@ -93,7 +93,7 @@ def _tensor(index: Path, key: str, name: str, tensor: Mapping[str, Any], places:
     if shape is None or not isinstance(chunks, list):
         raise CheckpointError(f'{index}: does not say what {name} consists of; take another checkpoint')
     if dtype is None:
-        raise CheckpointError(f'{index}: {name} is of an element type that safetensors cannot store; leave it out')
+        raise CheckpointError(f'{index}: {name} is of a dtype that safetensors cannot store; leave it out')
     stored = []
     for chunk in chunks:
         box = attributes(chunk, 'ChunkStorageMetadata')

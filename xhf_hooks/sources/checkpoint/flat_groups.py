@@ -142,14 +142,14 @@ def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[Lazy
 
 
 class _Vector:
-    """Flat tensors of one element type taken as one, end to end."""
+    """Flat tensors of one dtype taken as one, end to end."""
 
     def __init__(self, tensors: Sequence[LazyTensor]) -> None:
         self._tensors = tensors
         self._starts = [0, *accumulate(tensor.numel for tensor in tensors)]
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1 or None in dtypes:
-            raise CheckpointError(f'{_file(tensors)}: weights of several element types {dtypes} in one; {_HINT}')
+            raise CheckpointError(f'{_file(tensors)}: weights of several dtypes {dtypes} in one; {_HINT}')
         self.dtype = dtypes.pop() if dtypes else 'F32'
 
     @property

@@ -88,7 +88,7 @@ def _joined(file: Path, name: str, shape: tuple[int, ...] | None, parts: Sequenc
         raise CheckpointError(f'{file}: {name} is not in the files of all ranks; {_HINT}')
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1 or None in dtypes:
-        raise CheckpointError(f'{file}: {name} is of an element type that safetensors cannot store; leave it out')
+        raise CheckpointError(f'{file}: {name} is of a dtype that safetensors cannot store; leave it out')
     if shape is None:
         if len({part.shape for part in parts}) > 1 or (len(parts) > 1 and parts[0].shape == (0,)):
             raise CheckpointError(

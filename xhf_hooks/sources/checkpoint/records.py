@@ -48,7 +48,7 @@ class Piece:
 
     Attributes:
         offset: Bytes from the start of ``file``.
-        dtype: Element-type code of the elements in the file.
+        dtype: Safetensors dtype of the elements in the file.
         shape, stride: Only for a tensor that was saved as a strided view (a transpose, for example): the
             piece is then the whole tensor, ``offset`` that of element (0, 0, ...). Strides in elements.
     """
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Region:
-    """Pieces that make up a tensor of ``shape``, all of one element type."""
+    """Pieces that make up a tensor of ``shape``, all of one dtype."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -53,14 +53,15 @@ def require_one_save(
     """
     if not universal:
         _require_all_ranks(models, optims)
-    _require_own_names([*models, *optims])
+    states: list[ModelState | OptimState] = [*models, *optims]
+    _require_own_names(states)
     _same('optimizer step', [(o.file, o.evidence.step) for o in optims])
     _same('numbers of optimizer steps', [(o.file, o.evidence.steps) for o in optims], show=False)
     _same('global_steps', [(m.file, m.evidence.steps) for m in models])
     _same('skipped_steps', [(m.file, m.evidence.skipped) for m in models])
     _same('iteration', [(m.file, m.evidence.iteration) for m in models])
-    _same('DeepSpeed version', [(state.file, state.evidence.version) for state in (*models, *optims)])
-    with_config = [state for state in (*models, *optims) if state.evidence.config]
+    _same('DeepSpeed version', [(state.file, state.evidence.version) for state in states])
+    with_config = [state for state in states if state.evidence.config]
     for key in sorted({key for state in with_config for key in state.evidence.config}):
         _same(f'{key} in ds_config', [(s.file, s.evidence.config.get(key, 'not set')) for s in with_config])
     _same('settings of the optimizer (learning rate, ...)', [(o.file, o.evidence.settings) for o in optims], show=False)
@@ -83,7 +84,8 @@ def unproven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tupl
     if not optims or optims[0].stage != 3:  # at stages 1 and 2 the weights are in the model file once more
         return ()
     found = []
-    if len(optims) > 1 and any(state.evidence.saved_as != state.file.stem for state in (*models, *optims)):
+    states: list[ModelState | OptimState] = [*models, *optims]
+    if len(optims) > 1 and any(state.evidence.saved_as != state.file.stem for state in states):
         found.append('which rank wrote which file is told by their names alone')
     if optims[0].evidence.step is None:
         found.append('which iteration the weights are of is not told by the optimizer, which counts no steps')

@@ -22,13 +22,13 @@ from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states, trained_dtype
 from xhf_hooks.sources.checkpoint.universal import load_universal
-from xhf_hooks.sources.file_source import SliceSource
+from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.piece_reader import PieceReader
 
 _SHOWN = 5
 
 
-class CheckpointSource(SliceSource):
+class CheckpointSource(FileSource):
     """Reads slices of the files and casts them on the way; holds no tensor.
 
     Runs on: one process, or several that each got it by fork or pickle, or several threads.
@@ -103,29 +103,29 @@ class CheckpointSource(SliceSource):
             return False
         return self._never_trained.isdisjoint((tensor.name, *tensor.aliases))
 
-    def pieces(self, name: str, *, masters: bool) -> tuple[Piece, ...]:
+    def pieces(self, name: str, *, use_fp32_master: bool) -> tuple[Piece, ...]:
         """Where the values lie; one after the other they are the row-major tensor.
 
         Args:
-            masters: The fp32 master if there is one. Else what gives the training dtype: 16-bit weights where
+            use_fp32_master: The fp32 master if there is one. Else what gives the training dtype: 16-bit weights where
                 the files have them (stages 0 to 2), fp32 slices whose cast they are otherwise (stage 3).
         """
         tensor = self._tensors[name]
-        return tensor.master if masters and tensor.master is not None else tensor.trained
+        return tensor.master if use_fp32_master and tensor.master is not None else tensor.trained
 
-    def stored_nbytes(self, names: Collection[str], *, masters: bool) -> int:
+    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
         """Bytes in the files that reading these tensors reads."""
-        return sum(piece.nbytes for name in names for piece in self.pieces(name, masters=masters))
+        return sum(piece.nbytes for name in names for piece in self.pieces(name, use_fp32_master=use_fp32_master))
 
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, masters: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
         """Cast ``len(out) / width`` elements from element ``start`` on into ``out``. Memory: a few MB.
 
-        With ``masters=False`` and another ``dtype`` than the training dtype, values are first rounded to the
-        training dtype, as the hook's are. With ``masters=True`` they are rounded once, from the master.
+        With ``use_fp32_master=False`` and another ``dtype`` than the training dtype, values are first rounded to the
+        training dtype, as the hook's are. With ``use_fp32_master=True`` they are rounded once, from the master.
 
         Args:
             out: Writable bytes, of a mapped file for example.
-            dtype: Element-type code to write.
+            dtype: Safetensors dtype to write.
 
         Returns:
             How many finite elements became infinite.
@@ -135,25 +135,27 @@ class CheckpointSource(SliceSource):
         """
         if not len(out):
             return 0
-        return self._read(name, start, torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]), masters=masters)
+        return self._read(
+            name, start, torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]), use_fp32_master=use_fp32_master
+        )
 
     @contextmanager
     def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], masters: bool
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Whole tensors in fresh memory, for entries that are made of several (``combine``)."""
         tensors = {}
         for name in names:
             if name in wanted:
                 stored = self._tensors[name]
-                dtype = 'F32' if masters and stored.master is not None else stored.dtype
+                dtype = 'F32' if use_fp32_master and stored.master is not None else stored.dtype
                 tensors[name] = torch.empty(stored.shape, dtype=TORCH_DTYPES[dtype])
-                self._read(name, 0, tensors[name].view(-1), masters=masters)
+                self._read(name, 0, tensors[name].view(-1), use_fp32_master=use_fp32_master)
         yield tensors
 
-    def _read(self, name: str, start: int, out: torch.Tensor, *, masters: bool) -> int:
+    def _read(self, name: str, start: int, out: torch.Tensor, *, use_fp32_master: bool) -> int:
         stored = self._tensors[name]
-        if not masters or stored.master is None:
+        if not use_fp32_master or stored.master is None:
             return self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
         return self._reader.read_into(stored.master, start, out, beside=stored if stored.copy else None)
 

@@ -57,7 +57,7 @@ def stage0_masters(model: ModelState, reader: PieceReader) -> tuple[Regions, str
     return found, None if len(found) == len(masters) else _NOT_NAMED
 
 
-#: Shape, element type and the first values of a tensor, rounded.
+#: Shape, dtype and the first values of a tensor, rounded.
 _Look = tuple[tuple[int, ...], str, bytes]
 
 

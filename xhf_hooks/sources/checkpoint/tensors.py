@@ -17,7 +17,7 @@ from xhf_hooks.sources.checkpoint.records import Piece
 
 _MAX_DIMS = 64
 
-#: Element-type codes of the names that a pickle gives for ``torch.dtype`` objects.
+#: Safetensors dtypes of the names that a pickle gives for ``torch.dtype`` objects.
 DTYPE_CODES = {
     'bool': 'BOOL',
     'uint8': 'U8',
@@ -63,7 +63,7 @@ class Storage:
     """Bytes of a file that tensors are views of.
 
     Attributes:
-        dtype: Element-type code; None for one that no weight has (quantised, complex128 ...).
+        dtype: Safetensors dtype; None for one that no weight has (quantised, complex128 ...).
         locate: Where the storage ``key`` begins in the file, looked up when a tensor is really read.
     """
 
