@@ -159,14 +159,15 @@ class HuggingFaceExporter(Exporter):
             for n in own
             if n in expected and own[n].shape != expected[n]
         ]
-        if missing or unexpected or other_shape:
+        wrong = {'missing': missing, 'unexpected': unexpected, 'of other shape': other_shape}
+        if any(wrong.values()):
+            told = '; '.join(f'{what}: {some(names, 5)}' for what, names in wrong.items() if names)
             hint = ''
             if any('lora_' in name for name in unexpected):
                 hint = ' These are LoRA weights outside of a PeftModel; adapt the model with get_peft_model.'
             raise ModelError(
                 f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
-                f'{self._path or "its root"!r} differ: missing {some(missing)}, unexpected {some(unexpected)}, '
-                f'of other shape {some(other_shape)}.{hint}'
+                f'{self._path or "its root"!r} differ: {told}.{hint}'
             )
 
     def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
