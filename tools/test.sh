@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # Tests of the modern stack that come after XTuner's
-REST=(tests/stress tests/distributed/test_{nvme,zero_plus_plus,zoo}.py)
+REST=(tests/stress/test_{network_fs,local_fs,hostile_models,special_files}.py tests/distributed/test_{nvme,zero_plus_plus,zoo}.py)
 
 logs=$(mktemp -d)
 # Each job in the background has a process group of its own
