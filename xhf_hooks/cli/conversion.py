@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from xhf_hooks.cli.output import descriptors_silenced
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.convert import Converter, ConvertOptions
 from xhf_hooks.errors import OptionError
@@ -121,9 +122,10 @@ class Conversion:
         Raises:
             XhfError, OSError: It failed, and ``out`` is as it was.
         """
-        tokenizer, eos_token_ids, notes = find_tokenizer(
-            self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
-        )
+        with descriptors_silenced():
+            tokenizer, eos_token_ids, notes = find_tokenizer(
+                self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
+            )
         folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         folder.claim()
         try:

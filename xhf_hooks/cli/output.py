@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -72,6 +73,24 @@ def libraries_print_lines() -> Iterator[None]:
     finally:
         logging.setLogRecordFactory(make)
         warnings.formatwarning = format_warning
+
+
+@contextmanager
+def descriptors_silenced() -> Iterator[None]:
+    """What libraries print past Python, quoting files, goes nowhere: tokenizers' does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+        for descriptor in (*kept, nowhere):
+            os.close(descriptor)
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -87,7 +87,10 @@ def write(
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, eos_token_ids)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        try:
+            tokenizer.save_pretrained(folder)
+        except UnicodeEncodeError as error:  # half a character, which JSON can hold and no file
+            raise ModelError(f'{base_dir}: its tokenizer has text that cannot be written ({error.reason})') from None
     replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
     _copy_processor_files(folder, base_dir, with_template=not replaced)
     return warnings
@@ -123,9 +126,13 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     """That of the base model's tokenizer, which is not built for this."""
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
         return read_regular_text(jinja)
-    config = base_file(base_dir, 'tokenizer_config.json')
-    template = None if config is None else json.loads(read_regular_text(config)).get('chat_template')
-    return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
+    path = base_file(base_dir, 'tokenizer_config.json')
+    try:
+        config = {} if path is None else json.loads(read_regular_text(path))
+        template = config.get('chat_template')
+        return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # anyone's file; nothing else reads it
+        return None
 
 
 def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
