@@ -15,6 +15,7 @@ README = (ROOT / 'README.md').read_text(encoding='utf-8')
 MEASURED = ['verify', 'save', 'stall', 'plan', 'convert']
 CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
 LONG_RUNS = ['python tools/kill_test.py --kills 240', 'python tools/network_fs_test.py --saves 200']
+FUZZERS = [f'python tools/fuzz.py {what} --mutants 10000' for what in ('convert', 'verify')]
 VERIFYING = ['python tools/verify.py DIR', 'python tools/verify.py A B']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
 ENTER = 'source tools/env.sh && use_env .venv'
@@ -22,7 +23,7 @@ ENTER = 'source tools/env.sh && use_env .venv'
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
 COMMANDS = [
-    *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *LONG_RUNS, *VERIFYING),
+    *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *LONG_RUNS, *FUZZERS, *VERIFYING),
     *(*BENCHMARKS[:4], *CONVERSIONS, XTUNERS, BENCHMARKS[4]),
 ]
 
