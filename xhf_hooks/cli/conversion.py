@@ -11,7 +11,7 @@ from xhf_hooks.convert import Converter, ConvertOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import find_tokenizer
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step, TensorSpec
@@ -99,11 +99,11 @@ class Conversion:
         iteration = 'unknown' if self._source.iteration is None else self._source.iteration
         return [
             f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
-            f'{len(self._specs)} tensors{which}, {self._found.nbytes / 1e9:.2f} GB',
+            f'{len(self._specs)} tensors{which}, {size_text(self._found.nbytes)}',
             *self._source.unproven,
             f'model {self._meta_model.described_by}; {type(self.converter.exporter).__name__}',
-            f'to write: {len(plan.placements)} tensors, {plan.nbytes / 1e9:.2f} GB in '
-            f'{some([file.name for file in plan.files])}; to read: {self.converter.read_nbytes / 1e9:.2f} GB',
+            f'to write: {len(plan.placements)} tensors, {size_text(plan.nbytes)} in '
+            f'{some([file.name for file in plan.files])}; to read: {size_text(self.converter.read_nbytes)}',
             *self._notes_on_float32(),
         ]
 

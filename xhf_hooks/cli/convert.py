@@ -16,7 +16,7 @@ from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, 
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config import parse_size
 from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import size_text, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,8 +149,8 @@ def _summarize(conversion: Conversion, committed: Any) -> None:
     files = sorted(path.name for path in committed.path.iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
-        f'{cost.nbytes / 1e9:.2f} GB in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
-        f'({conversion.converter.read_nbytes / 1e9:.2f} GB read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
+        f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
+        f'({size_text(conversion.converter.read_nbytes)} read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.files.holes import Range, in_both
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.text import size_text
 from xhf_hooks.verify.model_reader import ModelReader
 from xhf_hooks.verify.rounding import (
     Difference,
@@ -131,7 +132,7 @@ class Comparison:
         verdict = {IDENTICAL: 'identical', ROUNDING: 'the same but for rounding', DIFFERENT: 'DIFFERENT'}[self.verdict]
         counts = ', '.join(f'{self.count(kind)} {kind}' for kind in (IDENTICAL, ROUNDING, DIFFERENT))
         rate = self.read_nbytes / max(self.seconds, 1e-9) / 1e9
-        size = f'{self.read_nbytes / 1e9:.2f} GB in {self.seconds:.1f} s, {rate:.2f} GB/s'
+        size = f'{size_text(self.read_nbytes)} in {self.seconds:.1f} s, {rate:.2f} GB/s'
         return [*lines, f'{verdict}: {counts} ({size})']
 
 
