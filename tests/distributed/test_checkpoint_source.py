@@ -275,8 +275,8 @@ def test_one_rank_of_another_run_is_refused(launch, stage, tmp_path):
     check(results, f'tied-zero{stage}'), check(results, f'tied-clipped_zero{stage}')
     folder = shutil.copytree(root / f'tied-zero{stage}' / 'checkpoint' / TAG, tmp_path / 'x')
     put(optims(root / f'tied-clipped_zero{stage}' / 'checkpoint' / TAG)[1:], folder)
-    assert read_or_refuse(folder, masters=False) is None
-    assert read_or_refuse(folder, masters=True) is None
+    assert read_or_refuse(folder, use_fp32_master=False) is None
+    assert read_or_refuse(folder, use_fp32_master=True) is None
 
 
 @pytest.mark.parametrize('name', [*RESUMES, 'mmengine', 'load_from', 'resume', 'load_from and resume'])

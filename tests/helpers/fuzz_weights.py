@@ -40,12 +40,12 @@ def _judge_weights(case: Case, original: Path, folder: Path) -> str:
         name: tensor for file in (folder / 'out').glob('*.safetensors') for name, tensor in load_file(file).items()
     }
     masters = 'float32' in case.argv
-    true = said_by_checkpoint(case.template, original, masters=masters)
+    true = said_by_checkpoint(case.template, original, use_fp32_master=masters)
     if case.kind in ('names', 'config', 'text'):
         expected = true  # the contents are what they were
     else:
         try:
-            expected = said_by_checkpoint(case.template, folder, masters=masters)
+            expected = said_by_checkpoint(case.template, folder, use_fp32_master=masters)
         except Exception:  # torch does not read it, or what is in it is no checkpoint: nothing to compare with
             return ''
     if found.keys() != true.keys():
