@@ -51,12 +51,14 @@ class WorkerThreads:
     def run(self, jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
         """Results in the order in which they come; the first error ends it, when the jobs that run have ended."""
         todo, waiting = iter(jobs), 0
+        ended = False
         try:
             while True:
                 for job in islice(todo, 4 * len(self._threads) - waiting):
                     self._jobs.put(job)
                     waiting += 1
                 if not waiting:
+                    ended = True
                     return
                 value, error = self._results.get()
                 waiting -= 1
@@ -64,12 +66,23 @@ class WorkerThreads:
                     raise error
                 yield value
         finally:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._jobs.get_nowait()
-                    waiting -= 1
-            for _ in range(waiting):
-                self._results.get()
+            if not ended:
+                self._forget_jobs()
+
+    def _forget_jobs(self) -> None:
+        """Drop what has not begun, and wait for what has.
+
+        Not by ``waiting``: Ctrl-C may come between taking a result and counting it.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        all_idle, mark = threading.Barrier(len(self._threads)), object()
+        for _ in self._threads:  # each thread takes one, since none goes on before all have
+            self._jobs.put(lambda: (all_idle.wait(), mark)[1])
+        marks = 0
+        while marks < len(self._threads):
+            marks += self._results.get()[0] is mark
 
     def close(self) -> None:
         """End the threads. Nothing may run."""
