@@ -146,6 +146,11 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
             f'{base}: its config.json names the architecture {name[:80]!r}, which transformers '
             f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
         )
+    if auto_class is None and kind is not None and not remote and not _go_together(kind, config):
+        raise DamagedError(
+            f'{base}: config.json names the architecture {name[:80]} and the model_type {str(config.model_type)[:80]}, '
+            f'which do not go together; set one of them right'
+        )
     try:
         with torch.device('meta'):
             if kind is None:
@@ -163,6 +168,18 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         raise DamagedError(f'{base}: no model can be built from config.json ({in_one_line(error)})') from None
     _use_generation_config(model, base)
     return model
+
+
+def _go_together(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
+    """Whether transformers builds this class from such a config, by the class itself or by one of its tables."""
+    from transformers.models.auto import modeling_auto
+
+    expected = getattr(kind, 'config_class', None)
+    if expected is None or isinstance(config, expected):
+        return True
+    tables = [table for name, table in vars(modeling_auto).items() if name.endswith('_MAPPING_NAMES')]
+    found = [table.get(config.model_type, ()) for table in tables]
+    return any(kind.__name__ in (names if isinstance(names, (tuple, list)) else (names,)) for names in found)
 
 
 def first_architecture(architectures: Any) -> str | None:

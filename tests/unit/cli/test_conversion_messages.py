@@ -90,3 +90,12 @@ def test_a_base_that_is_no_model(trained, tmp_path, capsys):
         assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line and str(base) in line
+
+
+def test_an_architecture_of_another_kind_of_model(trained, tmp_path, capsys):
+    """Transformers would build it, and save its tensors under names that it does not load (mutant 1293)."""
+    base = base_model(trained, tmp_path / 'base', model_type='llava')
+    assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 'the architecture LlamaForCausalLM and the model_type llava, which do not go together' in line
+    assert not (tmp_path / 'out').exists()
