@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 import warnings
 from pathlib import Path
 
@@ -224,11 +227,13 @@ def test_progress_in_a_log(capsys):
 
 @pytest.mark.modern_only  # it does not depend on the stack
 def test_progress_on_a_terminal():
-    code = 'from xhf_hooks.cli.progress import Progress\nwith Progress("reading") as p:\n    p(25, 100); p(100, 100)'
+    code = 'import time\nfrom xhf_hooks.cli.progress import Progress\n'
+    code += 'with Progress("reading") as p:\n    p(1, 100); time.sleep(1); p(25, 100); p(100, 100)'
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 100, 0, 0))  # tqdm draws nothing on no columns
     os.set_blocking(ours, False)  # what was never written is an error then
     subprocess.run([sys.executable, '-c', code], stderr=theirs, check=True, cwd=ROOT)
     said = os.read(ours, 10_000).decode()
     os.close(theirs)
     os.close(ours)
-    assert 'reading:' in said and '25' in said and '\r' in said
+    assert 'reading:' in said and '25%' in said and '\r' in said
