@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.format.text import size_text
+
 OK, PROBLEM, UNCHECKED, NOTE = 'ok', 'problem', 'unchecked', 'note'
 _SHOWN = 20  # of one kind and check, to people; JSON has all
 
@@ -87,7 +89,7 @@ class FolderReport:
             *self._of(NOTE),
             *self._of(UNCHECKED),
             *self._of(PROBLEM),
-            f'{self.path}: {verdict} ({self.n_files} files, {self.n_tensors} tensors, {self.nbytes / 1e9:.2f} GB '
+            f'{self.path}: {verdict} ({self.n_files} files, {self.n_tensors} tensors, {size_text(self.nbytes)} '
             f'in {self.seconds:.1f} s{rate})',
         ]
 

@@ -207,6 +207,10 @@ def _check_index(folder: WeightFolder, path: Path, names: Collection[str], findi
         raise DamagedError(f'{path}: metadata is not an object')
     files = set(weight_map.values())
     before = len(findings.found)
+    stem = path.name.removesuffix(INDEX_SUFFIX)
+    stems = {match['stem'] for match in map(_SHARD.fullmatch, files) if match}
+    if stems and stem not in stems and stem.partition('.')[0] != 'model':
+        findings.problem('index', f'{path}: loaders look for {some([f"{s}{INDEX_SUFFIX}" for s in sorted(stems)])}')
     for file in sorted(files):
         if '/' in file or file not in names:
             findings.problem('index', f'{path}: names {file[:200]!r}, which is not there')

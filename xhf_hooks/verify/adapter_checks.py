@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.errors import CheckpointError, ConfigError, DamagedError
+from xhf_hooks.errors import CheckpointError, ConfigError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import HeaderEntry
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder, read_headers, scan
+from xhf_hooks.verify.expected import expected_adapter
 
 #: Names that peft's ``get_peft_model_state_dict`` writes; an embedding's have no ``.weight``.
 _PAIR = re.compile(r'(?P<module>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B)(?:\.weight)?')
@@ -32,8 +33,11 @@ def check_adapter(content: FolderContent, folder: WeightFolder, findings: Findin
         config = strict_json.read(folder.path / 'adapter_config.json')
     except DamagedError:
         return  # reported with the texts
-    if config.get('peft_type') != 'LORA':
-        findings.unchecked('adapter', f'{where}: peft_type {str(config.get("peft_type"))[:40]}: only LORA is known')
+    if not isinstance(config.get('peft_type'), str):
+        findings.problem('adapter', f'{where}: peft_type is {str(config.get("peft_type"))[:40]}, expected a name')
+        return
+    if config['peft_type'] != 'LORA':
+        findings.unchecked('adapter', f'{where}: peft_type {config["peft_type"][:40]}: only LORA is known')
         return
     before = len(findings.found)
     pairs = {(m['module'], m['kind']): e for n, e in folder.tensors().items() if (m := _PAIR.fullmatch(n))}
@@ -47,6 +51,9 @@ def check_adapter(content: FolderContent, folder: WeightFolder, findings: Findin
         findings.problem('adapter', f'{where}: ranks that adapter_config.json does not give: {some(wrong)}')
     for problem in (*_bad_fields(config, folder), *_other_shapes(pairs, config)):
         findings.problem('adapter', f'{where}: {problem}')
+    if len(findings.found) == before:
+        for problem in _loaded_otherwise(folder, config):
+            findings.problem('adapter', f'{where}: {problem}')
     if len(findings.found) == before:
         findings.ok('adapter', f'{where}: {len(pairs) // 2} LoRA pairs of rank {config.get("r")}')
     _check_base(where, config, findings)
@@ -112,6 +119,33 @@ def _other_shapes(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[
         if len(entry.shape) == len(other.shape) == 2 and made not in (weight.shape, weight.shape[::-1]):
             wrong.append(f'{module} {made}, the base model has {weight.shape}')
     return [f'pairs that do not fit: {some(wrong)}'] if wrong else []
+
+
+def _loaded_otherwise(folder: WeightFolder, config: Mapping[str, Any]) -> list[str]:
+    """What peft makes of adapter_config.json and the base model beside it, against the tensors of the folder."""
+    base = config.get('base_model_name_or_path')
+    if config.get('task_type') not in (None, 'CAUSAL_LM') or not isinstance(base, str) or not _is_folder(base):
+        return []  # other tasks put a head of their own onto the base model
+    tensors = folder.tensors()
+    try:
+        expected = expected_adapter(folder.path, base, len(tensors))
+    except ConfigError as error:
+        return [str(error)[:300]]
+    except (XhfError, ImportError):  # the base model is no model of causal language, or is not whole: not ours to judge
+        return []
+    found = {name: entry.shape for name, entry in tensors.items() if '.lora_' in name}
+    wanted = {name: shape for name, shape in expected.items() if '.lora_' in name and 'embedding' not in name}
+    lacking = [name for name in wanted if name not in found]
+    unknown = [name for name in found if name not in expected]
+    other = [
+        f'{name} {found[name]}, expected {shape}' for name, shape in wanted.items() if found.get(name, shape) != shape
+    ]
+    wrong = {'misses': lacking, 'does not know': unknown, 'has in other shapes': other}
+    return [f'peft, as adapter_config.json sets it up, {what} {some(names)}' for what, names in wrong.items() if names]
+
+
+def _is_folder(base: str) -> bool:
+    return bool(base) and '\0' not in base and (Path(base) / 'config.json').is_file()
 
 
 def _check_base(where: str, config: Mapping[str, Any], findings: Findings) -> None:

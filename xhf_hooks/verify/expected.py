@@ -11,6 +11,9 @@ from typing import Any
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
 from xhf_hooks.format import strict_json
 
+#: A LoRA checkpoint holds few of the tensors of its model.
+_TENSORS_OF_A_BASE = 7000
+
 
 @dataclass(frozen=True)
 class ExpectedModel:
@@ -54,6 +57,41 @@ def expected_model(folder: Path, n_tensors: int, *, trust_remote_code: bool) -> 
         return trial.in_child(
             lambda: _expected(folder, n_tensors, trust_remote_code), 'building the model of config.json', n_tensors
         )
+
+
+def expected_adapter(folder: Path, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
+    """The tensors that peft saves of a LoRA adapter, put onto its base model on the meta device, in such a process.
+
+    Args:
+        base: The folder of the base model.
+        n_tensors: Of the adapter.
+
+    Raises:
+        ConfigError: peft refuses adapter_config.json for this base model.
+        XhfError: The base model cannot be built.
+    """
+    from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (here, and not in each process)
+
+    from xhf_hooks import exporters, sources  # noqa: F401
+    from xhf_hooks.meta_model import bounds, transformers_model, trial
+
+    allowed = max(n_tensors, _TENSORS_OF_A_BASE)
+    with transformers_model.quiet(), bounds.limited_modules(allowed):
+        return trial.in_child(
+            lambda: _expected_adapter(folder, base, allowed), 'adapting the base model by adapter_config.json', allowed
+        )
+
+
+def _expected_adapter(folder: Path, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.meta_model import peft_model, transformers_model
+    from xhf_hooks.sources import source_for
+
+    config = transformers_model.load_config(base, trust_remote_code=False, why='the base model', n_tensors=n_tensors)
+    model = transformers_model.build(config, 'AutoModelForCausalLM', trust_remote_code=False)
+    adapted = peft_model.adapt(model, peft_model.adapter_config_in(folder))
+    entries = exporter_for(adapted, None, lora='adapter').entries(source_for(adapted).specs(), None)
+    return {entry.hf_name: entry.shape for entry in entries}
 
 
 def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> ExpectedModel:

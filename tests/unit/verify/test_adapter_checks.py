@@ -45,6 +45,8 @@ def test_a_good_one(copy):
         ('alpha_pattern', [0, 0], "alpha_pattern is '[0, 0]', expected an object"),
         ('rank_pattern', 7, "rank_pattern is '7', expected an object"),
         ('task_type', '7', 'peft cannot read it'),
+        ('peft_type', None, 'peft_type is None, expected a name'),
+        ('peft_type', [1], 'peft_type is [1], expected a name'),
     ],
 )
 def test_a_config_that_peft_refuses(copy, field, value, said):
@@ -61,3 +63,18 @@ def test_shapes_of_another_base_model(copy):
     save_file(tensors, file, {'format': 'pt'})
     (found,) = problems(copy)
     assert 'pairs that do not fit' in found and '(999, 40), the base model has (24, 40)' in found
+
+
+@pytest.mark.parametrize(
+    ('changed', 'said'),
+    [
+        ({'target_modules': ['no_such_layer']}, 'peft cannot adapt'),
+        ({'target_modules': ['q_proj']}, 'does not know'),
+        ({'use_dora': True}, 'misses'),
+        ({'layers_to_transform': [0]}, 'does not know'),
+    ],
+)
+def test_a_config_that_peft_makes_something_else_of(copy, changed, said):
+    edit_json(copy / 'model' / 'adapter_config.json', **changed)
+    (found,) = problems(copy)
+    assert said in found
