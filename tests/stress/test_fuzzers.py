@@ -209,7 +209,7 @@ TRACEBACK = (
         (REFUSED, '', LINE + 'UserWarning: 7\n', "a line that is not ours: 'UserWarning: ..'"),
         (REFUSED, '', 'xhf-convert: ' + 'x' * 5000, 'a line of more than 4000 characters on standard error'),
         (GOOD, 'x\n' * 1000, '', 'more than 400 lines on standard output'),
-        (REFUSED, '', TRACEBACK, 'traceback: KeyError at plan.py:3 f'),
+        (REFUSED, '', TRACEBACK, 'traceback: KeyError at planning/planner.py:3 f'),
         (Measured(about=None, ended_by='hang'), '', '', 'hang'),
         (Measured(about=None, status=3), '', '', 'exit status 3'),
         (Measured(about=None, status=0, verdict='WRONG WEIGHTS'), '', '', 'WRONG WEIGHTS'),

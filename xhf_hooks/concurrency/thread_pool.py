@@ -12,12 +12,18 @@ from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 _MOST_WORKERS = 8  # by default: more than a disk can feed
+_TO_BEGIN_NBYTES = 32 * 2**20  # of a thread: its stack, usually 8 MB, and what Python makes for it
 _Job = Callable[[], Any]
 
 
 def default_workers() -> int:
     """One thread for each core that this process may use, and one that waits for the disk; up to a limit."""
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
+
+
+def _require_memory() -> None:
+    """A thread that finds none in its first steps ends in silence, and ``Thread.start`` waits for it for ever."""
+    bytearray(_TO_BEGIN_NBYTES)  # reserved, not touched
 
 
 class WorkerThreads:
@@ -32,6 +38,7 @@ class WorkerThreads:
 
     Raises:
         RuntimeError: The system does not allow so many threads.
+        MemoryError: There is none left for them.
     """
 
     def __init__(self, count: int) -> None:
@@ -42,9 +49,10 @@ class WorkerThreads:
             for number in range(count):
                 # A daemon: what waits for it at exit is a bounded wait, not the interpreter
                 thread = threading.Thread(target=self._work, name=f'xhf-worker-{number}', daemon=True)
+                _require_memory()
                 thread.start()
                 self._threads.append(thread)
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             self.close()
             raise
 
