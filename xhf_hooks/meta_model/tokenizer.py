@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ _OPTIONS = (
 #: What sets how much is built: 50 MB are more than any vocabulary takes, and no count in the small files has 7 digits.
 _SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
 _SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
+_HUGE_ID = re.compile(rb':\s*[1-9]\d{6}')
 _HUGE, _NO_LIMIT = re.compile(rb'(?<![\d.])[1-9]\d{6}'), re.compile(rb'"model_max_length":\s*\d+')
 _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
 
@@ -65,7 +67,7 @@ def _load(
     try:
         with quiet():
             if kilobytes is not None:
-                in_child(lambda: bool(load()), f'{where}: loading the tokenizer', kilobytes)
+                in_child(partial(_try, load), f'{where}: loading and saving the tokenizer', kilobytes)
             return load(), []
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
@@ -73,6 +75,13 @@ def _load(
         if isinstance(error, ImportError) or 'trust_remote_code' not in str(error):
             raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
         return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
+
+
+def _try(load: Callable[[], Any | None]) -> None:
+    tokenizer = load()
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:  # its library writes a line for each id up to the largest
+            tokenizer.save_pretrained(folder)
 
 
 def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, trust_remote_code: bool) -> Any | None:
@@ -96,6 +105,8 @@ def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
                 suspect = True
             elif name in _SMALL_FILES:
                 suspect = suspect or _HUGE.search(_NO_LIMIT.sub(b'', path.read_bytes())) is not None
+            elif name.endswith('.json'):  # a vocabulary's words may be numbers, its ids are smaller
+                suspect = suspect or _HUGE_ID.search(path.read_bytes()) is not None
     return min(nbytes, _MOST_NBYTES) // 1000 if suspect else None
 
 

@@ -67,7 +67,7 @@ def in_child(task: Callable[[], T], what: str, size: int) -> T:
             raise RuntimeError(f'{what}, in a process of its own:\n{value}')
     if status in (None, -signal.SIGXCPU, -signal.SIGKILL):
         found = f'takes more than {secs:.0f} s'
-    elif status == _ANSWERED:
+    elif status in (_ANSWERED, -signal.SIGABRT):  # libraries in Rust end the process when they get no memory
         found = f'takes more than {nbytes / 1e9:.1f} GB of memory'
     else:
         found = f'ends the process (status {status})'
