@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import queue
 import threading
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 _MOST_WORKERS = 8  # by default: more than a disk can feed
-_TO_BEGIN_NBYTES = 32 * 2**20  # of a thread: its stack, usually 8 MB, and what Python makes for it
+_LOOK_SECS = 5.0  # between two looks at whether all threads are alive
+_TO_BEGIN_NBYTES = 64 * 2**20  # of a thread: its stack, usually 8 MB, and what Python makes for it
 _Job = Callable[[], Any]
 
 
@@ -23,7 +25,10 @@ def default_workers() -> int:
 
 def _require_memory() -> None:
     """A thread that finds none in its first steps ends in silence, and ``Thread.start`` waits for it for ever."""
-    bytearray(_TO_BEGIN_NBYTES)  # reserved, not touched
+    try:
+        mmap.mmap(-1, _TO_BEGIN_NBYTES).close()  # of the system, whatever this process has freed; reserved, not touched
+    except OSError:
+        raise MemoryError(f'no {_TO_BEGIN_NBYTES >> 20} MB for a thread') from None
 
 
 class WorkerThreads:
@@ -68,7 +73,7 @@ class WorkerThreads:
                 if not waiting:
                     ended = True
                     return
-                value, error = self._results.get()
+                value, error = self._next_result()
                 waiting -= 1
                 if error is not None:
                     raise error
@@ -76,6 +81,23 @@ class WorkerThreads:
         finally:
             if not ended:
                 self._forget_jobs()
+
+    def _next_result(self, n_alive: int | None = None) -> tuple[Any, BaseException | None]:
+        """Wait for one.
+
+        Args:
+            n_alive: So many threads there have to be; None: all.
+
+        Raises:
+            MemoryError: A thread has ended: it had not even the memory to say so.
+        """
+        while True:
+            try:
+                return self._results.get(timeout=_LOOK_SECS)
+            except queue.Empty:
+                alive = sum(thread.is_alive() for thread in self._threads)
+                if alive < (len(self._threads) if n_alive is None else n_alive):
+                    raise MemoryError('a thread has ended for want of memory') from None
 
     def _forget_jobs(self) -> None:
         """Drop what has not begun, and wait for what has.
@@ -85,12 +107,13 @@ class WorkerThreads:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
-        all_idle, mark = threading.Barrier(len(self._threads)), object()
-        for _ in self._threads:  # each thread takes one, since none goes on before all have
+        n_alive = sum(thread.is_alive() for thread in self._threads)
+        all_idle, mark = threading.Barrier(n_alive) if n_alive else None, object()
+        for _ in range(n_alive):  # each thread takes one, since none goes on before all have
             self._jobs.put(lambda: (all_idle.wait(), mark)[1])
         marks = 0
-        while marks < len(self._threads):
-            marks += self._results.get()[0] is mark
+        while marks < n_alive:
+            marks += self._next_result(n_alive)[0] is mark
 
     def close(self) -> None:
         """End the threads. Nothing may run."""

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from xhf_hooks.concurrency import thread_pool
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 
 
@@ -47,8 +48,8 @@ def test_interrupted_between_taking_results_and_counting_them(threads, monkeypat
     class Interrupted(queue.SimpleQueue):
         taken = 0
 
-        def get(self):
-            found = super().get()
+        def get(self, timeout=None):
+            found = super().get(timeout=timeout)
             self.taken += 1
             if self.taken == lost + 1:
                 raise KeyboardInterrupt
@@ -65,3 +66,23 @@ def test_a_reader_that_stops_early(threads):
     next(results)
     results.close()
     assert list(threads.run([lambda: 'next'])) == ['next']
+
+
+def test_a_thread_that_ends_without_a_word(threads, monkeypatch):
+    """As one does that has no memory left to report its error."""
+    monkeypatch.setattr(thread_pool, '_LOOK_SECS', 0.05)
+
+    class Dying(queue.SimpleQueue):
+        def put(self, item):
+            if item[1] is not None:
+                raise SystemExit  # ends a thread in silence
+            super().put(item)
+
+    monkeypatch.setattr(threads, '_results', Dying())
+
+    def fail():
+        raise ValueError
+
+    with pytest.raises(MemoryError, match='a thread has ended'):
+        list(threads.run([fail, lambda: 1]))
+    assert list(threads.run([])) == []
