@@ -87,7 +87,10 @@ def write(
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, stop_token_ids)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        try:
+            tokenizer.save_pretrained(folder)
+        except UnicodeEncodeError as error:  # half a character, which JSON can hold and no file
+            raise ModelError(f'{base_dir}: its tokenizer has text that cannot be written ({error.reason})') from None
     replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
     _copy_processor_files(folder, base_dir, with_template=not replaced)
     return warnings

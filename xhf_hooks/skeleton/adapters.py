@@ -47,13 +47,17 @@ def adapter_config_in(folder: Path) -> PeftConfig:
     Raises:
         ConfigError: peft cannot read it.
     """
-    from peft import PeftConfig
+    from peft import LoraConfig, PeftConfig
 
     try:
         require_regular(folder)
-        return PeftConfig.from_pretrained(str(folder), local_files_only=True)
+        found = PeftConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # anyone's data
         raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None
+    if not isinstance(found, LoraConfig):
+        kind = str(found.peft_type).rpartition('.')[2][:40]
+        raise ConfigError(f'{folder}/adapter_config.json: peft_type {kind!r}; LORA is what can be converted')
+    return found
 
 
 def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:

@@ -174,7 +174,14 @@ def _check_models(
             continue
         if any(name.startswith('adapter_model') for name in folder.headers):
             check_adapter(content, folder, findings)
-        elif not model:
+            continue
+        if 'adapter_config.json' in content.in_folder(folder.name):
+            findings.problem(
+                'config',
+                f'{folder.name or "."}: adapter_config.json lies beside model weights: from_pretrained takes it '
+                f'all for an adapter; remove it',
+            )
+        if not model:
             findings.unchecked('config', f'{folder.name or "."}: config, ties and tokenizer were not looked at')
         elif findings.has_problem('headers'):
             findings.unchecked('config', f'{folder.name or "."}: headers are damaged')

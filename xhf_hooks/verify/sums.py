@@ -17,6 +17,7 @@ from pathlib import Path
 from xhf_hooks import checksum
 from xhf_hooks.nonfinite import count_non_finite
 from xhf_hooks.regular_files import open_regular_fd
+from xhf_hooks.safetensors_format import DTYPE_NBYTES
 from xhf_hooks.verify.header import Header
 from xhf_hooks.verify.holes import Range, find_holes, within
 from xhf_hooks.verify.mapped import MappedFile, map_or_none
@@ -182,7 +183,13 @@ def _parts(segments: Sequence[_Segment], holes: Sequence[Range]) -> Iterator[tup
     """All parts in their order, and whether each is in a hole."""
     for number, segment in enumerate(segments):
         position = segment.start
+        width = DTYPE_NBYTES.get(segment.dtype, 1)
         for first, last in (*within(holes, segment.start, segment.end), (segment.end, segment.end)):
+            # Holes are of pages, and what is counted is of whole elements
+            first += (segment.start - first) % width
+            last -= (last - segment.start) % width
+            if last < first:
+                continue
             for start in range(position, first, WINDOW_NBYTES):
                 yield _Part(number, start, min(start + WINDOW_NBYTES, first)), False
             if last > first:
