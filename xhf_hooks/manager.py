@@ -25,6 +25,19 @@ from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
 
 
+class RunDoor:
+    """What hook and callback have in common: the saves of one run, while training goes on."""
+
+    _saves: CheckpointManager | None = None
+
+    def close(self) -> None:
+        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
+        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None
+
+
 class CheckpointManager:
     """Proves that saves will work, does them, and ends. Runs on: all ranks, every method.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
-from xhf_hooks.config import parse_size
+from xhf_hooks.config import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
 from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xhf_hooks.cli.conversion import Conversion
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
-_DTYPES = {'keep': None, 'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+_DTYPES = {'keep': None, **DTYPE_CODES}
 _MOST_NAMES = 20  # of files that were written, in a line
 _MOST_WORKERS = 16  # by default: more than a disk can feed, and each holds some MB
 
@@ -63,12 +63,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
     add(
         '--lora',
-        choices=['adapter', 'merge', 'both'],
+        choices=LORA_MODES,
         help="for a LoRA run; default: as the hook's, 'adapter' for most",
     )
     add(
         '--llava-format',
-        choices=['xtuner', 'xtuner_complete', 'huggingface'],
+        choices=LLAVA_FORMATS,
         help="for XTuner's LLaVAModel; default: 'xtuner'",
     )
     add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')

@@ -12,6 +12,7 @@ from typing import Any
 
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
+from xhf_hooks.config import LORA_MODES
 from xhf_hooks.errors import XhfError
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
@@ -39,7 +40,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rest.add_argument('--config', type=Path, metavar='CFG')
     rest.add_argument('--base', metavar='DIR')
     rest.add_argument('--module', metavar='PATH')
-    rest.add_argument('--lora', choices=['adapter', 'merge', 'both'])
+    rest.add_argument('--lora', choices=LORA_MODES)
     args = parser.parse_args(argv)
     if args.b is None and args.plot:
         parser.error('--plot needs two paths')

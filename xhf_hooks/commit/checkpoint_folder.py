@@ -34,8 +34,6 @@ from xhf_hooks.integrity.against_manifest import check_folder
 from xhf_hooks.integrity.manifest import Commit, describe_folder, read_commit, write_manifest
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
-VERIFY_LEVELS = ('off', 'sizes', 'full')
-
 #: Bytes beside the final name: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
 _MOST_ADDED_TO_NAME = 24
 #: And behind it: ``/adapter/model-00001-of-00002.safetensors``, and room for files of remote code.
@@ -201,7 +199,7 @@ class CheckpointFolder:
 
         Args:
             records: What all ranks have written (receipts.py).
-            verify: One of :data:`VERIFY_LEVELS`: 'sizes' looks at sizes and headers, 'full' also reads all bytes
+            verify: One of config.py's VERIFY_LEVELS: 'sizes' looks at sizes and headers, 'full' also reads all bytes
                 back, from the disk, and compares them with the checksums taken from memory.
             threads: They read; None starts some.
 

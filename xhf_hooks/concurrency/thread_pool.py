@@ -82,11 +82,8 @@ class WorkerThreads:
             if not ended:
                 self._forget_jobs()
 
-    def _next_result(self, n_alive: int | None = None) -> tuple[Any, BaseException | None]:
+    def _next_result(self) -> tuple[Any, BaseException | None]:
         """Wait for one.
-
-        Args:
-            n_alive: So many threads there have to be; None: all.
 
         Raises:
             MemoryError: A thread has ended: it had not even the memory to say so.
@@ -95,8 +92,7 @@ class WorkerThreads:
             try:
                 return self._results.get(timeout=_LOOK_SECS)
             except queue.Empty:
-                alive = sum(thread.is_alive() for thread in self._threads)
-                if alive < (len(self._threads) if n_alive is None else n_alive):
+                if not all(thread.is_alive() for thread in self._threads):
                     raise MemoryError('a thread has ended for want of memory') from None
 
     def _forget_jobs(self) -> None:
@@ -107,13 +103,15 @@ class WorkerThreads:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
-        n_alive = sum(thread.is_alive() for thread in self._threads)
-        all_idle, mark = threading.Barrier(n_alive) if n_alive else None, object()
-        for _ in range(n_alive):  # each thread takes one, since none goes on before all have
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if not self._threads:
+            return
+        all_idle, mark = threading.Barrier(len(self._threads)), object()
+        for _ in self._threads:  # each thread takes one, since none goes on before all have
             self._jobs.put(lambda: (all_idle.wait(), mark)[1])
         marks = 0
-        while marks < n_alive:
-            marks += self._next_result(n_alive)[0] is mark
+        while marks < len(self._threads):
+            marks += self._next_result()[0] is mark
 
     def close(self) -> None:
         """End the threads. Nothing may run."""

@@ -17,7 +17,7 @@ from xhf_hooks.hooks.best_folders import find_best_folders
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
-from xhf_hooks.manager import CheckpointManager
+from xhf_hooks.manager import CheckpointManager, RunDoor
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog, scalars
@@ -25,7 +25,7 @@ from xhf_hooks.telemetry.log import RunLog, scalars
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
 @door_class
-class HFCheckpointHook(HookOptions, Hook):
+class HFCheckpointHook(HookOptions, RunDoor, Hook):
     """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans the whole save from metadata and raises what is wrong with it. A save
@@ -41,7 +41,6 @@ class HFCheckpointHook(HookOptions, Hook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
-        self._saves: CheckpointManager | None = None  # there is one while training goes on
 
     def before_train(self, runner: Any) -> None:
         """Prove that the save will work. Runs on: all ranks.
@@ -113,13 +112,6 @@ class HFCheckpointHook(HookOptions, Hook):
                 self._saves.collect()
         finally:
             self.close()
-
-    def close(self) -> None:
-        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
-        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
-        if self._saves is not None:
-            self._saves.close()
-            self._saves = None
 
     def _learn_of_best(self, runner: Any) -> None:
         """What is in the best folders counts, also where the resumed checkpoint is older. Runs on: all ranks."""

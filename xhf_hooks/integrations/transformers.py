@@ -11,14 +11,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from xhf_hooks import preflight
 from xhf_hooks.config import CallbackOptions, door_class
 from xhf_hooks.errors import OptionError
-from xhf_hooks.manager import CheckpointManager
+from xhf_hooks.manager import CheckpointManager, RunDoor
 from xhf_hooks.planning.types import Step
 from xhf_hooks.preflight import Unwrapped
 from xhf_hooks.telemetry.log import RunLog
 
 
 @door_class
-class HFCheckpointCallback(CallbackOptions, TrainerCallback):
+class HFCheckpointCallback(CallbackOptions, RunDoor, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
     The same save as HFCheckpointHook's; what the options mean stands there. Trainer's own checkpoints, which
@@ -27,10 +27,6 @@ class HFCheckpointCallback(CallbackOptions, TrainerCallback):
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._saves: CheckpointManager | None = None  # there is one while training goes on
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -81,13 +77,6 @@ class HFCheckpointCallback(CallbackOptions, TrainerCallback):
                 self._saves.collect()
         finally:
             self.close()
-
-    def close(self) -> None:
-        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
-        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
-        if self._saves is not None:
-            self._saves.close()
-            self._saves = None
 
     def _check_steps(self, state: TrainerState, log: RunLog) -> None:
         every = self.save_steps or state.save_steps

@@ -67,7 +67,7 @@ def _other_rank(module: str, kind: str, entry: HeaderEntry, config: Mapping[str,
     given = [config.get('r'), *(patterns.values() if isinstance(patterns, dict) else ())]
     allowed = {rank for rank in given if type(rank) is int}
     if config.get('target_parameters'):  # several experts in one tensor: ranks of all of them
-        return None if any(type(r) is int and r > 0 and found % r == 0 for r in allowed) else f'{module} {found}'
+        return None if any(r > 0 and found % r == 0 for r in allowed) else f'{module} {found}'
     return None if found in allowed else f'{module} {found}'
 
 

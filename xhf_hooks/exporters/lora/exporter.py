@@ -15,7 +15,6 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from peft import PeftModel
 
-LORA_MODES = ('adapter', 'merge', 'both')
 #: Where the adapter goes beside a merged model. Not into the same folder: from_pretrained takes a folder with
 #: an adapter_config.json for an adapter, and would load the base model and apply the adapter to it.
 ADAPTER_FOLDER = 'adapter'
@@ -26,7 +25,7 @@ class LoraExporter(PartsExporter):
     """The adapter, the merged model, or the merged model with the adapter in a folder of its own.
 
     Args:
-        lora: One of :data:`LORA_MODES`.
+        lora: One of config.py's LORA_MODES.
 
     Raises:
         ModelError: The adapter is of another kind than LoRA, nothing of it is trained, there are several, or it

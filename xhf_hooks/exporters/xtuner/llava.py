@@ -19,7 +19,6 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from peft import PeftModel
 
-LLAVA_FORMATS = ('xtuner', 'xtuner_complete', 'huggingface')
 #: Where ``LLaVAModel.to_xtuner_llava`` (xtuner ``model/llava.py``) puts a complete part; the llm into the checkpoint
 #: itself, where ``xtuner chat CHECKPOINT --llava CHECKPOINT`` looks for it. An adapter goes to ``<part>_adapter``.
 _FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'projector'}
@@ -32,7 +31,7 @@ class LlavaExporter(PartsExporter):
     Args:
         lora: 'adapter', 'merge' or 'both', where a part has an adapter. Beside merged parts the adapters go to
             ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` once more to what is merged.
-        llava_format: One of :data:`LLAVA_FORMATS`. 'xtuner' leaves frozen parts out, as XTuner does.
+        llava_format: One of config.py's LLAVA_FORMATS. 'xtuner' leaves frozen parts out, as XTuner does.
 
     Raises:
         OptionError: ``lora`` was given and there is no adapter, or it is 'adapter' and the format has none.
