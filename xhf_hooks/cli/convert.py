@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
-from xhf_hooks.config import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
+from xhf_hooks.config.checks import DTYPE_CODES, parse_size
+from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
 
