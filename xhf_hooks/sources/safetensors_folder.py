@@ -16,9 +16,9 @@ from xhf_hooks.files.regular_files import open_regular, read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.checkpoint.records import Piece
 from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import Piece
 
 if TYPE_CHECKING:
     import torch

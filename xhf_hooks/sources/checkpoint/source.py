@@ -14,8 +14,8 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
@@ -24,6 +24,7 @@ from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_sta
 from xhf_hooks.sources.checkpoint.universal import load_universal
 from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import Piece, StoredTensor
 
 _SHOWN = 5
 
