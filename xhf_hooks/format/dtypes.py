@@ -1,4 +1,4 @@
-"""Between torch's dtypes and the codes of the safetensors format."""
+"""Between the dtypes of torch, by object and by name, and those of the safetensors format."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import torch
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.safetensors import FLOAT_DTYPES
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    'BOOL': torch.bool,
-    'U8': torch.uint8,
-    'I8': torch.int8,
-    'F8_E5M2': torch.float8_e5m2,
-    'F8_E4M3': torch.float8_e4m3fn,
-    'I16': torch.int16,
-    'U16': torch.uint16,
-    'F16': torch.float16,
-    'BF16': torch.bfloat16,
-    'I32': torch.int32,
-    'U32': torch.uint32,
-    'F32': torch.float32,
-    'C64': torch.complex64,
-    'F64': torch.float64,
-    'I64': torch.int64,
-    'U64': torch.uint64,
-}
-if hasattr(torch, 'float8_e8m0fnu'):  # torch 2.7
-    TORCH_DTYPES['F8_E8M0'] = torch.float8_e8m0fnu
+#: Of each safetensors dtype, torch's name, and that of its typed storages in files of ``torch.save``.
+_NAMES = (
+    ('BOOL', 'bool', 'BoolStorage'),
+    ('U8', 'uint8', 'ByteStorage'),
+    ('I8', 'int8', 'CharStorage'),
+    ('F8_E5M2', 'float8_e5m2', None),
+    ('F8_E4M3', 'float8_e4m3fn', None),
+    ('F8_E8M0', 'float8_e8m0fnu', None),  # torch 2.7
+    ('I16', 'int16', 'ShortStorage'),
+    ('U16', 'uint16', None),
+    ('F16', 'float16', 'HalfStorage'),
+    ('BF16', 'bfloat16', 'BFloat16Storage'),
+    ('I32', 'int32', 'IntStorage'),
+    ('U32', 'uint32', None),
+    ('F32', 'float32', 'FloatStorage'),
+    ('C64', 'complex64', 'ComplexFloatStorage'),
+    ('F64', 'float64', 'DoubleStorage'),
+    ('I64', 'int64', 'LongStorage'),
+    ('U64', 'uint64', None),
+)
+TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name, _ in _NAMES if hasattr(torch, name)}
+CODES_BY_NAME = {name: code for code, name, _ in _NAMES}
+CODES_BY_STORAGE = {storage: code for code, _, storage in _NAMES if storage} | {'UntypedStorage': 'U8'}
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
