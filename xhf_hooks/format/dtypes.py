@@ -5,31 +5,28 @@ from __future__ import annotations
 import torch
 
 from xhf_hooks.errors import TensorError
-from xhf_hooks.format.safetensors import FLOAT_DTYPES
+from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 
-#: Of each safetensors dtype, torch's name, and that of its typed storages in files of ``torch.save``.
-_NAMES = (
-    ('BOOL', 'bool', 'BoolStorage'),
-    ('U8', 'uint8', 'ByteStorage'),
-    ('I8', 'int8', 'CharStorage'),
-    ('F8_E5M2', 'float8_e5m2', None),
-    ('F8_E4M3', 'float8_e4m3fn', None),
-    ('F8_E8M0', 'float8_e8m0fnu', None),  # torch 2.7
-    ('I16', 'int16', 'ShortStorage'),
-    ('U16', 'uint16', None),
-    ('F16', 'float16', 'HalfStorage'),
-    ('BF16', 'bfloat16', 'BFloat16Storage'),
-    ('I32', 'int32', 'IntStorage'),
-    ('U32', 'uint32', None),
-    ('F32', 'float32', 'FloatStorage'),
-    ('C64', 'complex64', 'ComplexFloatStorage'),
-    ('F64', 'float64', 'DoubleStorage'),
-    ('I64', 'int64', 'LongStorage'),
-    ('U64', 'uint64', None),
-)
-TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name, _ in _NAMES if hasattr(torch, name)}
-CODES_BY_NAME = {name: code for code, name, _ in _NAMES}
-CODES_BY_STORAGE = {storage: code for code, _, storage in _NAMES if storage} | {'UntypedStorage': 'U8'}
+#: As far as this version of torch has them.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
+}
+CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
+#: Of the typed storages in files of ``torch.save``.
+CODES_BY_STORAGE = {
+    'BoolStorage': 'BOOL',
+    'ByteStorage': 'U8',
+    'UntypedStorage': 'U8',
+    'CharStorage': 'I8',
+    'ShortStorage': 'I16',
+    'HalfStorage': 'F16',
+    'BFloat16Storage': 'BF16',
+    'IntStorage': 'I32',
+    'FloatStorage': 'F32',
+    'ComplexFloatStorage': 'C64',
+    'DoubleStorage': 'F64',
+    'LongStorage': 'I64',
+}
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 

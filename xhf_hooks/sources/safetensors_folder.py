@@ -9,7 +9,7 @@ from pathlib import Path
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
-from xhf_hooks.format.safetensors_header import read_header
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.pieces import Piece, StoredTensor
 from xhf_hooks.sources.stored_source import StoredSource
