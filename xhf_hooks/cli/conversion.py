@@ -13,7 +13,7 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
-from xhf_hooks.meta_model.tokenizer import find_tokenizer
+from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
@@ -123,7 +123,7 @@ class Conversion:
             XhfError, OSError: It failed, and ``out`` is as it was.
         """
         with descriptors_silenced():
-            tokenizer, eos_token_ids, notes = find_tokenizer(
+            tokenizer, eos_token_ids, notes = tokenizer_of_run(
                 self._config, self.converter.exporter, self._base, trust_remote_code=self._trust
             )
         folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')

@@ -39,7 +39,7 @@ def _option(default: Any, meaning: str, check: Check) -> Any:
 
 
 class _Options:
-    """What all classes of options have in common.
+    """Base of the classes of options.
 
     Raises:
         OptionError: A bad value, a bad combination, or an option that is not there.
@@ -52,9 +52,9 @@ class _Options:
 
 @dataclass(eq=False)
 class SaveOptions(_Options):
-    """What is saved and how: of every door, and all that a :class:`xhf_hooks.save.Saver` needs.
+    """What is saved and how: for every frontend, and all that a :class:`xhf_hooks.save.Saver` needs.
 
-    Attributes hold checked values: sizes in bytes, dtypes as codes of safetensors files.
+    Attributes hold checked values: sizes in bytes, safetensors dtypes.
     """
 
     module: str | None = _option(
@@ -122,7 +122,7 @@ class SaveOptions(_Options):
 
 @dataclass(eq=False)
 class CallOptions(SaveOptions):
-    """Of ``save_hf``: the caller waits, and is told of errors."""
+    """Of ``save_hf``: the caller waits, and gets errors raised."""
 
     async_save: ClassVar[bool] = False
     async_busy: ClassVar[str] = 'wait'

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,6 +75,20 @@ class Exporter(ABC):
         Returns:
             Warnings for the log.
         """
+
+
+def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
+    """Tensors by HF name that are written as they are, with floats cast to ``dtype`` unless it is None."""
+    return [
+        ExportEntry(
+            name,
+            spec.shape,
+            dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
+            (spec.name,),
+            file_set=files,
+        )
+        for name, spec in tensors.items()
+    ]
 
 
 def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:

@@ -189,6 +189,16 @@ def recorded_vocab_size(base_dir: str) -> int | None:
     return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
 
 
+def base_dir_of(model: PreTrainedModel) -> str:
+    """Folder or hub name that the model was loaded from; '' where there is none."""
+    return getattr(model.config, '_name_or_path', '') or ''
+
+
+def base_tokenizer_of(model: PreTrainedModel) -> Any | None:
+    """The base model's tokenizer; whoever ran the base's code for the model trusts it. Runs on: rank 0."""
+    return load_tokenizer(base_dir_of(model), trust_remote_code=is_remote_code(model))
+
+
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
     """The base model's own tokenizer; None when the base has none. Runs on: rank 0."""
     if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):

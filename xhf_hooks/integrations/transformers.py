@@ -1,4 +1,4 @@
-"""The callback for ``transformers.Trainer``, and for all that is built on it (TRL, Axolotl)."""
+"""The callback for ``transformers.Trainer`` and what is built on it (TRL, Axolotl)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from xhf_hooks.telemetry.log import RunLog
 class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
-    The same save as HFCheckpointHook's; what the options mean stands there. Trainer's own checkpoints, which
-    resuming needs, are not replaced: with ``save_strategy='no'`` in TrainingArguments there are none.
+    The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which resuming needs: with
+    ``save_strategy='no'`` in TrainingArguments there are none.
 
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
@@ -31,10 +31,10 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prove that the save will work. Runs on: all ranks.
+        """Check that saves will work. Runs on: all ranks.
 
         Raises:
-            XhfError: It will not; the same on every rank, before any training is paid for.
+            XhfError: They will not; the same on every rank.
         """
         self.close()
         if not self.save_last and self.save_strategy is None and args.save_strategy == 'no':

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.hf_assets import TOKENIZER_FILES, base_file, load_tokenizer
-from xhf_hooks.exporters.xtuner import chat_template
+from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.parse_config import parse_config
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.transformers_model import in_one_line, quiet
@@ -32,10 +32,10 @@ _HUGE, _NO_LIMIT = re.compile(rb'(?<![\d.])[1-9]\d{6}'), re.compile(rb'"model_ma
 _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
 
 
-def find_tokenizer(
+def tokenizer_of_run(
     config: RunConfig | None, exporter: Exporter, base: str | None, *, trust_remote_code: bool
-) -> tuple[Any | None, list[int], list[str]]:
-    """The tokenizer to write, the tokens that end an answer, and warnings for the log.
+) -> tuple[Any | None, Sequence[int], list[str]]:
+    """The tokenizer to write, the EOS token ids of its answers, and warnings for the log.
 
     Args:
         base: Given by the user, instead of what the config names.
@@ -47,12 +47,8 @@ def find_tokenizer(
     if config is None:
         return tokenizer, [], warnings
     try:
-        found = chat_template.template_of_config(_with_templates(config.fields))
-        if found is None:
-            return tokenizer, [], warnings
-        name, template = found
-        tokenizer, messages = chat_template.apply_to_tokenizer(tokenizer, template, name)
-        return tokenizer, chat_template.eos_token_ids(tokenizer, template), [*warnings, *messages]
+        tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, _with_templates(config.fields))
+        return tokenizer, eos_token_ids, [*warnings, *messages]
     except OptionError as error:
         return tokenizer, [], [*warnings, f'the chat template of training is not written: {error}']
 

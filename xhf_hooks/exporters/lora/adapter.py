@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import specs_below
-from xhf_hooks.format.dtypes import is_float
-from xhf_hooks.model.tensors import model_class, module_tensors, without_wrappers
+from xhf_hooks.exporters.base import specs_below, unchanged_entries
+from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 #: peft's SAFETENSORS_WEIGHTS_NAME; it reads this one file.
-_ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
+ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 
 
 class AdapterExporter:
@@ -44,7 +43,7 @@ class AdapterExporter:
         self._path, self._peft_model, self._adapter, self._alone = path, peft_model, adapter, alone
         self._model = peft_model.get_base_model()
         self._config = peft_model.peft_config[adapter]
-        self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
+        self.base_dir = hf_assets.base_dir_of(self._model)
         self.left_out: tuple[str, ...] = ()
         self._embedding_rows: int | None = None  # known after entries() when alone
 
@@ -60,19 +59,7 @@ class AdapterExporter:
         if self._alone:
             self._require_complete(specs, read)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
-        return self._entries_of(found, dtype)
-
-    def _entries_of(self, found: Mapping[str, TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        return [
-            ExportEntry(
-                name,
-                spec.shape,
-                dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
-                (spec.name,),
-                file_set=_ADAPTER_FILES,
-            )
-            for name, spec in found.items()
-        ]
+        return unchanged_entries(found, dtype, ADAPTER_FILES)
 
     def _require_complete(self, specs: Sequence[TensorSpec], in_adapter: set[str]) -> None:
         trained = {name for name, tensor in module_tensors(self._peft_model) if tensor.requires_grad}
@@ -98,17 +85,12 @@ class AdapterExporter:
 
     def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:
         """The input embeddings, unless an adapter or a copy took their place."""
-        try:
-            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
-        except (NotImplementedError, AttributeError):  # a model without token embeddings
-            return None
-        own = specs_below(self._path, specs)
+        weight, own = input_embedding(self._model), specs_below(self._path, specs)
         return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
 
     def base_tokenizer(self) -> Any | None:
         """The tokenizer of the base model. Runs on: rank 0."""
-        trusted = hf_assets.is_remote_code(self._model)
-        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
+        return hf_assets.base_tokenizer_of(self._model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         """Write all but the weights. Runs on: rank 0."""

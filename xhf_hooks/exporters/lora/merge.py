@@ -126,7 +126,7 @@ class MergedExporter(HuggingFaceExporter):
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         own = super()._own_names(specs)
-        self._derived = {}
+        self._computed = {}
         kept_below = {path: base_path(path) for path in self._adapters if path}  # what stays of a wrapper, by its path
         merged: set[str] = set()
         for wrapped_path, module in self._model.named_modules(remove_duplicate=False):
@@ -138,7 +138,7 @@ class MergedExporter(HuggingFaceExporter):
                 kept_below[path] = f'{path}.modules_to_save.{self._adapter_at(path)}'
             elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 raise _unknown(path, module)
-        _require_only(merged, own, self._derived)
+        _require_only(merged, own, self._computed)
         return dict(_stripped(own, kept_below))
 
     def _adapter_at(self, path: str) -> str:
@@ -185,7 +185,7 @@ class MergedExporter(HuggingFaceExporter):
                 raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")
             made[bias] = BiasMerge(own[bias].name, own[f'{path}.lora_B.{adapter}.bias'].name, scaling)
         for name, merge in made.items():
-            if self._derived.setdefault(merge.base, merge) != merge:
+            if self._computed.setdefault(merge.base, merge) != merge:
                 raise _tied(name)
         return set(made)
 

@@ -21,7 +21,7 @@ import pkgutil
 import re
 import string
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -146,6 +146,20 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     several = copied.chat_template if isinstance(copied.chat_template, dict) else None
     copied.chat_template = wanted if several is None else {**several, 'default': wanted}
     return copied, [f'{difference}: the exported tokenizer has the chat template of {name}', *messages]
+
+
+def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[Any | None, Sequence[int], Sequence[str]]:
+    """The tokenizer to write for a run with this config, the EOS token ids of its answers, and log messages.
+
+    Raises:
+        OptionError: The run's template does not exist, there are several, or XTuner could not train with it.
+    """
+    found = template_of_config(cfg)
+    if found is None or tokenizer is None:
+        return tokenizer, (), ()
+    name, template = found
+    tokenizer, messages = apply_to_tokenizer(tokenizer, template, name)
+    return tokenizer, eos_token_ids(tokenizer, template), messages
 
 
 def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:

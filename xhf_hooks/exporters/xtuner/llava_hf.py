@@ -16,7 +16,7 @@ from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora.adapter import adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.merge import MergedExporter
-from xhf_hooks.exporters.resize_embeddings import ROWS_MULTIPLE, NewRows
+from xhf_hooks.exporters.resize_embeddings import ROWS_MULTIPLE, ResizedEmbedding
 from xhf_hooks.model.tensors import model_class
 from xhf_hooks.planning.types import TensorSpec
 
@@ -63,7 +63,7 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """Those of LlavaForConditionalGeneration, with the embeddings as large as they will be."""
         self._own = {name: part._own_names(specs) for name, part in self._parts.items()}
-        self._derived = {base: made for part in self._parts.values() for base, made in part._derived.items()}
+        self._computed = {base: made for part in self._parts.values() for base, made in part._computed.items()}
         self._rows, widened = self._with_new_rows()
         prefixes = _prefixes(self._model)
         named = {}
@@ -88,9 +88,9 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         wanted = -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
         for name in names:
             spec = own[name]
-            made = self._derived.get(spec.name)
-            if not isinstance(made, NewRows):  # else it is tied to one that was seen
-                self._derived[spec.name] = NewRows(spec.name, wanted, made)
+            made = self._computed.get(spec.name)
+            if not isinstance(made, ResizedEmbedding):  # else it is tied to one that was seen
+                self._computed[spec.name] = ResizedEmbedding(spec.name, wanted, made)
             own[name] = TensorSpec(spec.name, (wanted, *spec.shape[1:]), spec.dtype, spec.aliases, spec.has_master)
         return wanted, own
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.base import specs_below
+from xhf_hooks.exporters.base import specs_below, unchanged_entries
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, pretrained_in, quantization_of
-from xhf_hooks.exporters.lora.adapter import AdapterExporter
+from xhf_hooks.exporters.lora.adapter import ADAPTER_FILES, AdapterExporter
 from xhf_hooks.exporters.lora.exporter import LoraExporter
 from xhf_hooks.exporters.lora.merge import MergedExporter
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
@@ -91,7 +91,7 @@ class HeadedExporter(HuggingFaceExporter):
         self._reward_token_id = reward_token_id
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        warnings = self._write_sidecar_of(self._reference, folder, tokenizer, ())
+        warnings = self._write_hf_assets_of(self._reference, folder, tokenizer, ())
         if self._head == 'score' and self._config.pad_token_id is None:
             warnings.append('config.json has no pad_token_id: transformers scores one text at a time until it is set')
         return warnings
@@ -172,7 +172,7 @@ class RewardAdapterExporter(AdapterExporter):
         ]
         head = {f'{_IN_ADAPTER}.{self._head}.{name}': spec for name, spec in specs_below(HEAD, specs).items()}
         self.left_out = tuple(name for name in self.left_out if name not in {spec.name for spec in head.values()})
-        return entries + self._entries_of(head, dtype)
+        return entries + unchanged_entries(head, dtype, ADAPTER_FILES)
 
 
 @EXPORTERS.register_module()
