@@ -1,4 +1,4 @@
-"""What an exporter offers."""
+"""The interface of exporters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 
 
 class Exporter(ABC):
-    """One kind of model: what of it goes out, under which names, and with which files around it.
+    """One kind of model: which of its tensors are written, under which names, and with which HF assets.
 
     An exporter sees specs, never tensors, until one of its ``combine`` functions is called.
 
     Attributes:
         base_dir: Folder or hub name that the model was loaded from, '' when there is none.
-        left_out: Tensors of the source that do not go out, by decision. Known after :meth:`entries`.
-        notes: What the log should say about these decisions.
-        combine_nbytes: The most memory that one ``combine`` takes beside what it reads, apart from views. Known
-            after :meth:`entries`.
-        options: The hook's options that are for this kind of model alone; the constructor takes them by name.
+        left_out: Tensors of the source that are deliberately not written. Known after :meth:`entries`.
+        notes: Log messages about that.
+        combine_nbytes: The most memory that one ``combine`` allocates. Known after :meth:`entries`.
+        options: Options for this kind of model alone; the constructor takes them by name.
     """
 
     options: tuple[str, ...] = ()
@@ -44,7 +43,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        """What goes out, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
+        """What is written, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
 
         Args:
             specs: What the source holds.
@@ -61,7 +60,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def base_tokenizer(self) -> Any | None:
-        """The tokenizer of the model that training started from; None when there is none. Runs on: rank 0."""
+        """The base model's tokenizer; None when it has none. Runs on: rank 0."""
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
@@ -70,7 +69,7 @@ class Exporter(ABC):
         Called after :meth:`entries`.
 
         Args:
-            eos_token_ids: Tokens that end an answer, beside those that the model knows of.
+            eos_token_ids: To add to those of the model.
 
         Returns:
             Warnings for the log.
@@ -92,7 +91,7 @@ def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, file
 
 
 def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """Every name of every tensor of the module at ``path``, relative to it; tied tensors have several."""
+    """Every name of every tensor below ``path``, relative to it; tied tensors have several."""
     prefix = f'{path}.' if path else ''
     return {
         name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)

@@ -35,7 +35,7 @@ _FP32_NBYTES = 4  # computed in fp32, then cast while the previous one is being 
 
 @dataclass(frozen=True)
 class _Built:
-    """What was built of a class from a config."""
+    """A reference model, and what it was built from."""
 
     kind: type[PreTrainedModel]
     config: dict[str, Any]
@@ -51,8 +51,8 @@ _BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
 class HuggingFaceExporter(Exporter):
     """Writes what ``save_pretrained`` writes, names and bytes, without its whole-model state dict.
 
-    Before anything is gathered the class that ``from_pretrained`` will build is built on the meta device
-    from the config that will be written, and must have the names and shapes that are about to be saved.
+    Before anything is gathered, the model that ``from_pretrained`` will build is built on the meta device from the
+    config that will be written. It must have the names and shapes that are about to be saved.
 
     Raises:
         ModelError: There is not exactly one such model, or ``module`` names something else.
@@ -119,7 +119,7 @@ class HuggingFaceExporter(Exporter):
         return hf_assets.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
-        """The class that ``from_pretrained`` will build, without memory."""
+        """The model that ``from_pretrained`` will build, on the meta device."""
         kind, content = model_class(self._model), config.to_dict()
         built = _BUILT.get(self._model)
         if built is None or (built.kind, built.config) != (kind, content):
@@ -216,7 +216,7 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
 def quantization_of(model: PreTrainedModel) -> str | None:
     """The method by which transformers quantized the weights when it loaded them; None when it did not.
 
-    It marks the outermost model only; a backbone taken out of one still shares the config.
+    transformers marks the outermost model only; a backbone taken out of it still shares the config.
     """
     options = getattr(model.config, 'quantization_config', None) or {}
     found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
@@ -238,15 +238,15 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without memory, none of it partitioned."""
+    """A model on the meta device, not partitioned at ZeRO-3."""
     with _without_zero_init(), torch.device('meta'):
         return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
 
 
 @contextmanager
 def _without_zero_init() -> Iterator[None]:
-    """At ZeRO-3 transformers partitions whatever a model builds with ``from_config`` inside of it; not here."""
-    integration = sys.modules.get('transformers.integrations.deepspeed')  # not imported: nobody has turned it on
+    """Prevent that transformers partitions submodules built with ``from_config`` at ZeRO-3."""
+    integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
     reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
     active = None if reference is None else reference()
     if active is None:

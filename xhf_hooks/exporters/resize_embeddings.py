@@ -1,4 +1,4 @@
-"""Embeddings with rows for new tokens."""
+"""Embeddings with more rows, for new tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHUNK_ROWS = 1024
 class ResizedEmbedding:
     """A tensor ``(vocab, ...)`` as ``(rows, ...)``: each new row is the mean of those that there are.
 
-    The mean is taken in float64, so that it does not depend on the order in which threads add.
+    The mean is computed in float64, so that it does not depend on the order in which threads add.
 
     Attributes:
-        made: How the tensor itself is made, where it is not the source's.
+        made: Computes the tensor itself, where it is not the source's.
     """
 
     base: str

@@ -1,9 +1,9 @@
-"""Builds the model that was trained, without memory, from what describes it.
+"""Builds the trained model on the meta device, from what describes it.
 
 - XTuner's models, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
 - What transformers.Trainer and Axolotl train: the ``config.json`` (and ``adapter_config.json``) in the checkpoint.
-- Anything else that holds one transformers model: the folder given with ``--base``, at the place where the
-  checkpoint's names have it.
+- Anything else that holds one transformers model: the folder given with ``--base``, at the path that the checkpoint's
+  names have.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from xhf_hooks.model.tensors import module_tensors, names_by_identity
 #: Fields of an XTuner model's config that are models, and those that adapt them (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
-#: What any model may have: a checkpoint can hold few of its tensors (LoRA, a projector). Mixtures of experts whose
-#: experts are modules of their own register 150,000 modules and parameters.
+#: Limits are at least for so many: a checkpoint can hold few of a model's tensors (LoRA, a projector). Mixtures of
+#: experts whose experts are modules register 150,000 modules and parameters.
 _LEAST_TENSORS = 7000
 
 
 @dataclass
 class MetaModel:
-    """The trained model on the meta device, and where each part of it began.
+    """The trained model on the meta device, and the base models of its parts.
 
     Attributes:
-        described_by: What the user is told that it was built from.
-        bases: Folder that a part was loaded from, and the names of the part's tensors there, by the identity
-            of the meta model's tensors.
-        notes: What the user should know.
+        described_by: What it was built from, for messages.
+        bases: Folder that a part was loaded from, and the names of its tensors there, by the identity of the meta
+            model's tensors.
+        notes: For the user.
     """
 
     module: nn.Module
@@ -48,7 +48,7 @@ class MetaModel:
     notes: list[str] = field(default_factory=list)
 
     def remember_base(self, folder: str, model: nn.Module) -> None:
-        """Before the model is wrapped or adapted: its names are those of the files."""
+        """Called before the model is wrapped or adapted, while its names are those of the files."""
         self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
 
 
@@ -62,8 +62,8 @@ def build_meta_model(
 ) -> MetaModel:
     """The model that a checkpoint belongs to.
 
-    Configs of models are anyone's files: it is built twice, the first time in a process that may take so much and no
-    more. Both times take less than a second for most models.
+    Its configs are untrusted, so it is built twice, first in a process with limited time and memory. Both together take
+    less than a second for most models.
 
     Args:
         config: Of the run.
@@ -72,8 +72,8 @@ def build_meta_model(
         base: Folder or hub name given by the user, instead of what the config or the checkpoint says.
 
     Raises:
-        ConfigError, BaseModelError: Nothing says how it was built, or what does cannot be used.
-        DamagedError: What does asks for too much, or cannot be built.
+        ConfigError, BaseModelError: Nothing says how it was built, or that cannot be used.
+        DamagedError: Its config asks for too much, or cannot be built.
     """
     build = _Builder(config, checkpoint, names, base, trust_remote_code).build
     _import_first(config, checkpoint, base)
@@ -83,7 +83,7 @@ def build_meta_model(
 
 
 def _import_first(config: RunConfig | None, checkpoint: Path, base: str | None) -> None:
-    """What takes seconds to import, so that it is not imported twice."""
+    """Import what takes seconds here, not in the child and again here."""
     from transformers import AutoConfig, PreTrainedModel  # noqa: F401
 
     model = {} if config is None else config.model or {}
@@ -219,13 +219,13 @@ def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection
         hidden = module.llm.config.get_text_config().hidden_size
         module.v_head = nn.Linear(hidden, 1, bias=False, device='meta')
     if 'ref_llm' in children and not hasattr(module, 'ref_llm'):
-        module.ref_llm = nn.Module()  # a copy of llm that does not go out; its tensors are left out by name
+        module.ref_llm = nn.Module()  # a copy of llm that is not exported; its tensors are left out by name
     if 'visual_encoder' in model:
         module.add_module('projector', _projector(module, model))
 
 
 def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
-    """XTuner's own class, which goes out with the weights."""
+    """XTuner's own class, whose code is written with the weights."""
     config_class, model_class = _projector_classes()
     depth = model.get('projector_depth', 2)
     sizes = dict(
@@ -238,10 +238,10 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _projector_classes() -> tuple[Any, Any]:
-    """Of its config, and of itself.
+    """XTuner's classes of its config and of itself.
 
     Raises:
-        ConfigError: XTuner is not here.
+        ConfigError: XTuner is not installed.
     """
     import pkgutil
 
@@ -251,14 +251,14 @@ def _projector_classes() -> tuple[Any, Any]:
         model_class = pkgutil.resolve_name(f'{owner}:ProjectorModel')
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"a LLaVAModel goes out with the code of its projector, which is xtuner's, and that cannot be imported "
+            f"a LLaVAModel is written with xtuner's code of its projector, which cannot be imported "
             f'({error}); convert where xtuner is installed'
         ) from None
     return config_class, model_class
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """As LLaVAModel does; adapters are trained all the same."""
+    """As LLaVAModel does; adapters stay trainable."""
     for name in ('llm', 'visual_encoder'):
         if model.get(f'freeze_{name}') is True:
             for path, parameter in getattr(module, name).named_parameters():
@@ -274,7 +274,7 @@ def _hugging_face_folder(checkpoint: Path) -> Path | None:
 
 
 def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:
-    """What the checkpoint's names of the model's tensors begin with: '' for the model itself, or ``'llm.'``."""
+    """The prefix of the model's tensors in the checkpoint: '' for the model itself, or such as ``'llm.'``."""
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
     found: dict[str, int] = {}
     for name in own[:50]:
@@ -293,7 +293,7 @@ def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: 
 
 
 def _placed(model: nn.Module, prefix: str) -> nn.Module:
-    """The model at its path in a module that holds nothing else."""
+    """A module with the model at its path and nothing else."""
     for name in reversed(prefix.split('.')[:-1]):
         outer = nn.Module()
         outer.add_module(name, model)

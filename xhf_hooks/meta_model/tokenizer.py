@@ -24,7 +24,8 @@ _OPTIONS = (
     *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
     *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
 )
-#: What sets how much is built: 50 MB are more than any vocabulary takes, and no count in the small files has 7 digits.
+#: Beyond these a tokenizer is tried in a limited process first: real vocabularies take less than 50 MB, and no count in
+#: the small files has 7 digits.
 _SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
 _SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
 _HUGE_ID = re.compile(rb':\s*[1-9]\d{6}')
@@ -67,7 +68,7 @@ def _load(
             return load(), []
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # its files are anyone's data; a panic in Rust is no Exception
+    except BaseException as error:  # its files are untrusted; a panic in Rust is no Exception
         if isinstance(error, ImportError) or 'trust_remote_code' not in str(error):
             raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
         return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
@@ -76,7 +77,7 @@ def _load(
 def _try(load: Callable[[], Any | None]) -> None:
     tokenizer = load()
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:  # its library writes a line for each id up to the largest
+        with tempfile.TemporaryDirectory() as folder:  # the library writes a line for each id up to the largest
             tokenizer.save_pretrained(folder)
 
 
@@ -87,9 +88,9 @@ def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, tr
 
 
 def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
-    """The size of a tokenizer's files where it, or a number in them, is beyond what real ones have; else None.
+    """The size of a tokenizer's files where it, or a number in them, exceeds that of real ones; else None.
 
-    Loading one takes up to a second, so that it is not done twice without need.
+    Loading takes up to a second, so it is only done twice where needed.
     """
     nbytes, suspect = 0, False
     for name in (*TOKENIZER_FILES, *_SMALL_FILES):
@@ -116,7 +117,7 @@ def _with_options(tokenizer: Any, config: RunConfig | None) -> Any:
 
 
 def _with_templates(value: Any, key: str = '') -> Any:
-    """A copy of the config with XTuner's templates in the place of their names.
+    """A copy of the config with XTuner's templates instead of their names.
 
     Raises:
         OptionError: The name is not one of XTuner's, or XTuner is not installed.
@@ -135,7 +136,7 @@ def _with_templates(value: Any, key: str = '') -> Any:
 
 
 def _xtuner_templates() -> Mapping[str, Any]:
-    """XTuner's PROMPT_TEMPLATE, read and not imported, which would take many seconds."""
+    """XTuner's PROMPT_TEMPLATE, parsed: importing it would take many seconds."""
     found = find_spec('xtuner')
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         file = Path(folder) / 'utils' / 'templates.py'

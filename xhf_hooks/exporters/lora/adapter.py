@@ -25,15 +25,14 @@ ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 class AdapterExporter:
     """``adapter_config.json``, ``adapter_model.safetensors`` and the model card of one adapter.
 
-    Which tensors belong to it, and under which names (``modules_to_save``, trained biases, embeddings of a
-    resized vocabulary), is peft's ``get_peft_model_state_dict`` to say. It only picks and renames what it is
-    given, so it is given specs instead of tensors.
+    peft's ``get_peft_model_state_dict`` selects and renames its tensors (``modules_to_save``, trained biases, resized
+    embeddings). It only looks at names, so it gets specs instead of tensors.
 
     Args:
         path: Of the PeftModel in the trained model.
         adapter: Its name in the PeftModel. The files do not mention it.
-        alone: No merged model goes out with it; :meth:`entries` then raises a ModelError when a trained tensor
-            would be lost, or when the base model is gone.
+        alone: No merged model is written with it; :meth:`entries` then raises a ModelError when a trained tensor
+            would be lost, or the base model is missing.
     """
 
     n_parameters = None
@@ -71,7 +70,7 @@ class AdapterExporter:
             )
         base = Path(self._recorded_base() or '.')
         if base.is_absolute() and not base.is_dir():
-            raise ModelError(f'the base model {base} is not there, and without it nothing loads the adapter')
+            raise ModelError(f'the base model {base} is missing, and without it nothing loads the adapter')
         embeddings = self._embeddings(specs)
         self._embedding_rows = None if embeddings is None else embeddings.shape[0]
         base_rows = hf_assets.recorded_vocab_size(self._recorded_base() or '')
@@ -89,17 +88,17 @@ class AdapterExporter:
         return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
 
     def base_tokenizer(self) -> Any | None:
-        """The tokenizer of the base model. Runs on: rank 0."""
+        """As :meth:`xhf_hooks.exporters.base.Exporter.base_tokenizer`."""
         return hf_assets.base_tokenizer_of(self._model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         """Write all but the weights. Runs on: rank 0."""
         self._peft_model.create_or_update_model_card(str(folder))
-        config = copy.copy(self._config)  # not a deep copy: a set may list its members in another order then
+        config = copy.copy(self._config)  # a deep copy could change the order of sets
         config.base_model_name_or_path = self._recorded_base()
         config.inference_mode = True
         auto_mapping = None
-        if config.task_type is None:  # then peft's AutoPeftModel needs to know what to build
+        if config.task_type is None:  # AutoPeftModel reads the class from here then
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)

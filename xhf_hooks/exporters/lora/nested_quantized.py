@@ -1,4 +1,4 @@
-"""A quantized model with LoRA adapters on some of its parts: what was trained, since no merge is without loss."""
+"""A quantized model with LoRA adapters on some of its parts: only what was trained is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class QuantizedNestedLoraExporter(CompositeExporter):
     ``load_state_dict(strict=False)``.
 
     Args:
-        lora: 'adapter' is all that there is.
+        lora: Only 'adapter'.
 
     Raises:
         OptionError: Another value was given.

@@ -1,7 +1,7 @@
 """XTuner's prompt template as the tokenizer's chat template.
 
-XTuner trains on text that its own PROMPT_TEMPLATE makes, and the tokenizer knows nothing of it: without this
-the exported model chats in another format than it learned. The text comes from ``openai_map_fn`` (messages to
+XTuner trains on text made by its own PROMPT_TEMPLATE, of which the tokenizer knows nothing: without this the exported
+model would chat in another format than it was trained on. The text comes from ``openai_map_fn`` (messages to
 turns), ``template_map_fn`` (each turn's texts) and ``encode_fn`` (BOS, EOS and SEP) in ``xtuner/dataset``. Of it:
 
 - Each turn is ``[BOS] [SYSTEM] INSTRUCTION | output SUFFIX | [EOS] | SEP``. The last turn ends with SEP, too.
@@ -107,9 +107,9 @@ def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
 
 
 def eos_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
-    """What ends an answer, for generation_config's ``eos_token_id``.
+    """EOS token ids for generation_config: the tokenizer's, STOP_WORDS, and SUFFIX where it replaces EOS.
 
-    The tokenizer's own EOS, STOP_WORDS, and SUFFIX where it took the place of EOS; not words of several tokens.
+    Words of several tokens are left out.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [stop_id for stop_id in _stop_words(tokenizer, template).values() if stop_id is not None]
@@ -125,7 +125,7 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
 
     Returns:
         The tokenizer itself when its chat template gives the text of training, else a copy with one that does;
-        and what to say about it in the log.
+        and log messages.
 
     Raises:
         OptionError: XTuner could not train with such a template.
@@ -237,7 +237,7 @@ def _token_id(tokenizer: Any, word: str) -> int | None:
 
 
 def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str | None:
-    """How the tokenizer's chat template differs from training, found by trying; None when it does not."""
+    """How the tokenizer's chat template differs from training on sample dialogues; None when it does not."""
     if getattr(tokenizer, 'chat_template', None) is None:
         return 'the tokenizer has no chat template'
     dialogues = [[*_PROBE_TURN], [*_PROBE_TURN] * 3, [_PROBE_TURN[0]], [*_PROBE_TURN, _PROBE_TURN[0]]]
@@ -248,7 +248,7 @@ def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str |
         trained = tokenizer.apply_chat_template(dialogue, chat_template=wanted, **options)
         try:
             found = tokenizer.apply_chat_template(dialogue, **options)
-        except Exception as error:  # the template is anyone's code; whatever it raises, it does not fit
+        except Exception as error:  # a template may raise anything; then it does not fit
             return f"the tokenizer's chat template fails on {[m['role'] for m in dialogue]} ({error})"
         if found != trained:
             same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(found, trained, strict=False))])
@@ -268,7 +268,7 @@ def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _value(mapping: Mapping[str, Any], key: str) -> Any:
-    """A config's value. In MMEngine's lazy configs looking is importing, which fails for a wrong name."""
+    """A config's value. MMEngine's lazy configs import it when it is read, which fails for a wrong name."""
     try:
         return mapping.get(key)
     except (ImportError, AttributeError) as error:
@@ -284,7 +284,7 @@ def _type_name(config: Mapping[str, Any]) -> str:
 
 
 def _resolve(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """A template and its name, from either."""
+    """The name and the template, given either."""
     if isinstance(value, Mapping):
         loaded = getattr(sys.modules.get('xtuner.utils.templates'), 'PROMPT_TEMPLATE', {})
         names = [name for name in loaded if loaded[name] == value]

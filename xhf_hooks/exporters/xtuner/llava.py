@@ -30,7 +30,7 @@ class LlavaExporter(CompositeExporter):
 
     Args:
         lora: 'adapter', 'merge' or 'both', where a part has an adapter. Beside merged parts the adapters go to
-            ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` once more to what is merged.
+            ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` to the merged llm again.
         llava_format: One of LLAVA_FORMATS. 'xtuner' leaves frozen parts out, as XTuner does.
 
     Raises:

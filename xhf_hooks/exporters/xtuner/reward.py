@@ -1,7 +1,7 @@
 """XTuner's RewardModel: a backbone ``llm`` without its language-model head, and ``v_head``, ``(1, hidden)``.
 
-What goes out is what ``RewardModel.to_hf`` makes of it (``xtuner/model/reward.py``): the sequence classifier of the
-backbone's family with one label and the head as ``score``, or for InternLM2 its reward model.
+It is written as ``RewardModel.to_hf`` does (``xtuner/model/reward.py``): as the sequence classifier of the backbone's
+family, with one label and the head as ``score``; for InternLM2 as its reward model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _IN_ADAPTER = 'base_model.model'
 
 
 def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
-    """What scores with such a backbone, as XTuner chooses it.
+    """The class of the reward model with this backbone, as XTuner chooses it.
 
     Raises:
-        ModelError: There is no such class.
+        ModelError: There is none.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -73,7 +73,7 @@ def _xtuners_internlm2(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def head_of(kind: type[PreTrainedModel]) -> str:
-    """Where a :func:`reward_class` has the head."""
+    """The name of the head in a :func:`reward_class`."""
     return 'v_head' if kind.__name__.endswith('ForRewardModel') else 'score'
 
 
@@ -162,7 +162,7 @@ class RewardAdapterExporter(AdapterExporter):
         config.modules_to_save = [*(config.modules_to_save or ()), self._head]
         for option in ('target_modules', 'exclude_modules'):
             pattern = getattr(config, option, None)
-            if isinstance(pattern, str):  # matches whole names, which have a part more now
+            if isinstance(pattern, str):  # it matches whole names, which now have one more part
                 setattr(config, option, rf'{prefix}\.(?:{pattern})')
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
