@@ -42,7 +42,7 @@ def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway
     unit = 'epochs' if schedule.by_epoch else 'iterations'
     first = schedule.next_due(0)
     if first is None and not saves_anyway:
-        raise OptionError('interval', 'a number, or save_last or save_best: like this nothing is ever saved', None)
+        raise OptionError('interval', 'a number, or save_last or save_best: otherwise nothing is ever saved', None)
     if first is None or not last:  # the loop does not know its end
         return
     end = f'training ends after {last} {unit}'

@@ -72,7 +72,7 @@ def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '')
         template: As in ``xtuner.utils.PROMPT_TEMPLATE``: INSTRUCTION, and maybe SYSTEM, SUFFIX, SUFFIX_AS_EOS,
             SEP, STOP_WORDS.
         bos: Text of what training ids begin with. :func:`bos_eos_text` knows it for a tokenizer.
-        eos: Text of what ends an answer, unless SUFFIX does.
+        eos: Text of the EOS token, unless SUFFIX replaces it.
 
     Raises:
         OptionError: The template is not one that XTuner could train with.
