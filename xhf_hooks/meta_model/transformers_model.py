@@ -44,6 +44,8 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int)
     raw = raw_config(base)
     require_modest(raw, n_tensors, f'{base}/config.json')
     try:
+        if base_file(base, 'config.json') is None:  # transformers < 5 would guess the model from the folder's name
+            raise FileNotFoundError('there is no such file')
         require_regular(base)
         config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
     except (XhfError, MemoryError):
