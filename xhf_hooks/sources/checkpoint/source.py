@@ -10,13 +10,20 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.flat_groups import zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
-from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states, trained_dtype
+from xhf_hooks.sources.checkpoint.states import (
+    ModelState,
+    OptimState,
+    load_model_state,
+    load_optim_state,
+    trained_dtype,
+)
 from xhf_hooks.sources.checkpoint.universal import load_universal
 from xhf_hooks.sources.pieces import StoredTensor
 from xhf_hooks.sources.stored_source import StoredSource
@@ -114,7 +121,8 @@ class CheckpointSource(StoredSource):
         return load_fsdp_ranks(self.found)
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
-        models, optims = load_states(self.found)
+        models = [load_model_state(file) for file in self.found.model_files]
+        optims = [load_optim_state(file) for file in self.found.optim_files]
         universal = self.found.layout == 'universal'
         require_one_save(
             models, optims, self._reader, optimizer_restarted=self._optimizer_restarted, universal=universal
@@ -122,6 +130,7 @@ class CheckpointSource(StoredSource):
         self.unproven = unproven(models, optims)
         self._never_trained = _never_trained(models[0])
         self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].evidence.version)
+        groups = [optim.groups for optim in optims]
         if universal:
             assembled = load_universal(self.found, models, self._reader, optimizer_restarted=self._optimizer_restarted)
         elif not optims:
@@ -129,9 +138,9 @@ class CheckpointSource(StoredSource):
             self.warnings += [warning] if warning else []
             assembled = from_state_dict(str(models[0].file), models[0].module, masters)
         elif optims[0].stage == 3:
-            assembled = from_zero3(models, optims)
+            assembled = from_zero3(models, zero3_regions(models[0].shapes, groups))
         else:
-            assembled = from_zero12(models[0], optims)
+            assembled = from_zero12(models[0], zero12_regions(models[0].shapes, groups, optims[0].paddings))
         return models[0].content, assembled
 
     def _facts(

@@ -13,7 +13,6 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.evidence import ModelEvidence, OptimEvidence, model_evidence, optim_evidence
-from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
@@ -138,17 +137,6 @@ def load_optim_state(file: Path) -> OptimState:
         paddings = tuple(_sizes(file, group) for group in _sequence(file, paddings))
     evidence = optim_evidence(file, content, state, 'optimizer_state_dict' if stage == 3 else 'base_optimizer_state')
     return OptimState(file, stage, counts[0], groups, paddings, evidence)
-
-
-def load_states(found: FoundCheckpoint) -> tuple[list[ModelState], list[OptimState]]:
-    """All files of a DeepSpeed checkpoint, each for itself; see :mod:`.same_save` for whether they fit together.
-
-    Raises:
-        CheckpointError: A file is not what its name says.
-    """
-    models = [load_model_state(file) for file in found.model_files]
-    optims = [load_optim_state(file) for file in found.optim_files]
-    return models, optims
 
 
 def _shapes(file: Path, shapes: Any) -> Shapes:
