@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.file_bytes import FileBytes
 from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
 from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
-from xhf_hooks.sources.checkpoint.tensors import BadTensor, Storage, make_storage
+from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
 from xhf_hooks.sources.checkpoint.zip_directory import BadZip, content_start, first_folder, read_directory
 
 #: A pickle of a 100 000-tensor checkpoint has some 40 MB.
@@ -38,19 +40,21 @@ def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
         CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
     """
     data = FileBytes(path) if window is None else FileBytes(path, *window)
+    with _refusals(path), data.opened():
+        if window is not None or first_folder(data) is not None:
+            return _ZipFile(path, data, window[0] if window else 0).load()
+        return _load_legacy(path, data)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Tell what is wrong with the content of a file."""
     try:
-        with data.opened():
-            if window is not None or first_folder(data) is not None:
-                return _ZipFile(path, data, window[0] if window else 0).load()
-            return _load_legacy(path, data)
+        yield
     except BadZip as error:
-        raise _damaged(path, error) from error
-    except (UnsafePickle, BadTensor) as error:
+        raise CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {_COPY_HINT}') from error
+    except UnsafePickle as error:
         raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
-
-
-def _damaged(path: Path, error: BadZip) -> CheckpointError:
-    return CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {_COPY_HINT}')
 
 
 def load_pickle_file(path: Path) -> Any:
@@ -64,12 +68,10 @@ def load_pickle_file(path: Path) -> Any:
         raise CheckpointError(f'{path}: has {len(data)} bytes, more than the {MAX_PICKLE_NBYTES} allowed')
 
     def persistent(pid: Any) -> Any:
-        raise BadTensor('a persistent id, which only files of torch.save have')
+        raise UnsafePickle('a persistent id, which only files of torch.save have')
 
-    try:
+    with _refusals(path):
         return load_pickle(data[:], persistent)[0]
-    except (UnsafePickle, BadTensor) as error:
-        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
 
 
 def zip_root(path: Path) -> str | None:
@@ -113,10 +115,8 @@ class _ZipFile:
 
     def locate(self, key: str) -> int:
         name = f'data/{key}'
-        try:
+        with _refusals(self._path):
             return self._start + content_start(self._data, self._parts[name], f'{self._folder}/{name}')
-        except BadZip as error:
-            raise _damaged(self._path, error) from error
 
     def _content(self, name: str) -> bytes:
         part = self._parts[name]
@@ -125,7 +125,7 @@ class _ZipFile:
 
     def _persistent(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != 'storage':
-            raise BadTensor('a persistent id is not that of a storage')
+            raise UnsafePickle('a persistent id is not that of a storage')
         _, typename, key, _, numel = pid
         known = self._storages.get(key) if type(key) is str else None
         storage = make_storage(typename, key, numel, self._path, self.locate)
@@ -133,9 +133,9 @@ class _ZipFile:
             return known
         part = self._parts.get(f'data/{key}')
         if part is None:
-            raise BadTensor(f'storage {key[:80]!a} is not in the file')
+            raise UnsafePickle(f'storage {key[:80]!a} is not in the file')
         if storage.dtype is not None and part.nbytes != storage.nbytes:
-            raise BadTensor(f'storage {key[:80]!a} has {part.nbytes} bytes, {storage.nbytes} are recorded')
+            raise UnsafePickle(f'storage {key[:80]!a} has {part.nbytes} bytes, {storage.nbytes} are recorded')
         self._storages[key] = storage
         return storage
 
@@ -143,16 +143,15 @@ class _ZipFile:
 def _load_legacy(path: Path, data: FileBytes) -> Any:
     """A file of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
     view = data[:MAX_PICKLE_NBYTES]
-    offsets: dict[str, int] = {}
+    offsets: dict[str, int] = {}  # known when the whole file has been walked
     storages: dict[str, Storage] = {}
-    locate = _Locator(offsets)
 
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == 'module':
             return pid[1]
         if not isinstance(pid, tuple) or len(pid) != 6 or pid[0] != 'storage' or pid[5] is not None:
-            raise BadTensor('a persistent id is not that of a storage')
-        storage = make_storage(pid[1], pid[2], pid[4], path, locate)
+            raise UnsafePickle('a persistent id is not that of a storage')
+        storage = make_storage(pid[1], pid[2], pid[4], path, offsets.__getitem__)
         return storages.setdefault(storage.key, storage)
 
     try:
@@ -172,16 +171,6 @@ def _load_legacy(path: Path, data: FileBytes) -> Any:
     keys, position = load_pickle(view, persistent, position, budget)
     _place_storages(path, data, position, keys, storages, offsets)
     return found
-
-
-class _Locator:
-    """Where a storage begins; known when the whole file has been walked."""
-
-    def __init__(self, offsets: dict[str, int]) -> None:
-        self._offsets = offsets
-
-    def __call__(self, key: str) -> int:
-        return self._offsets[key]
 
 
 def _place_storages(
