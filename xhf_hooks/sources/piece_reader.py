@@ -17,7 +17,7 @@ import torch
 
 from xhf_hooks.errors import ChangedError, CheckpointError
 from xhf_hooks.files.regular_files import open_regular_fd
-from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.dtypes import TORCH_DTYPES, count_overflows
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.pieces import Piece, StoredTensor
 
@@ -75,7 +75,7 @@ class PieceReader:
             else:
                 part = self._elements(piece, first, count, 'part')
                 target.copy_(part if through in (None, part.dtype, target.dtype) else part.to(through))
-                overflows += _overflows(part, target)
+                overflows += count_overflows(part, target)
             if beside is not None:
                 self._require_rounded(part, start + done, beside)
             done += count
@@ -118,7 +118,9 @@ class PieceReader:
             except OSError as error:
                 raise CheckpointError(f'{piece.file}: cannot be read any more ({error.strerror})') from error
             if not count:
-                raise _changed(piece.file)
+                raise ChangedError(
+                    f'{piece.file}: has become shorter while it was read; convert a copy that nobody writes'
+                )
             data, offset = data[count:], offset + count
 
     def _strided(
@@ -199,10 +201,6 @@ def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
-def _changed(file: Path) -> ChangedError:
-    return ChangedError(f'{file}: has become shorter while it was read; convert a copy that nobody writes')
-
-
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of 16-bit or fp32 numbers; not-a-numbers are alike."""
     bits = torch.int32 if one.dtype == torch.float32 else torch.int16
@@ -210,16 +208,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     differ = one.view(bits) != other.view(bits)
     return bool((one[differ].isnan() & other[differ].isnan()).all())
-
-
-def _overflows(source: torch.Tensor, target: torch.Tensor) -> int:
-    """Finite elements of ``source`` that are infinite in ``target``."""
-    if not (source.is_floating_point() and target.is_floating_point()):
-        return 0
-    largest = torch.finfo(target.dtype).max
-    if largest >= torch.finfo(source.dtype).max:
-        return 0
-    low, high = torch.aminmax(source)
-    if -largest <= low and high <= largest:  # several times faster than to look for infinities
-        return 0
-    return int(target.isinf().sum()) - int(source.isinf().sum())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.inert import Global, Inert
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor, as_dtype
 from xhf_hooks.sources.pieces import Piece, StoredTensor
@@ -98,7 +99,7 @@ def as_sizes(value: Any) -> tuple[int, ...] | None:
     """A shape or offsets, as ``torch.Size``, tuple or list; None for anything else."""
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMS:
         return None
-    return tuple(value) if all(type(size) is int and 0 <= size < 2**63 for size in value) else None
+    return tuple(value) if all(map(is_count, value)) else None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
@@ -64,6 +65,8 @@ class CheckpointSource(StoredSource):
         self._never_trained: frozenset[str] = frozenset()
         self.averages = False
         self.warnings: list[str] = []
+        self.facts: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
+        self.facts['checkpoint'] = str(found.path)
         if found.layout == 'file':
             content, assembled = self._open_file(ema)
         elif found.layout in ('dcp', 'fsdp'):
@@ -107,14 +110,12 @@ class CheckpointSource(StoredSource):
     def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
         file = load_single_file(self.found.path)
         self.averages = file.live is not None
-        self.facts = self._facts('torch')
         if self.averages and ema:
             self.facts['weights'] = 'averaged'
         tensors = file.tensors if ema or file.live is None else file.live
         return file.content, from_state_dict(str(self.found.path), tensors, {})
 
     def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
-        self.facts = self._facts('torch')
         if self.found.layout == 'dcp':
             self.unproven = ('that .metadata and all .distcp files are of one save is told by their names alone',)
             return {}, load_dcp(self.found)
@@ -129,7 +130,9 @@ class CheckpointSource(StoredSource):
         )
         self.unproven = unproven(models, optims)
         self._never_trained = _never_trained(models[0])
-        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].evidence.version)
+        stage, n_ranks = _stage_and_ranks(models, optims)
+        version = models[0].evidence.version
+        self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': version}
         groups = [optim.groups for optim in optims]
         if universal:
             assembled = load_universal(self.found, models, self._reader, optimizer_restarted=self._optimizer_restarted)
@@ -142,15 +145,6 @@ class CheckpointSource(StoredSource):
         else:
             assembled = from_zero12(models[0], zero12_regions(models[0].shapes, groups, optims[0].paddings))
         return models[0].content, assembled
-
-    def _facts(
-        self, engine: str, stage: int = 0, world_size: int | None = None, version: str | None = None
-    ) -> dict[str, Any]:
-        facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'weights': 'live'}
-        facts['checkpoint'] = str(self.found.path)
-        if engine == 'deepspeed':
-            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': version}
-        return facts
 
     def _check_sizes(self) -> None:
         """Every tensor has as many elements as its shape says, whatever it is read from."""
@@ -191,4 +185,4 @@ def _number_in(found: FoundCheckpoint) -> int | None:
 
 
 def _first_int(*values: Any) -> int | None:
-    return next((value for value in values if type(value) is int and 0 <= value < 2**63), None)
+    return next(filter(is_count, values), None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.evidence import ModelEvidence, OptimEvidence, model_evidence, optim_evidence
 from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
@@ -147,7 +148,7 @@ def _shapes(file: Path, shapes: Any) -> Shapes:
 
 
 def _sizes(file: Path, sizes: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and 0 <= size < 2**63 for size in _sequence(file, sizes)):
+    if not all(map(is_count, _sequence(file, sizes))):
         raise CheckpointError(f'{file}: has a parameter whose sizes are not numbers; take another checkpoint')
     return tuple(sizes)
 

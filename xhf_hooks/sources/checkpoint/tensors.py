@@ -13,6 +13,7 @@ from typing import Any
 
 from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.inert import Global
 from xhf_hooks.sources.checkpoint.limits import UnsafePickle
 from xhf_hooks.sources.pieces import Piece
@@ -78,7 +79,7 @@ def make_storage(typename: Any, key: Any, numel: Any, file: Path, locate: Callab
     Raises:
         UnsafePickle: One of them is of another kind.
     """
-    if not isinstance(typename, Global) or type(key) is not str or not _is_count(numel):
+    if not isinstance(typename, Global) or type(key) is not str or not is_count(numel):
         raise UnsafePickle('a storage is described by other things than a type, a key and a size')
     known = typename.module in ('torch', 'torch.storage', 'torch.cuda')
     code = CODES_BY_STORAGE.get(typename.name) if known else None
@@ -101,7 +102,7 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
         raise UnsafePickle('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= _MAX_DIMS):
         raise UnsafePickle('a tensor has no proper shape and stride')
-    if not all(map(_is_count, (start, *shape, *stride))):
+    if not all(map(is_count, (start, *shape, *stride))):
         raise UnsafePickle('a tensor has a negative or odd size, stride or offset')
     if dtype is not None and math.prod(shape):
         last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -116,7 +117,3 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
 def as_dtype(value: Any) -> str | None:
     """The safetensors dtype of a ``torch.dtype``; None for anything else, and for types that no weight has."""
     return CODES_BY_NAME.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63

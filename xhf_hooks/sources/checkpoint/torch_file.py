@@ -16,7 +16,7 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.file_bytes import FileBytes
+from xhf_hooks.sources.checkpoint.file_bytes import COPY_HINT, FileBytes
 from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
 from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
 from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
@@ -27,7 +27,6 @@ MAX_PICKLE_NBYTES = 256 * 10**6
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _HEAD_NBYTES = 20_000  # of objects in the few values at the front of an older file
-_COPY_HINT = 'copy or download it again, or take another iteration'
 
 
 def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
@@ -52,9 +51,9 @@ def _refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except BadZip as error:
-        raise CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {_COPY_HINT}') from error
+        raise CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {COPY_HINT}') from error
     except UnsafePickle as error:
-        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
+        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {COPY_HINT}') from error
 
 
 def load_pickle_file(path: Path) -> Any:
@@ -110,7 +109,7 @@ class _ZipFile:
             )
         pickled = self._content('data.pkl')
         if zlib.crc32(pickled) != part.crc:
-            raise CheckpointError(f'{self._path}: data.pkl has another checksum than recorded; {_COPY_HINT}')
+            raise CheckpointError(f'{self._path}: data.pkl has another checksum than recorded; {COPY_HINT}')
         return load_pickle(pickled, self._persistent)[0]
 
     def locate(self, key: str) -> int:
@@ -185,7 +184,7 @@ def _place_storages(
         header = data[position : position + 8]
         numel = storage.nbytes // DTYPE_NBYTES[storage.dtype]
         if len(header) < 8 or position + 8 + storage.nbytes > len(data):
-            raise CheckpointError(f'{path}: is truncated at storage {storage.key[:80]!a}; {_COPY_HINT}')
+            raise CheckpointError(f'{path}: is truncated at storage {storage.key[:80]!a}; {COPY_HINT}')
         if struct.unpack('<q', header)[0] != numel:
             raise UnsafePickle(f'storage {storage.key[:80]!a} has another size than recorded')
         offsets[storage.key] = position + 8
