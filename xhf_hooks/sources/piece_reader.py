@@ -32,7 +32,7 @@ class PieceReader:
     """Opens files when they are first read, and keeps them open. Any number of threads may read."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, _OpenFile] = {}
+        self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
         self._whole_lock = threading.Lock()
@@ -41,6 +41,10 @@ class PieceReader:
     def __reduce__(self) -> tuple[type[PieceReader], tuple[()]]:
         """Another process opens the files itself."""
         return PieceReader, ()
+
+    def __del__(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
 
     def read_into(
         self,
@@ -111,7 +115,7 @@ class PieceReader:
         """Read the elements from ``first`` on, as they are in the file."""
         data = memoryview(out.view(torch.uint8).numpy())
         offset = piece.offset + first * DTYPE_NBYTES[piece.dtype]
-        fd = self._open(piece.file).fd
+        fd = self._open(piece.file)
         while len(data):
             try:
                 count = os.preadv(fd, [data], offset)
@@ -159,24 +163,14 @@ class PieceReader:
                 self._last_whole = piece, data
             return self._last_whole[1]
 
-    def _open(self, file: Path) -> _OpenFile:
+    def _open(self, file: Path) -> int:
         with self._lock:
-            if file not in self._files:
+            if file not in self._fds:
                 try:
-                    self._files[file] = _OpenFile(open_regular_fd(file))
+                    self._fds[file] = open_regular_fd(file)
                 except OSError as error:
                     raise CheckpointError(f'{file}: cannot be read any more ({error.strerror})') from error
-            return self._files[file]
-
-
-class _OpenFile:
-    """A descriptor that is closed when nobody refers to it any more."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
+            return self._fds[file]
 
 
 def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[Piece, int, int]]:

@@ -130,14 +130,9 @@ def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[Lazy
     Raises:
         CheckpointError: A slice has another size.
     """
-    wanted = _slice_numel(shape, len(fragments))
-    for fragment in fragments:
-        if fragment.numel != wanted:
-            raise CheckpointError(
-                f'{_file([fragment])}: {name} has {fragment.numel} elements, expected {wanted} with '
-                f'{len(fragments)} ranks; {_HINT}'
-            )
-    return _sliced_region([_Vector([fragment]) for fragment in fragments], 0, shape)
+    slices = zero3_slices([{name: shape}], len(fragments))
+    vectors = [_zero3_vector([fragment], slices, len(fragments), f'{name} has') for fragment in fragments]
+    return _sliced_region(vectors, 0, shape)
 
 
 class _Vector:
@@ -168,11 +163,12 @@ class _Vector:
         return tuple(found)
 
 
-def _zero3_vector(groups: Sequence[LazyTensor], slices: Sequence[Slice], n_ranks: int) -> _Vector:
+def _zero3_vector(groups: Sequence[LazyTensor], slices: Sequence[Slice], n_ranks: int, what: str = 'holds') -> _Vector:
+    """All that a rank has of these slices, of which there must be neither more nor less."""
     vector, wanted = _Vector(groups), sum(part.numel for part in slices)
     if vector.numel != wanted:
         raise CheckpointError(
-            f'{_file(groups)}: holds {vector.numel} elements, expected {wanted} with {n_ranks} ranks; {_HINT}'
+            f'{_file(groups)}: {what} {vector.numel} elements, expected {wanted} with {n_ranks} ranks; {_HINT}'
         )
     return vector
 

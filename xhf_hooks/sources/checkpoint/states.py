@@ -101,7 +101,7 @@ def load_model_state(file: Path) -> ModelState:
         {name: t for name, t in content['module'].items() if isinstance(t, LazyTensor) and isinstance(name, str)},
         frozenset(name for name in _sequence(file, content['buffer_names'] or ()) if isinstance(name, str)),
         None if shapes is None else tuple(_shapes(file, group) for group in _sequence(file, shapes)),
-        {} if frozen is None else _shapes(file, frozen),
+        _shapes(file, frozen),
         _fragments(file, content.get('frozen_param_fragments')),
         _names(file, content.get('shared_params')),
         model_evidence(file, content),
