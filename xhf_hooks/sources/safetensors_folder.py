@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.errors import CheckpointError
-from xhf_hooks.files.regular_files import open_regular, read_regular_text
+from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
-from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.records import Piece
 from xhf_hooks.sources.file_source import FileSource
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 _WHOLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
-_MOST_HEADER_NBYTES = 100 * 10**6  # safetensors' own limit
 
 
 class SafetensorsSource(FileSource):
@@ -79,32 +76,15 @@ class SafetensorsSource(FileSource):
         return self._dtype if self._dtype is not None and is_float(stored) else stored
 
     def _read_header(self, path: Path) -> None:
-        """Source of the layout: the safetensors README, "Format"."""
         try:
-            with open_regular(path) as file:
-                (length,) = struct.unpack('<Q', file.read(8))
-                size = os.fstat(file.fileno()).st_size
-                if length > min(size - 8, _MOST_HEADER_NBYTES):
-                    raise ValueError(f'a header of {length} bytes in a file of {size}')
-                header = json.loads(file.read(length))
-            header.pop('__metadata__', None)
-            for name, tensor in header.items():
-                self._add(path, name, tensor, 8 + length, size)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-            raise CheckpointError(
-                f'{path}: not a whole safetensors file ({type(error).__name__}: {error}); copy the base model again'
-            ) from None
-
-    def _add(self, path: Path, name: str, tensor: dict, data_start: int, size: int) -> None:
-        start, end = tensor['data_offsets']
-        dtype, shape = tensor['dtype'], tuple(map(int, tensor['shape']))
-        numel = math.prod(shape)
-        if min(shape, default=0) < 0 or start < 0 or end - start != numel * DTYPE_NBYTES[dtype]:
-            raise ValueError(f'{name} has {end - start} bytes for {dtype} {shape}')
-        if data_start + end > size:
-            raise ValueError(f'{name} ends at byte {data_start + end} of {size}')
-        self._pieces[name] = Piece(path, data_start + start, dtype, numel)
-        self._shapes[name] = shape
+            entries = read_header(path).entries
+        except DamagedError as error:
+            raise CheckpointError(f'{error}; copy the base model again') from None
+        for entry in entries:
+            if entry.dtype not in TORCH_DTYPES:
+                raise CheckpointError(f'{path}: {entry.name[:200]}: {entry.dtype} cannot be read here')
+            self._pieces[entry.name] = Piece(path, entry.start, entry.dtype, math.prod(entry.shape))
+            self._shapes[entry.name] = entry.shape
 
 
 def holds_weights(folder: Path) -> bool:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from xhf_hooks.convert import Conversion, ConvertOptions
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
+from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.folder_scan import scan
-from xhf_hooks.integrity.manifest_reader import read_manifest
+from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
@@ -97,7 +98,7 @@ def _converted(
     *,
     ema: bool,
 ) -> ConvertedReader:
-    floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', 'F16', 'BF16')}
+    floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     lora = options.lora
     if lora is None and any('.lora_A.' in name for name in names):
         adapters = [name for name in folder.tensors if '.lora_A.' in name]
