@@ -1,12 +1,7 @@
-"""Checksums of files and of the tensors in them: every byte that was written is read once, by several threads.
-
-Files are mapped, which is faster than reading by the time of a copy, or read, which no failing disk turns into a
-signal that ends the process. What cannot be read is an error of that file either way.
-"""
+"""Checksums of files and of the tensors in them: every byte that was written is read once, by several threads."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.files.holes import Range, find_holes, within
-from xhf_hooks.files.mapped_file import MappedFile, map_or_none
-from xhf_hooks.files.regular_files import open_regular_fd
+from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import checksum
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header
+from xhf_hooks.integrity.file_reader import FileReader
 
 #: A multiple of every element size. Read at once; a job is several of these.
 WINDOW_NBYTES = 1 << 20
@@ -89,8 +83,7 @@ def sum_files(
 
     Args:
         threads: The memory is a window for each.
-        drop_cache: Read, and ask the system to take from the disk what it holds in memory (as far as it is written
-            there), holes, too, which is left to the disk to say; for use in a training run.
+        drop_cache: Have everything from the disk; see :class:`.FileReader`.
         on_progress: Called in this thread with bytes done and bytes in all.
 
     Returns:
@@ -125,27 +118,19 @@ def _jobs(
     buffers = threading.local()
     for number, file in enumerate(files):
         try:
-            fd = open_regular_fd(file.path)
+            reader = FileReader(file.path, file.nbytes, from_disk=drop_cache)
         except OSError as error:
             sums[number].error = error.strerror
             continue
-        opened.callback(os.close, fd)
-        mapped = None
-        if drop_cache:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
-            mapped = map_or_none(fd, file.nbytes)
-        if mapped is not None:
-            opened.callback(mapped.close)
-        holes = [] if drop_cache else find_holes(fd, file.nbytes, WINDOW_NBYTES)
+        opened.callback(reader.close)
         unwritten: list[_Part] = []
-        windows = list(_windows(segments[number], holes, unwritten))
+        windows = list(_windows(segments[number], reader.holes, unwritten))
         if unwritten:
             sums[number].hole_nbytes = sum(part.end - part.start for part in unwritten)
             yield partial(_sum_holes, number, unwritten)
         for first in range(0, len(windows), _WINDOWS_PER_JOB):
             job = windows[first : first + _WINDOWS_PER_JOB]
-            yield partial(_sum_windows, number, fd, mapped, job, segments[number], file.count_non_finite, buffers)
+            yield partial(_sum_windows, number, reader, job, segments[number], file.count_non_finite, buffers)
 
 
 def _segments(file: FileToRead) -> list[_Segment]:
@@ -204,8 +189,7 @@ def _sum_holes(number: int, parts: Sequence[_Part]) -> tuple[int, int, list[_Par
 
 def _sum_windows(
     number: int,
-    fd: int,
-    mapped: MappedFile | None,
+    reader: FileReader,
     windows: Sequence[Sequence[_Part]],
     segments: Sequence[_Segment],
     counting: bool,
@@ -219,36 +203,17 @@ def _sum_windows(
     try:
         for window in windows:
             first, end = window[0].start, window[-1].end
-            if mapped is None:
-                view = buffers.data[: end - first]
-                read_exactly(fd, first, view)
-            else:
-                view = mapped.view(first, end)
-            with view:
+            with reader.view(first, end, buffers.data) as view:
                 for part in window:
                     with view[part.start - first : part.end - first] as data:
                         dtype = segments[part.segment].dtype
                         non_finite = count_non_finite(data, dtype) if counting else 0
                         found.append((part, checksum.crc32(data), non_finite))
             nbytes += end - first
-        if mapped is not None:
-            mapped.forget(windows[0][0].start, windows[-1][-1].end)
+        reader.forget(windows[0][0].start, windows[-1][-1].end)
     except OSError as error:
         return number, nbytes, [], error.strerror or str(error)
     return number, nbytes, found, None
-
-
-def read_exactly(fd: int, offset: int, out: memoryview) -> None:
-    """Fill ``out`` from ``offset`` on.
-
-    Raises:
-        OSError: The file cannot be read, or ends before.
-    """
-    while len(out):
-        count = os.preadv(fd, [out], offset)
-        if not count:
-            raise OSError(f'the file ends at byte {offset}: it became shorter')
-        out, offset = out[count:], offset + count
 
 
 def _put_together(sums: FileSums, segments: Sequence[_Segment], parts: list[_PartSum]) -> None:
