@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
 from xhf_hooks.format import strict_json
@@ -13,9 +13,11 @@ from xhf_hooks.integrity.checksums import FileSums
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 from xhf_hooks.verify.config_kinds import wrong_kinds
-from xhf_hooks.verify.expected import ExpectedModel, expected_model
 from xhf_hooks.verify.model_reader import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
 from xhf_hooks.verify.vocabulary import check_vocabulary
+
+if TYPE_CHECKING:
+    from xhf_hooks.verify.expected import ExpectedModel
 
 
 def check_texts(content: FolderContent, findings: Findings) -> None:
@@ -60,6 +62,8 @@ def check_model(
     if wrong:
         findings.problem('config', f'{where}: config.json: {some(wrong)}')
     else:
+        from xhf_hooks.verify.expected import expected_model  # torch and transformers: when they are needed
+
         try:
             expected = expected_model(folder.path, len(tensors), trust_remote_code=trust_remote_code)
         except (BaseModelError, ModelError, PlanError) as error:
