@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.errors import CheckpointError, ConfigError, DamagedError, XhfError
-from xhf_hooks.format import strict_json
+from xhf_hooks.errors import CheckpointError, ConfigError, XhfError
 from xhf_hooks.format.safetensors import FLOAT_DTYPES, HeaderEntry
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
-from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder, read_headers, scan
+from xhf_hooks.integrity.folder_scan import WeightFolder, read_headers, scan
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -24,16 +23,15 @@ _PREFIX = 'base_model.model.'  # what peft's names have before the base model's
 _OTHER_HALF = {'A': 'B', 'B': 'A', 'embedding_A': 'embedding_B', 'embedding_B': 'embedding_A'}
 
 
-def check_adapter(content: FolderContent, folder: WeightFolder, findings: Findings) -> None:
+def check_adapter(folder: WeightFolder, findings: Findings) -> None:
     """Ranks, pairs and modules of one adapter."""
-    where = folder.name or '.'
-    if 'adapter_config.json' not in content.in_folder(folder.name):
+    where = folder.where
+    if 'adapter_config.json' not in folder.files:
         findings.problem('adapter', f'{where}: adapter_model.safetensors, and no adapter_config.json')
         return
-    try:
-        config = strict_json.read(folder.path / 'adapter_config.json')
-    except DamagedError:
-        return  # reported with the texts
+    config = folder.read_json('adapter_config.json')
+    if config is None:
+        return
     if not isinstance(config.get('peft_type'), str):
         findings.problem('adapter', f'{where}: peft_type is {str(config.get("peft_type"))[:40]}, expected a name')
         return

@@ -134,7 +134,7 @@ def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
     folders = read_headers(content, findings)
     if findings.has_problem():
         raise CheckpointError(findings.texts('problem')[0])
-    return [(f'{f.name}/' if f.name else '', header) for f in folders for header in f.loaded().values()]
+    return [(folder.prefix, header) for folder in folders for header in folder.loaded().values()]
 
 
 def _ties(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
