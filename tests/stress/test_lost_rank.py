@@ -15,14 +15,13 @@ from tests.helpers.ranks import run_ranks
 
 def lose_rank_1(root: Path) -> str:
     """Runs on: all ranks; returns what the survivor got."""
-    import torch
     import torch.distributed as dist
 
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.errors import XhfError
     from xhf_hooks.sources import Zero3Source
 
-    model = ToyLM().llm.to(torch.bfloat16)
+    model = odd_llama(bf16=True)
     if dist.get_rank() == 0:
         model.save_pretrained(root / 'expected')
     engine = zero_engine(model, stage=3)

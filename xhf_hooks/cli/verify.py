@@ -12,7 +12,7 @@ from typing import Any
 
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
-from xhf_hooks.config import LORA_MODES
+from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.errors import XhfError
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
