@@ -12,7 +12,7 @@ from bench.ways import ASYNC, BY, FLOOR_GATHER, NO_SAVE, OURS
 _CONVERT = 'xhf-convert'
 _DASHES = 'dashed: what disk and loopback allow, as many bytes and nothing else done with them'
 _SHORT = (
-    ('one process writes as many bytes, the others send it theirs', 'one process writes, half of it sent to it'),
+    ('one process writes as many bytes, the others send it theirs', 'one process writes what others send it, too'),
     ('one process writes as many bytes', 'one process writes'),
     ('all processes write as many bytes together', 'all processes write'),
     (', with fsync', ''),

@@ -97,7 +97,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def expected_secs(args: Namespace) -> float:
     """About how long it will take."""
-    return 60
+    return 25.0
 
 
 def measure(args: Namespace) -> dict[str, Any]:

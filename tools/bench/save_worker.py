@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,6 @@ class Ways:
         plan = self.saver('stream').plan
         self.nbytes = plan.nbytes
         self.least_nbytes = sum(place.nbytes for place in plan.placements)
-        self._floors = Floors(self.nbytes, bucket_nbytes)
 
     def saver(self, writer: str) -> Saver:
         """The same each time: a run's second save is what is measured."""
@@ -68,6 +68,11 @@ class Ways:
             yield lambda folder: saver.save(CheckpointFolder(folder, 1, fsync=fsync), STEP)
         else:
             yield self._floors.ways()[name]
+
+    @cached_property
+    def _floors(self) -> Floors:
+        """As large as the model: not where none is measured."""
+        return Floors(self.nbytes, self._bucket_nbytes)
 
 
 def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
         'stalled_secs': stalled_secs,
         'save_secs': save_secs,
         'iterations_per_sec': rate,
-        'cached_mb': _peak_mb(cache),
+        **_cached(cache),
     }
 
 
@@ -124,7 +124,7 @@ def _instead(saver: Saver, engine: deepspeed.DeepSpeedEngine, way: str, folder: 
             saver.save(CheckpointFolder(folder, 1), STEP)
         dist.barrier()
         seconds = time.perf_counter() - started
-    return {'stalled_secs': seconds, 'save_secs': seconds, 'cached_mb': _peak_mb(cache)}
+    return {'stalled_secs': seconds, 'save_secs': seconds, **_cached(cache)}
 
 
 def _on_rank0(folder: Path) -> AbstractContextManager[PageCacheSampler | None]:
@@ -132,5 +132,6 @@ def _on_rank0(folder: Path) -> AbstractContextManager[PageCacheSampler | None]:
     return PageCacheSampler(folder.parent) if dist.get_rank() == 0 else nullcontext()
 
 
-def _peak_mb(cache: PageCacheSampler | None) -> float:
-    return cache.peak_nbytes / 1e6 if cache is not None else 0.0
+def _cached(cache: PageCacheSampler | None) -> dict[str, float]:
+    known = cache is not None and cache.peak_nbytes is not None
+    return {'cached_mb': cache.peak_nbytes / 1e6} if known else {}
