@@ -101,7 +101,7 @@ def _stall(measured: dict[str, Any]) -> Chart:
                 rows.append(_row(way, is_ours=way.startswith(OURS), figures=shown))
         sections.append(Section(size_words(size), rows))
     columns = (
-        Column('seconds for which training stands still'),
+        Column('training stands still, s'),
         Column('speed of training meanwhile, %', 0),
         Column('of the save in the page cache, %', 0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,4 +123,9 @@ class DcpPeer:
         save(self._state, storage_writer=writer)
 
 
-PEERS = {XTUNER: xtuner_way, DEEPSPEED: deepspeed_way, ACCELERATE: AcceleratePeer()}
+#: By name; called with the engine and the folder, on all ranks.
+PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
+    XTUNER: xtuner_way,
+    DEEPSPEED: deepspeed_way,
+    ACCELERATE: AcceleratePeer(),
+}

@@ -14,14 +14,14 @@ _FONT = "-apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif
 _STYLE = f"""
 svg {{ font-family: {_FONT}; font-size: 13px; }}
 .page {{ fill: #ffffff; }} text {{ fill: #1f2328; }}
-.figure {{ paint-order: stroke; stroke: #ffffff; stroke-width: 4px; stroke-linejoin: round; }}
+.halo {{ fill: #ffffff; stroke: #ffffff; stroke-width: 4px; stroke-linejoin: round; }}
  .small {{ font-size: 11.5px; fill: #59636e; }}
 .title {{ font-size: 16px; font-weight: 600; }} .head {{ font-weight: 600; }} .section {{ font-weight: 600; }}
 .other {{ fill: #a3acb7; }} .ours {{ fill: #1a7f5a; }} .axis {{ stroke: #d1d9e0; }}
 .floor {{ stroke: #b5482a; stroke-width: 1.5; stroke-dasharray: 4 3; }}
 .floor-name {{ fill: #a33f22; font-size: 11.5px; }}
 @media (prefers-color-scheme: dark) {{
-.page {{ fill: #0d1117; }} text {{ fill: #e6edf3; }} .figure {{ stroke: #0d1117; }}
+.page {{ fill: #0d1117; }} text {{ fill: #e6edf3; }} .halo {{ fill: #0d1117; stroke: #0d1117; }}
  .small {{ fill: #9198a1; }}
 .other {{ fill: #59636e; }} .ours {{ fill: #2fb380; }} .axis {{ stroke: #3d444d; }}
 .floor {{ stroke: #f0885c; }} .floor-name {{ fill: #f0a07c; }}
@@ -147,7 +147,8 @@ def _words(chart: Chart, row: Row, top: float) -> Iterator[str]:
     for number, (column, value) in enumerate(zip(chart.columns, row.values, strict=True)):
         if value is not None:
             x = _left(chart, number) + _bar_width(chart, number, value) + 5
-            yield _text(x, top + _ROW / 2 + 4.5, f'{value:,.{column.digits}f}', f'figure {emphasis}'.strip())
+            for kind in ('halo', emphasis):  # on a patch of the page's color, where a line passes
+                yield _text(x, top + _ROW / 2 + 4.5, f'{value:,.{column.digits}f}', kind)
 
 
 def _bar_width(chart: Chart, number: int, value: float) -> float:

@@ -12,7 +12,7 @@ import pytest
 from bench.charts import chart_of
 from bench.report import fastest, table
 from bench.svg import Chart, Column, Row, Section, svg
-from bench.ways import BY, FLOOR, FLOOR_FSYNC, XTUNER
+from bench.ways import BY, FLOOR, FLOOR_FSYNC, XTUNER, registered_writers, ways_to_save
 
 ROOT = Path(__file__).parents[3]
 MEASURED = sorted((ROOT / 'docs' / 'bench').glob('*.json'))
@@ -46,6 +46,26 @@ def test_one_command_measures_all_that_is_quoted(command):
     assert all(command.BENCHES[what].expected_secs(parser.parse_args([what])) > 0 for what in command.BENCHES)
 
 
+def test_all_says_how_long_it_takes_and_runs_each_in_its_environment(command, tmp_path, monkeypatch, capsys):
+    python = tmp_path / 'env' / 'bin' / 'python'
+    python.parent.mkdir(parents=True)
+    python.touch()
+    launched: list[list[str]] = []
+
+    def launch(line: list[str], **_: object) -> None:
+        assert capsys.readouterr().err.startswith('all: about ') or launched, 'before anything is measured'
+        launched.append(line)
+
+    monkeypatch.setattr(command.subprocess, 'run', launch)
+    parser = command.make_parser()
+    args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'env'), '--out', str(tmp_path)])
+    command.run_all(args, parser)
+    pythons = {line[2]: line[0] for line in launched}
+    assert set(pythons) == {what for what, bench in command.BENCHES.items() if bench.is_quoted}
+    assert pythons.pop('convert') == str(python) and set(pythons.values()) == {sys.executable}
+    assert all(line[3:] == ['--out', str(tmp_path)] for line in launched)
+
+
 def test_all_refuses_at_once_where_an_environment_is_missing(command, tmp_path):
     parser = command.make_parser()
     args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'none'), '--out', str(tmp_path)])
@@ -63,9 +83,20 @@ def test_a_bar_is_as_long_as_its_figure_and_a_line_lies_at_its_value():
     assert theirs == pytest.approx(4 * ours, abs=0.2)
     (line,) = [line for line in root.iter(f'{SVG}line') if line.get('class') == 'floor']
     assert float(line.get('x1')) - float(bars[0].get('x')) == pytest.approx(ours / 2, abs=0.2)
-    words = [text.text for text in root.iter(f'{SVG}text')]
+    words = [text.text for text in root.iter(f'{SVG}text') if text.get('class') != 'halo']
     assert {'8.00', '2.00', '1', 'floor: 1.00', '<title>'} <= set(words)
     assert 'prefers-color-scheme: dark' in drawn
+
+
+def test_names_leave_room_for_the_bars():
+    """About, of letters of 13 and 11.5 pixels."""
+    ways = ways_to_save(registered_writers())
+    runs = {way.name: [{'seconds': 1.0, 'peak_extra_mb': 1.0}] for way in ways}
+    sizes = [{'parameters': 1, 'nbytes': 1, 'runs': runs}]
+    chart = chart_of('save', {'machine': {'cpu': '', 'cores': 2}, 'ranks': 2, 'repeats': 1, 'sizes': sizes})
+    rows = [row for section in chart.sections for row in section.rows]
+    assert len(rows) == sum(not way.name.startswith('floor') for way in ways)
+    assert max(7.6 * len(row.label) for row in rows) < 270 and max(6.1 * len(row.detail) for row in rows) < 270
 
 
 def test_of_a_floor_the_fastest_way_counts():
