@@ -85,6 +85,25 @@ def test_what_pages_share_is_the_same():
             assert any(block in blocks(language, page) for page in PAGES if page != 'README.md'), block
 
 
+def test_the_chinese_readme_says_the_same():
+    """Its code, figures, rows and links."""
+    chinese = (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')
+    fences, links = r'^```.*?^```$', r'\]\(([^)]+)\)'
+    in_both = [re.findall(fences, text, flags=re.MULTILINE | re.DOTALL) for text in (README, chinese)]
+    assert in_both[0] == in_both[1] and len(in_both[0]) >= 6
+    targets = [sorted(set(re.findall(links, text)) - {'README.md', 'README_zh-CN.md'}) for text in (README, chinese)]
+    assert targets[0] == targets[1]
+    rows = [[line.count('|') for line in text.splitlines() if line.startswith('|')] for text in (README, chinese)]
+    assert rows[0] == rows[1]
+    prose = [re.sub(fences, '', text, flags=re.MULTILINE | re.DOTALL) for text in (README, chinese)]
+    figures = [sorted(re.findall(r'\d+(?:\.\d+)?', text)) for text in prose]
+    assert figures[0] == figures[1]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
 def test_ci_runs_the_test_command():
     assert 'bash tools/test.sh' in (ROOT / '.ci' / 'run').read_text()
 
