@@ -15,6 +15,7 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['xhf_hooks', 'xhf_hooks.*']),
+    package_data={'xhf_hooks': ['py.typed']},
     entry_points={
         'console_scripts': [
             'xhf-convert = xhf_hooks.cli.convert:main',

@@ -3,6 +3,7 @@
 #
 #     bash tools/test.sh                          everything, as CI does
 #     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit: no process, no root, no Debian packages
+#     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS           some tests, for example a path, of the modern stack
 #
 # With everything, two runs of pytest go on at the same time: the modern stack's, and XTuner's, which ends sooner and is
@@ -60,6 +61,12 @@ lint() {
     mypy
 }
 
+build_docs() {
+    use_env .venv
+    echo '== docs'
+    python -m sphinx -q -W --keep-going -b html docs docs/_build
+}
+
 test_modern() {
     use_env .venv
     echo '== tests, modern stack'
@@ -88,9 +95,15 @@ if [[ ${1-} == --unit ]]; then
     exit
 fi
 
+if [[ ${1-} == --docs ]]; then
+    make_env .venv modern test docs
+    build_docs
+    exit
+fi
+
 # What DeepSpeed reads NVMe with, a network file system, and file systems to be mounted
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
-make_env .venv modern test
+make_env .venv modern test docs
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
 if [[ $# -gt 0 ]]; then
@@ -110,7 +123,7 @@ set +e
 second=$!
 set +m
 failed=()
-(set -e; lint; test_modern tests "${REST[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
+(set -e; lint; build_docs; test_modern tests "${REST[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
 ((PIPESTATUS[0] == 0)) || failed+=(modern)
 wait $second
 status=$?

@@ -12,29 +12,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / 'README.md').read_text(encoding='utf-8')
-MEASURED = ['verify', 'save', 'stall', 'plan', 'convert']
-CONVERSIONS = [f'python tools/convert.py CHECKPOINT OUT {option}' for option in ('--dry-run', '--verify')]
+PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
+README = PAGES['README.md']
+MEASURED = ['save', 'throttled', 'memory', 'stall', 'plan', 'convert', 'verify']
 LONG_RUNS = ['python tools/kill_test.py --kills 240', 'python tools/network_fs_test.py --saves 200']
-FUZZERS = [f'python tools/fuzz.py {what} --mutants 10000' for what in ('convert', 'verify')]
-VERIFYING = ['python tools/verify.py DIR', 'python tools/verify.py A B']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
-COMMANDS = [
-    *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *LONG_RUNS, *FUZZERS, *VERIFYING),
-    *(*BENCHMARKS[:4], *CONVERSIONS, XTUNERS, BENCHMARKS[4]),
-]
+INSTALL = ['pip install torch==2.13.0', 'pip install torch==2.13.0 torchvision==0.28.0']
+#: Every command of every page. What runs each: tests below, or those that are named.
+COMMANDS = {
+    'README.md': ['bash tools/demo.sh', 'bash tools/test.sh', 'pip install .'],
+    'getting-started.md': ['bash tools/demo.sh', ENTER, 'pip install .'],
+    'converting.md': [f'python tools/convert.py CHECKPOINT OUT {how}' for how in ('--dry-run', '--verify')],
+    'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
+    'reliability.md': LONG_RUNS,
+    'security.md': [f'python tools/fuzz.py {what} --mutants 10000' for what in ('convert', 'verify')],
+    'performance.md': [*BENCHMARKS[:5], XTUNERS, *BENCHMARKS[5:], 'python tools/bench.py all --out docs/bench'],
+    # tools/env.sh does the same, which every test needs, and tests/unit/test_versions.py
+    'versions.md': [
+        INSTALL[0],
+        'pip install -r requirements/modern.txt -c requirements/modern.lock.txt',
+        'pip install --no-deps -e .',
+        INSTALL[1],
+        'pip install -r requirements/xtuner.txt -c requirements/xtuner.lock.txt',
+        'pip install --no-deps -r requirements/xtuner_no_deps.txt',
+        'pip install --no-deps -e .',
+        'pip install bitsandbytes==0.50.2',
+        'bash tools/lock.sh',
+        'bash tools/test.sh',
+    ],
+}
+CONFIG_LINES = ["dict(type='HFCheckpointHook')", 'interval=500']
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf'^```{language}\n(.*?)^```$', README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = 'README.md') -> list[str]:
+    return re.findall(rf'^```{language}\n(.*?)^```$', PAGES[page], flags=re.MULTILINE | re.DOTALL)
 
 
-def code(containing: str) -> str:
-    (found,) = [block for block in blocks('python') if containing in block]
+def code(containing: str, page: str = 'README.md') -> str:
+    (found,) = [block for block in blocks('python', page) if containing in block]
     return found
 
 
@@ -48,7 +67,42 @@ def demo_folder():
 
 
 def test_every_command_is_known_here():
-    assert [line for block in blocks('bash') for line in block.splitlines()] == COMMANDS
+    found = {page: [line for block in blocks('bash', page) for line in block.splitlines()] for page in PAGES}
+    assert {page: commands for page, commands in found.items() if commands} == COMMANDS
+
+
+def test_every_block_of_code_is_run_here():
+    """By the test that names some of its words."""
+    source = Path(__file__).read_text(encoding='utf-8')
+    for page in PAGES:
+        for block in blocks('python', page):
+            words = [found for found in re.findall(r"code\('([^']+)'", source) if found in block]
+            assert words or any(words in block for words in CONFIG_LINES), f'{page}: {block}'
+
+
+def test_what_pages_share_is_the_same():
+    for language in ('text', 'python', 'diff'):
+        for block in blocks(language):
+            assert any(block in blocks(language, page) for page in PAGES if page != 'README.md'), block
+
+
+def test_the_chinese_readme_says_the_same():
+    """Its code, figures, rows and links."""
+    chinese = (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')
+    fences, links = r'^```.*?^```$', r'\]\(([^)]+)\)'
+    in_both = [re.findall(fences, text, flags=re.MULTILINE | re.DOTALL) for text in (README, chinese)]
+    assert in_both[0] == in_both[1] and len(in_both[0]) >= 6
+    targets = [sorted(set(re.findall(links, text)) - {'README.md', 'README_zh-CN.md'}) for text in (README, chinese)]
+    assert targets[0] == targets[1]
+    rows = [[line.count('|') for line in text.splitlines() if line.startswith('|')] for text in (README, chinese)]
+    assert rows[0] == rows[1]
+    prose = [re.sub(fences, '', text, flags=re.MULTILINE | re.DOTALL) for text in (README, chinese)]
+    figures = [sorted(re.findall(r'\d+(?:\.\d+)?', text)) for text in prose]
+    assert figures[0] == figures[1]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
 
 
 def test_ci_runs_the_test_command():
@@ -68,14 +122,14 @@ def test_the_loading_lines_load_it(demo_folder):
     subprocess.run([sys.executable, '-c', lines], check=True)
 
 
-@pytest.mark.parametrize('words', ["dict(type='HFCheckpointHook')", 'interval=500'])
+@pytest.mark.parametrize('words', CONFIG_LINES)
 def test_the_config_lines_configure_the_hook(words):
     from mmengine.config import Config
     from mmengine.registry import HOOKS
 
     from xhf_hooks import HFCheckpointHook
 
-    config = Config.fromstring(code(words), '.py')
+    config = Config.fromstring(code(words, 'getting-started.md'), '.py')
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
 
 
@@ -90,6 +144,47 @@ def test_the_import_to_change_is_xtuners_name():
     assert namespace['HFCheckpointHook'] is HFCheckpointHook
 
 
+RESUMED_RUN = """
+import sys
+import torch
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+
+class Model(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, inputs, mode):
+        return {'loss': self.linear(inputs[0]).sum()}
+
+def train(resume):
+    Runner(
+        Model(),
+        sys.argv[1],
+        train_dataloader=dict(dataset=[dict(inputs=torch.ones(1))] * 2, sampler=dict(type='DefaultSampler')),
+        train_cfg=dict(by_epoch=False, max_iters=2),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+        resume=resume,
+    ).train()
+
+train(False)
+if sys.argv[2:]:
+    exec(sys.argv[2])
+train(True)
+"""
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('prepared', [False, True])
+def test_the_lines_that_let_mmengine_resume(tmp_path, prepared):
+    lines = [code('torch.load', 'getting-started.md')] if prepared else []
+    command = [sys.executable, '-c', RESUMED_RUN, str(tmp_path), *lines]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (finished.returncode == 0) == prepared, finished.stderr
+    assert prepared or 'Weights only load failed' in finished.stderr
+
+
 def test_what_the_readme_counts_of_xtuners_configs():
     """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
     table = (ROOT / 'docs' / 'xtuner_configs.md').read_text()
@@ -100,11 +195,12 @@ def test_what_the_readme_counts_of_xtuners_configs():
         counts[kind] = counts.get(kind, 0) + int(count)
     _, _, _, n_configs, n_templates = rows[-1]
     trainer = counts.pop('Trainer')
-    words = ' '.join(README.split())
+    words = ' '.join(PAGES['xtuner.md'].split())
     assert f'Of the {n_configs} configs that come with XTuner {sum(counts.values())} are saved' in words
     assert f'{trainer} are for' in words and 'none' not in counts
     assert f'({n_templates} do)' in words
-    assert 'seven of' in README and len(list((ROOT / 'configs' / 'xtuner').glob('*.py'))) == 7
+    assert f'{sum(counts.values())} of the {n_configs} configs' in ' '.join(README.split())
+    assert 'has seven of' in words and len(list((ROOT / 'configs' / 'xtuner').glob('*.py'))) == 7
 
 
 def test_the_page_of_options_is_made_from_their_descriptions():
@@ -154,8 +250,8 @@ def test_the_accelerate_loop_saves(tmp_path):
     from tests.helpers.frontends import verify_folder
     from tests.helpers.ranks import run_ranks
 
-    assert len(code('Accelerator').splitlines()) <= 12
-    assert run_ranks(accelerate_loop, 2, code('Accelerator'), tmp_path) == ['DeepSpeedEngine'] * 2
+    assert len(code('Accelerator', 'trainers.md').splitlines()) <= 12
+    assert run_ranks(accelerate_loop, 2, code('Accelerator', 'trainers.md'), tmp_path) == ['DeepSpeedEngine'] * 2
     assert verify_folder(tmp_path / 'hf_model') >= 4
     assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 15
     assert AutoTokenizer.from_pretrained(tmp_path / 'hf_model').convert_tokens_to_ids('a') == 1
@@ -166,7 +262,7 @@ def test_the_accelerate_loop_saves(tmp_path):
 @pytest.mark.modern_only
 def test_the_callback_lines_make_a_callback():
     names: dict = {}
-    exec(code('HFCheckpointCallback'), names)
+    exec(code('HFCheckpointCallback', 'trainers.md'), names)
     assert type(names['callbacks'][0]).__name__ == 'HFCheckpointCallback'
 
 
@@ -182,7 +278,7 @@ def test_the_example_exporter_is_chosen():
     model.policy, model.reference = build('llama'), build('llama')
     before = set(EXPORTERS.module_dict)
     try:
-        exec(code('class PolicyExporter'), {})
+        exec(code('class PolicyExporter', 'extending.md'), {})
         exporter = exporter_for(model, None)
         assert type(exporter).__name__ == 'PolicyExporter'
         entries = exporter.entries(source_for(model).specs(), None)
@@ -197,19 +293,34 @@ def test_the_example_exporter_is_chosen():
 @pytest.mark.modern_only
 @pytest.mark.parametrize('what', sorted(file.stem for file in (ROOT / 'docs' / 'bench').glob('*.json')))
 def test_the_table_is_the_one_measured(monkeypatch, what):
-    """docs/bench/WHAT.json is what the benchmark wrote when the table in README or docs was made."""
+    """docs/bench/WHAT.json is what the benchmark wrote when the page's table was made."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
     from bench.report import table
 
     measured = json.loads((ROOT / 'docs' / 'bench' / f'{what}.json').read_text())
-    pages = [README, *(page.read_text() for page in (ROOT / 'docs').glob('*.md'))]
-    assert any(table(what, measured).strip() in page for page in pages)
-    assert what not in MEASURED or what == 'plan' or measured['repeats'] >= 5
+    assert table(what, measured) == (ROOT / 'docs' / 'bench' / f'{what}.md').read_text(), 'made by tools/bench.py'
+    assert f'{{include}} bench/{what}.md' in PAGES['performance.md']
+    assert measured.get('repeats', 5) >= (1 if what == 'memory' else 3 if what == 'throttled' else 5)
+
+
+def test_the_readme_shows_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from bench.report import summary
+
+    measured = json.loads((ROOT / 'docs' / 'bench' / 'save.json').read_text())
+    for page in (README, (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')):
+        assert summary(measured).strip() in page and '(docs/bench/save.svg)' in page
 
 
 def test_the_tests_that_are_named_are_there():
     there = {path.stem for path in (ROOT / 'tests').rglob('test_*.py')}
-    assert not set(re.findall(r'\[(test_\w+)\]', README)) - there
+    named = {
+        name
+        for text in PAGES.values()
+        for group in re.findall(r'\[(test_[\w, ]+)\]', text)
+        for name in group.split(', ')
+    }
+    assert len(named) > 40 and not named - there
 
 
 @pytest.mark.modern_only

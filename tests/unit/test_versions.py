@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).parents[2] / 'requirements'
 STACKS = {
-    'modern': ['modern.txt', 'test.txt'],
+    'modern': ['modern.txt', 'test.txt', 'docs.txt'],
     'xtuner': ['xtuner.txt', 'xtuner_no_deps.txt', 'test.txt'],
 }
 THIS_STACK = 'xtuner' if find_spec('xtuner') else 'modern'

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.ways import ASYNC, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER
+from bench.ways import ACCELERATE, ASYNC, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER, name_of_ours
 
 #: The stages of a save whose cost ``ranks`` shows.
 STAGES = ('prepare', 'plan', 'staging', 'write', 'look', 'receipts', 'commit')
@@ -77,6 +77,21 @@ def _save_table(size: dict[str, Any]) -> str:
         ('sent to other ranks, MB', _figure('sent_mb', '{:.0f}')),
     ]
     return '\n'.join([f'{size_words(size)}:', '', *_rows(found, columns), ''])
+
+
+def summary(measured: dict[str, Any]) -> str:
+    """The README's six rows of ``save``."""
+    found = fastest(medians(measured['sizes'][0]['runs']))
+    dcp = min((way for way in found if way.startswith('PyTorch DCP')), key=lambda way: found[way]['seconds'])
+    ours = [name_of_ours(writer, fsync=False) for writer in ('positional', 'parallel', 'stream')]
+    xtuner = found[XTUNER]['seconds']
+    columns: list[Column] = [
+        ('seconds', _figure('seconds', '{:.2f}')),
+        ("times faster than XTuner's hook", lambda _, f: f'{xtuner / f["seconds"]:.1f}'),
+        ('extra memory, MB', _figure('peak_extra_mb', '{:.0f}')),
+    ]
+    rows = _rows({way: found[way] for way in (*ours, XTUNER, ACCELERATE, dcp)}, columns)
+    return '\n'.join([*rows, ''])
 
 
 def _throttled_table(case: dict[str, Any]) -> str:
