@@ -30,7 +30,7 @@ from xhf_hooks.verify.rounding import (
 _JOB_ELEMENTS = 1 << 22
 _WINDOW_ELEMENTS = 1 << 19  # read at once
 #: Elements computed with at once: so many that threads seldom wait for each other's hold on the interpreter.
-_PIECE_ELEMENTS = 1 << 18
+_PIECE_ELEMENTS = 1 << 17
 _WIDEST = max(DTYPE_NBYTES.values())
 
 
