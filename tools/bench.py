@@ -23,13 +23,13 @@ convert: the conversion of a checkpoint, with xtuner's environment (bench/conver
 all: one after the other, as by default, all that README and docs quote.
 draw: nothing is measured; tables and charts of what lies in DIR.
 
-Says first about how long it will take, then what is left. Prints a table of medians; writes it, the JSON behind it and a
-chart to DIR/WHAT.md, .json and .svg. Memory is the extra anonymous memory of the busiest rank, sampled every 2 ms; freed memory is handed back
-before each run, so that each starts from the same state. What is sent is counted by the kernel, at each rank's own TCP
-connections. save runs each way three times in a row, and the third counts: a virtual machine gives free memory back
-to its host within a second, and new pages from there cost up to 3 us each, so that the same save takes 0.3 to 5 s by
-what ran before it. The third run of a way, right after what the second wrote was removed, as a rule finds the memory
-that it needs.
+Says first about how long it will take, then what is left. Prints a table of medians; writes it, the JSON behind it and
+a chart to DIR/WHAT.md, WHAT.json and WHAT.svg. Memory is the extra anonymous memory of the busiest rank, sampled every
+2 ms; freed memory is handed back before each run, so that each starts from the same state. What is sent is counted by
+the kernel, at each rank's own TCP connections. save runs each way three times in a row, and the third counts: a
+virtual machine gives free memory back to its host within a second, and new pages from there cost up to 3 us each, so
+that the same save takes 0.3 to 5 s by what ran before it. The third run of a way, right after what the second wrote
+was removed, as a rule finds the memory that it needs.
 """
 
 from __future__ import annotations
