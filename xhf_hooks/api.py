@@ -7,17 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks import config
-from xhf_hooks.config import CallOptions
+from xhf_hooks.config.checks import folder
+from xhf_hooks.config.frontends import frontend_function
+from xhf_hooks.config.options import CallOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import AgreedError, OptionError
 from xhf_hooks.manager import CheckpointManager
+from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog
 
 
-@config.door_function(CallOptions)
+@frontend_function(CallOptions)
 def save_hf(
     model: Any,
     out_dir: str | Path,
@@ -36,7 +37,7 @@ def save_hf(
 ) -> CommittedCheckpoint:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
-    The same save as HFCheckpointHook's, with its options of the same names. What is wrong with the save is
+    The same save as HFCheckpointHook's, with its options of the same names. Errors that can be known in advance are
     raised before any weight is read.
 
     Args:
@@ -45,17 +46,17 @@ def save_hf(
         out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
 
     Returns:
-        What was committed: its ``path``, its ``step``, its ``cost`` (``nbytes``, ``seconds``, memory), and
-        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space, and what there is to
-        warn of in the files around the weights, is rank 0's to tell.
+        What was committed: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
+        also logged. The same on every rank except for seconds; only rank 0 knows free space and warnings about files
+        other than weights.
 
     Raises:
         OptionError: An option has a bad value, or is not for this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
     began = time.perf_counter()
-    folder = config.folder('out_dir', out_dir)
-    if folder is None:
+    final = folder('out_dir', out_dir)
+    if final is None:
         raise OptionError('out_dir', 'the path of a folder', out_dir)
     options = CallOptions(
         step=step,
@@ -76,7 +77,7 @@ def save_hf(
     shared = Collective.shared()  # connections to all ranks: made at the first call
     try:
         saves = CheckpointManager(
-            unwrap(model), folder.absolute(), options, log, on_committed=committed.append, collective=shared
+            unwrap(model), final.absolute(), options, log, on_committed=committed.append, collective=shared
         )
         try:
             saves.prepare(None, when='now')

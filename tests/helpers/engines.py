@@ -46,7 +46,7 @@ def zero_engine(
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver with these options, and those of its own. Runs on: all ranks."""
-    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.save import Saver
 
     own = {n: options.pop(n) for n in ('writer', 'in_background', 'reward_token_id', 'facts') if n in options}

@@ -237,7 +237,8 @@ def main(folder: Path) -> None:
     import transformers
     from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM  # noqa: F401  (imported before it is forked)
 
-    from xhf_hooks.cli import conversion, convert, verify  # noqa: F401
+    import xhf_hooks.convert  # noqa: F401
+    from xhf_hooks.cli import convert, verify
     from xhf_hooks.meta_model import trial
     from xhf_hooks.verify import expected  # noqa: F401
 

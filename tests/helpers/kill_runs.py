@@ -177,7 +177,7 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
     from xhf_hooks.concurrency.exit_guard import ExitWait
-    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver

@@ -10,7 +10,7 @@ from typing import Any
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format import checksum
-from xhf_hooks.format.safetensors_header import Header
+from xhf_hooks.format.safetensors import Header
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.checksums import FileSums, FileToRead, sum_files
 from xhf_hooks.integrity.findings import Findings
@@ -23,8 +23,7 @@ from xhf_hooks.integrity.folder_scan import (
     read_headers,
     scan,
 )
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.integrity.manifest_reader import Manifest, parse_manifest
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 
 
 def check_folder(
@@ -102,7 +101,7 @@ def compare_headers(folders: Collection[WeightFolder], manifest: Manifest, findi
     before = len(findings.found)
     for folder in folders:
         for file, header in folder.headers.items():
-            name = f'{folder.name}/{file}' if folder.name else file
+            name = folder.prefix + file
             record = manifest.files.get(name)
             if record is not None and record.tensors is not None:
                 _compare_header(name, header, {n: (t.shape, t.dtype) for n, t in record.tensors.items()}, findings)
@@ -134,7 +133,7 @@ def read_files(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, FileSums]:
     """Read and sum up the files ``names`` that are there."""
-    headers = {f'{f.name}/{n}' if f.name else n: h for f in folders for n, h in f.headers.items()}
+    headers = {folder.prefix + name: h for folder in folders for name, h in folder.headers.items()}
     names = [name for name in names if content.files.get(name, -1) >= 0]
     files = [
         FileToRead(content.path / name, content.files[name], headers.get(name), count_non_finite) for name in names

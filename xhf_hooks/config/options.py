@@ -1,0 +1,249 @@
+"""The options of each frontend.
+
+The frontends are made of these classes: ``HFCheckpointHook`` is a :class:`HookOptions`, ``HFCheckpointCallback`` a
+:class:`CallbackOptions`, so that their signatures are the fields below. ``save_hf`` is a function; a test compares
+its signature with :class:`CallOptions`. The frontends' docstrings take the meaning of each option from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from xhf_hooks.config.checks import (
+    Check,
+    anything,
+    at_least,
+    dotted_path,
+    dtype_code,
+    folder,
+    one_of,
+    optional_switch,
+    parse_size,
+    seconds,
+    size,
+    switch,
+    tokenizer_like,
+    writer_name,
+)
+from xhf_hooks.errors import OptionError
+
+LORA_MODES = ('adapter', 'merge', 'both')
+LLAVA_FORMATS = ('xtuner', 'xtuner_complete', 'huggingface')
+VERIFY_LEVELS = ('off', 'sizes', 'full')
+
+
+def _option(default: Any, meaning: str, check: Check) -> Any:
+    return field(default=default, kw_only=True, metadata={'meaning': meaning, 'check': check})
+
+
+class _Options:
+    """Base of the classes of options.
+
+    Raises:
+        OptionError: A bad value, a bad combination, or an option that is not there.
+    """
+
+    def __post_init__(self) -> None:
+        for option in fields(self):  # type: ignore[arg-type]
+            setattr(self, option.name, option.metadata['check'](option.name, getattr(self, option.name)))
+
+
+@dataclass(eq=False)
+class SaveOptions(_Options):
+    """What is saved and how: for every frontend, and all that a :class:`xhf_hooks.save.Saver` needs.
+
+    Attributes hold checked values: sizes in bytes, safetensors dtypes.
+    """
+
+    module: str | None = _option(
+        None,
+        'Dotted path of the PreTrainedModel in the trained model. None: the model itself, ``llm``, or the only one '
+        'there is.',
+        dotted_path,
+    )
+    lora: str | None = _option(
+        None,
+        "For a model with a LoRA adapter: 'adapter' (as peft saves it), 'merge' (a complete model with the adapter "
+        "merged into its weights) or 'both' (the merged model, with the adapter in ``hf_model/adapter``). None: "
+        "'adapter' where there is one; only its tensors are gathered. XTuner's reward models: None is 'merge', as "
+        "XTuner converts them, unless the base model is quantized; 'adapter' has the head in ``modules_to_save``.",
+        one_of(None, *LORA_MODES),
+    )
+    llava_format: str | None = _option(
+        None,
+        "For XTuner's LLaVAModel: 'xtuner' (its own layout, without frozen parts), 'xtuner_complete' (with them) or "
+        "'huggingface' (transformers' LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
+        one_of(None, *LLAVA_FORMATS),
+    )
+    tokenizer: Any = _option(
+        None,
+        'A tokenizer, its MMEngine config, or its folder. None: the one of the run (``cfg.tokenizer``, or '
+        "Trainer's ``processing_class``), else the base model's own files, else none, with a warning.",
+        tokenizer_like,
+    )
+    dtype: str | None = _option(
+        None,
+        "'float32' (the fp32 master weights where there are any), 'bfloat16' or 'float16'. None: as trained.",
+        dtype_code,
+    )
+    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', size)
+    bucket_size: int | str = _option(
+        '128MB', 'How much is gathered and written at once; peak extra memory is about one bucket.', size
+    )
+    writer: str = _option(
+        'auto',
+        "'positional' (every rank writes its local shards; nothing is gathered), 'parallel' (every rank writes a part "
+        "of what is gathered), 'stream' (rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else "
+        "'stream'. The files are the same.",
+        writer_name,
+    )
+    verify: str = _option(
+        'sizes',
+        "What is checked before a save is committed. 'off': that every byte was written. 'sizes': also file sizes, "
+        "headers, and samples of what each rank has written, read by another rank. 'full': also all bytes, read back "
+        'from the disk and compared with checksums taken from memory.',
+        one_of(*VERIFY_LEVELS),
+    )
+    max_keep_ckpts: int = _option(
+        1,
+        'How many saves to keep, the newest included; the older ones are named ``hf_model_iter_500`` or '
+        '``hf_model_epoch_2``. -1 keeps all.',
+        at_least(1, -1),
+    )
+
+    @property
+    def max_shard_nbytes(self) -> int:
+        return parse_size(self.max_shard_size)
+
+    @property
+    def bucket_nbytes(self) -> int:
+        return parse_size(self.bucket_size)
+
+
+@dataclass(eq=False)
+class CallOptions(SaveOptions):
+    """Of ``save_hf``: the caller waits, and gets errors raised."""
+
+    async_save: ClassVar[bool] = False
+    async_busy: ClassVar[str] = 'wait'
+    exit_wait_secs: ClassVar[float] = 600.0
+    on_error: ClassVar[str] = 'raise'
+
+    step: int | None = _option(
+        None, 'Optimizer steps done. Needed when several saves are kept: it names the older ones.', at_least(0, None)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step is None and self.max_keep_ckpts != 1:
+            raise OptionError('step', 'a number of at least 0 (None only when max_keep_ckpts is 1)', None)
+
+
+@dataclass(eq=False)
+class RunOptions(SaveOptions):
+    """Of hook and callback: how all saves of a run are made."""
+
+    out_dir: str | Path | None = field(
+        default=None,
+        metadata={
+            'meaning': 'Folder of the newest save. None: ``hf_model`` in the folder of the run '
+            "(MMEngine's ``work_dir/<timestamp>``, Trainer's ``output_dir``).",
+            'check': folder,
+        },
+    )
+    save_last: bool = _option(True, 'Save when training ends, whatever is due.', switch)
+    async_save: bool = _option(
+        False,
+        'Copy what is to be saved to host memory, as many bytes on each rank as it writes, and write it while training '
+        'goes on.',
+        switch,
+    )
+    async_busy: str = _option(
+        'wait', "'wait' or 'skip' a save that is due while the one before is being written.", one_of('wait', 'skip')
+    )
+    exit_wait_secs: float = _option(
+        600,
+        'How long the end of the process (an exception, SIGTERM) waits for a save that is being written. torchrun '
+        'follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is started with '
+        '``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s).',
+        seconds,
+    )
+    on_error: str = _option('continue', "'continue' or 'raise', when a save fails.", one_of('continue', 'raise'))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.async_busy != 'wait' and not self.async_save:
+            raise OptionError('async_busy', "'wait' when async_save is False", self.async_busy)
+
+
+@dataclass(eq=False)
+class HookOptions(RunOptions):
+    """Of ``HFCheckpointHook``; names are MMEngine's own where it has one."""
+
+    interval: int | None = _option(
+        None,
+        "Save every so many epochs or iterations; -1: only at the end. None: as the run's own CheckpointHook.",
+        at_least(1, None, -1),
+    )
+    by_epoch: bool | None = _option(
+        None,
+        'Whether ``interval`` counts epochs. None: it counts what the train loop counts, epochs in '
+        'EpochBasedTrainLoop and iterations in IterBasedTrainLoop.',
+        optional_switch,
+    )
+    save_begin: int = _option(0, 'Epoch or iteration at which saving begins.', at_least(0))
+    save_best: str | list[str] | None = _option(
+        None,
+        'As in CheckpointHook; writes ``hf_model_best`` (``hf_model_best_<metric>`` for several). What is in that '
+        'folder, and in those of the runs that a resumed checkpoint comes from, is only replaced or followed by a '
+        'better one.',
+        anything,
+    )
+    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', anything)
+    chat_template: bool = _option(
+        True,
+        "When the run's config names an XTuner prompt template, give the saved tokenizer the chat template that "
+        'writes dialogues as training had them, and generation_config its stop words.',
+        switch,
+    )
+    ema: bool = _option(
+        True,
+        'Where the run has an EMAHook, save the weights that it averages, as CheckpointHook does and validation '
+        'scores. False: the live ones.',
+        switch,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by_epoch is not None and self.interval is None:
+            raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
+        if self.interval == -1 and not self.save_last and self.save_best is None:
+            expected = 'a number, or save_last or save_best: otherwise nothing is ever saved'
+            raise OptionError('interval', expected, self.interval)
+        if self.rule is not None and self.save_best is None:
+            raise OptionError('rule', 'None when save_best is None', self.rule)
+
+
+@dataclass(eq=False)
+class CallbackOptions(RunOptions):
+    """Of ``HFCheckpointCallback``; names are those of TrainingArguments where it has one."""
+
+    save_strategy: str | None = _option(
+        None,
+        "'no' (only at the end), 'steps' or 'epoch'. None: whenever Trainer itself saves a checkpoint.",
+        one_of(None, 'no', 'steps', 'epoch'),
+    )
+    save_steps: int | None = _option(
+        None,
+        "With ``save_strategy='steps'``, how often. None: as in TrainingArguments.",
+        at_least(1, None),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save_steps is not None and self.save_strategy != 'steps':
+            raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
+        if self.save_strategy == 'no' and not self.save_last:
+            raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')
