@@ -24,7 +24,7 @@ DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LORA_MODES = ('adapter', 'merge', 'both')
 LLAVA_FORMATS = ('xtuner', 'xtuner_complete', 'huggingface')
 VERIFY_LEVELS = ('off', 'sizes', 'full')
-WRITERS = ('auto', 'positional', 'parallel', 'stream')
+WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 SAVE_STRATEGIES = ('no', 'steps', 'epoch')
 
 _SIZE_UNITS = {'': 1, 'B': 1}
@@ -218,9 +218,10 @@ class SaveOptions(_Options):
     bucket_size: int | str = _option('128MB', 'How much is gathered and written at once; memory follows it.', size)
     writer: str = _option(
         'auto',
-        "'positional' (every rank writes its own slices; nothing is gathered), 'parallel' (every rank writes a part "
-        "of what is gathered), 'stream' (rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else "
-        "'stream'. The files are the same.",
+        "'positional' (every rank writes its own slices), 'parallel' (every rank writes whole tensors, of which the "
+        "others send it their slices), 'stream' (the same, but rank 0 alone writes), 'gather' (every rank receives "
+        "every tensor, and rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The "
+        'files are the same.',
         writer_name,
     )
     verify: str = _option(
