@@ -40,7 +40,7 @@ from bench.plan import measure_plans
 from bench.ranks import measure_ranks
 from bench.report import describe_machine, draw, table
 
-from xhf_hooks.config import parse_size
+from xhf_hooks.config.checks import parse_size
 
 WORKER = Path(__file__).with_name('bench') / 'worker.py'
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.config import SaveOptions, parse_size
+from xhf_hooks.config.checks import parse_size
+from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver

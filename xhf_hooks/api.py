@@ -7,17 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks import config
-from xhf_hooks.config import CallOptions
+from xhf_hooks.config.checks import folder
+from xhf_hooks.config.frontends import frontend_function
+from xhf_hooks.config.options import CallOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import AgreedError, OptionError
 from xhf_hooks.manager import CheckpointManager
+from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog
 
 
-@config.door_function(CallOptions)
+@frontend_function(CallOptions)
 def save_hf(
     model: Any,
     out_dir: str | Path,
@@ -54,8 +55,8 @@ def save_hf(
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
     began = time.perf_counter()
-    folder = config.folder('out_dir', out_dir)
-    if folder is None:
+    final = folder('out_dir', out_dir)
+    if final is None:
         raise OptionError('out_dir', 'the path of a folder', out_dir)
     options = CallOptions(
         step=step,
@@ -76,7 +77,7 @@ def save_hf(
     shared = Collective.shared()  # connections to all ranks: made at the first call
     try:
         saves = CheckpointManager(
-            unwrap(model), folder.absolute(), options, log, on_committed=committed.append, collective=shared
+            unwrap(model), final.absolute(), options, log, on_committed=committed.append, collective=shared
         )
         try:
             saves.prepare(None, when='now')

@@ -18,8 +18,8 @@ class OptionError(XhfError, ValueError):
 class UnknownOptionError(OptionError, TypeError):
     """An option that is not there, misspelt as a rule."""
 
-    def __init__(self, option: str, door: str, hint: str) -> None:
-        XhfError.__init__(self, f'option {option}: {door} has none of this name; {hint}')
+    def __init__(self, option: str, frontend: str, hint: str) -> None:
+        XhfError.__init__(self, f'option {option}: {frontend} has none of this name; {hint}')
         self.option = option
 
 

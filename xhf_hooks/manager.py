@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from xhf_hooks import preflight
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, new_name
 from xhf_hooks.concurrency.exit_guard import ExitWait
-from xhf_hooks.config import CallOptions, RunOptions
+from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.model.unwrap import Unwrapped
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.preflight import Unwrapped
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
+from xhf_hooks.writers.choose import choose_writer
 
 
-class RunDoor:
+class RunFrontend:
     """What hook and callback have in common: the saves of one run, while training goes on."""
 
     _saves: CheckpointManager | None = None
@@ -90,7 +91,7 @@ class CheckpointManager:
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
-            self._writer = preflight.choose_writer(log, options.writer, final, self.collective)
+            self._writer = choose_writer(log, options.writer, new_name(final, 'shared'), self.collective)
             self._saver = Saver(
                 unwrapped.model,
                 options,

@@ -29,7 +29,7 @@ from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
-from xhf_hooks.config import SaveOptions
+from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
@@ -76,7 +76,7 @@ class Saver:
 
     Args:
         model: The bare trained module (not the engine or wrapper around it).
-        root: What the source reads where that is another module (preflight.py); None: the model.
+        root: What the source reads where that is another module (model/unwrap.py); None: the model.
         writer: Name in WRITERS; what the option of that name has come to.
         reward_token_id: Of a reward model that is told by the config of the run; None for any other.
         in_background: Whether :meth:`start` will be used.

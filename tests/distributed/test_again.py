@@ -249,10 +249,11 @@ def no_tokenizer(root: Path) -> list[list[str]]:
 
 def writer_cannot_be_chosen(root: Path) -> list[Any]:
     """It fails while a run is set up, on all ranks. Runs on: all ranks."""
-    from xhf_hooks import preflight, save_hf
+    from xhf_hooks import save_hf
+    from xhf_hooks.writers import choose
 
     before = groups()
-    with mock.patch.object(preflight, 'is_shared', side_effect=OSError('injected')):
+    with mock.patch.object(choose, 'is_shared', side_effect=OSError('injected')):
         try:
             save_hf(doors.tiny_llama(), root / 'hf_model')
         except OSError as error:
@@ -262,12 +263,12 @@ def writer_cannot_be_chosen(root: Path) -> list[Any]:
 
 def run_saves(root: Path, run: object | None = None) -> Any:
     """Saves of a run, in the background, ready. Runs on: all ranks."""
-    from xhf_hooks import config
+    from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.preflight import unwrap
+    from xhf_hooks.model.unwrap import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
-    parsed = config.RunOptions(bucket_size='1MB', async_save=True)
+    parsed = RunOptions(bucket_size='1MB', async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
     saves = CheckpointManager(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
     saves.prepare(None, when='now')

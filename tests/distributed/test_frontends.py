@@ -11,10 +11,16 @@ import pytest
 from tests.helpers import frontends as doors
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zero_config import zero_config
 
 pytestmark = pytest.mark.modern_only
 
 WRITERS = ('stream', 'parallel', 'positional')
+
+
+def gathering_config(stage: int, gather: bool) -> dict[str, Any]:
+    """With or without what Accelerate and Trainer need for weights of their own."""
+    return zero_config(stage, **(dict(stage3_gather_16bit_weights_on_model_save=gather) if stage == 3 else {}))
 
 
 def accelerate_at(stage: int, root: Path) -> dict[str, Any]:
@@ -26,7 +32,7 @@ def accelerate_at(stage: int, root: Path) -> dict[str, Any]:
     from xhf_hooks import save_hf
 
     with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=doors.zero_config(stage, gather=True)))
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=gathering_config(stage, True)))
         model = doors.tiny_llama()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         for _ in range(2):
@@ -66,7 +72,7 @@ def trainer_run(options: dict[str, Any], arguments: dict[str, Any], stage: int, 
             per_device_train_batch_size=1,
             report_to=[],
             disable_tqdm=True,
-            deepspeed=doors.zero_config(stage, gather=gather),
+            deepspeed=gathering_config(stage, gather),
             **{'max_steps': 4, **arguments},
         )
         model = doors.tiny_llama()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zero_config import zero_config
 
 pytestmark = pytest.mark.modern_only  # it takes long
 
@@ -74,13 +75,8 @@ def save_mics(root: Path) -> int:
     save_all(engine.module, root / 'untrained')
     engine.destroy()
     model = build_model()
-    zero = dict(stage3_param_persistence_threshold=0, mics_shard_size=GROUP_SIZE)
-    config = {
-        'train_micro_batch_size_per_gpu': 1,
-        'bf16': {'enabled': True},
-        'zero_optimization': {'stage': 3, **zero},
-    }
-    deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config)
+    zero = dict(mics_shard_size=GROUP_SIZE)
+    deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=zero_config(3, **zero))
     engine = zero_engine(model, 3, **zero)
     save_all(engine.module, root / 'mics')
     numel = engine.module.lm_head.weight.ds_tensor.numel()

@@ -239,7 +239,7 @@ def test_the_script_is_the_command():
 
 def test_imports_stay_lean():
     """Seconds that a conversion would spend in vain; and nothing of deepspeed is needed."""
-    lines = 'import sys, xhf_hooks.cli.conversion\nheavy = "deepspeed transformers peft mmengine.hooks mmengine.optim"'
+    lines = 'import sys, xhf_hooks.convert\nheavy = "deepspeed transformers peft mmengine.hooks mmengine.optim"'
     lines += '\nprint([name for name in heavy.split() if name in sys.modules])'
     finished = subprocess.run([sys.executable, '-c', lines], capture_output=True, text=True, timeout=600)
     assert finished.stdout.splitlines()[-1] == '[]', finished.stderr

@@ -164,9 +164,9 @@ def test_faults_of_this_program_are_lines_too(root, tmp_path, capsys, monkeypatc
     def fail(self: object) -> None:
         raise RuntimeError(HOSTILE)
 
-    from xhf_hooks.cli import conversion
+    from xhf_hooks.convert import Conversion
 
-    monkeypatch.setattr(conversion.Conversion, 'description', fail)
+    monkeypatch.setattr(Conversion, 'description', fail)
     arguments = [str(checkpoint(tmp_path / 'iter_7.pth')), str(tmp_path / 'out'), '--base', str(root / 'base')]
     assert convert.main(arguments) == convert.FAILED
     said = capsys.readouterr().err

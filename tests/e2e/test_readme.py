@@ -121,9 +121,10 @@ def accelerate_loop(lines: str, folder: Path) -> str:
     from transformers import PreTrainedTokenizerFast
 
     from tests.helpers import frontends as doors
+    from tests.helpers.zero_config import zero_config
 
     config = folder / 'zero3.json'
-    config.write_text(json.dumps(doors.zero_config(3)))
+    config.write_text(json.dumps(zero_config(3)))
     model = doors.tiny_llama()
     names = dict(
         model=model,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.helpers.zero_config import zero_config
+
 if TYPE_CHECKING:
     import deepspeed
     from torch import nn
@@ -24,39 +26,27 @@ def zero_engine(
     sections: Mapping[str, Any] | None = None,
     **zero: Any,
 ) -> deepspeed.DeepSpeedEngine:
-    """A training engine; at stage 3 every parameter is really partitioned unless ``zero`` says otherwise.
+    """A training engine.
 
     Args:
         two_groups: Matrices and vectors in two parameter groups, as trainers have them for weight decay.
-        sections: Of DeepSpeed's config, beside those that are set here.
-        zero: Of the section ``zero_optimization``.
+        sections: As ``zero``, of :func:`tests.helpers.zero_config.zero_config`.
     """
     import deepspeed
     import torch
 
-    zero_options = {'stage': stage, **zero}
-    if stage == 3:
-        zero_options.setdefault('stage3_param_persistence_threshold', 0)
-    config = {
-        'train_micro_batch_size_per_gpu': 1,
-        'bf16': {'enabled': bf16},
-        'zero_optimization': zero_options,
-        'zero_allow_untested_optimizer': True,
-        'zero_force_ds_cpu_optimizer': False,
-        'steps_per_print': 10**9,
-        **(sections or {}),
-    }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if two_groups:
         trained = [{'params': [p for p in trained if (p.ndim > 1) == matrices]} for matrices in (True, False)]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    config = zero_config(stage, bf16=bf16, sections=sections, **zero)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver with these options, and those of its own. Runs on: all ranks."""
-    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.save import Saver
 
     own = {n: options.pop(n) for n in ('writer', 'in_background', 'reward_token_id', 'facts') if n in options}

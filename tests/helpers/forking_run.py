@@ -20,11 +20,11 @@ from pathlib import Path
 
 from tests.helpers import frontends as doors
 from tests.helpers.assert_intact import assert_whole
-from xhf_hooks import config
 from xhf_hooks.commit.lock import Answer, RunLock
+from xhf_hooks.config.options import RunOptions
 from xhf_hooks.manager import CheckpointManager
+from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.planning.types import Step
-from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog
 from xhf_hooks.writers.file_io.output_file import OutputFile
 
@@ -61,7 +61,7 @@ def sleep_on() -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) / 'hf_model'
-    parsed = config.RunOptions(bucket_size='1MB', async_save=True)
+    parsed = RunOptions(bucket_size='1MB', async_save=True)
     saves = CheckpointManager(unwrap(doors.tiny_llama()), folder, parsed, RunLog(logging.getLogger('test'), 'test'))
     saves.prepare(None, when='now')
 

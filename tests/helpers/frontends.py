@@ -46,22 +46,6 @@ class Sequences(torch.utils.data.Dataset):
         return {'input_ids': tokens, 'labels': tokens}
 
 
-def zero_config(stage: int, *, gather: bool = False) -> dict[str, Any]:
-    """A DeepSpeed config; everything is really partitioned at stage 3."""
-    zero: dict[str, Any] = {'stage': stage}
-    if stage == 3:
-        zero.update(stage3_param_persistence_threshold=0, stage3_gather_16bit_weights_on_model_save=gather)
-    return {
-        'train_micro_batch_size_per_gpu': 1,
-        'gradient_accumulation_steps': 1,
-        'bf16': {'enabled': True},
-        'zero_optimization': zero,
-        'zero_allow_untested_optimizer': True,
-        'zero_force_ds_cpu_optimizer': False,
-        'steps_per_print': 10**9,
-    }
-
-
 @contextmanager
 def fresh_accelerate(**environment: str) -> Iterator[None]:
     """Accelerate and transformers remember per process whether DeepSpeed is used; here they forget."""

@@ -234,7 +234,8 @@ def main(folder: Path) -> None:
     import transformers
     from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM  # noqa: F401  (imported before it is forked)
 
-    from xhf_hooks.cli import conversion, convert, verify  # noqa: F401
+    import xhf_hooks.convert  # noqa: F401
+    from xhf_hooks.cli import convert, verify
     from xhf_hooks.verify import expected  # noqa: F401
 
     torch.set_num_threads(1)  # GNU's OpenMP does not live through a fork

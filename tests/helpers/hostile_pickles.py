@@ -12,7 +12,8 @@ import subprocess
 from tests.helpers.torch_zip import Call, pickled
 
 #: The file that each of those that run code would leave behind.
-TRACE = '/tmp/xhf_hostile_pickle_ran'
+#: A file of this process alone: two runs of the tests may go on at once.
+TRACE = f'/tmp/xhf_hostile_pickle_ran_{os.getpid()}'
 TOUCH = f'touch {TRACE}'
 
 

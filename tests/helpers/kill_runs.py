@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.helpers.assert_intact import check_all, hidden, weight_of
 from tests.helpers.ranks import HANG_SECS, PRELOADED
+from tests.helpers.zero_config import zero_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -181,7 +182,7 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
     from xhf_hooks.concurrency.exit_guard import ExitWait
-    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
@@ -223,9 +224,7 @@ def tiny_model(zero3: bool) -> nn.Module:
     import deepspeed
     import torch
 
-    zero = {'stage': 3, 'stage3_param_persistence_threshold': 0}
-    how = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': zero}
-    with deepspeed.zero.Init(config_dict_or_path=how, dtype=torch.bfloat16):
+    with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
         return LlamaForCausalLM(config)
 
 

@@ -14,8 +14,9 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import xhf_hooks.convert  # noqa: F401
 from tests.helpers.special_files import run_forked
-from xhf_hooks.cli import conversion, convert, verify  # noqa: F401
+from xhf_hooks.cli import convert, verify
 from xhf_hooks.verify import folder as verify_folder  # noqa: F401
 
 #: From not enough to open the checkpoint, by not enough for its threads, to plenty.

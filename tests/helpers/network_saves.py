@@ -153,12 +153,12 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     """A run that is ready to save, as a hook makes it. Runs on: all ranks."""
-    from xhf_hooks import config
+    from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.preflight import unwrap
+    from xhf_hooks.model.unwrap import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
-    parsed = config.RunOptions(
+    parsed = RunOptions(
         max_keep_ckpts=way.max_keep,
         bucket_size=20_000,
         writer=way.writer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.zero_config import zero_config
+
 #: Name to options of ``run_config``: MMEngine's runs, each with the hook's export of its last iteration.
 MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero0': dict(stage=0),
@@ -73,9 +75,7 @@ def trainer_run(stage: int, folder: Path) -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
 
-    zero: dict[str, Any] = {'stage': stage}
-    if stage == 3:
-        zero |= {'stage3_gather_16bit_weights_on_model_save': True, 'stage3_param_persistence_threshold': 0}
+    zero = {'stage3_gather_16bit_weights_on_model_save': True} if stage == 3 else {}
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=2,
@@ -85,13 +85,7 @@ def trainer_run(stage: int, folder: Path) -> None:
         bf16=True,
         ddp_backend='gloo',
         report_to=[],
-        deepspeed={
-            'zero_optimization': zero,
-            'bf16': {'enabled': True},
-            'zero_allow_untested_optimizer': True,
-            'zero_force_ds_cpu_optimizer': False,
-            'train_micro_batch_size_per_gpu': 'auto',
-        },
+        deepspeed=zero_config(stage, sections={'train_micro_batch_size_per_gpu': 'auto'}, **zero),
     )
     ids = torch.arange(12)
     data = [{'input_ids': (ids + shift) % 131, 'labels': (ids + shift) % 131} for shift in range(16)]
@@ -108,16 +102,7 @@ def accelerate_run(folder: Path) -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
 
-    plugin = DeepSpeedPlugin(
-        hf_ds_config={
-            'train_micro_batch_size_per_gpu': 1,
-            'gradient_accumulation_steps': 1,
-            'bf16': {'enabled': True},
-            'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
-            'zero_allow_untested_optimizer': True,
-            'zero_force_ds_cpu_optimizer': False,
-        }
-    )
+    plugin = DeepSpeedPlugin(hf_ds_config=zero_config(3, stage3_gather_16bit_weights_on_model_save=True))
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model = build('llama')
     engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -191,7 +191,8 @@ def main(folder: Path, limit_secs: float, scenarios: list[str]) -> None:
     import transformers.models.auto.modeling_auto
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    from xhf_hooks.cli import conversion, convert, verify  # noqa: F401
+    import xhf_hooks.convert  # noqa: F401
+    from xhf_hooks.cli import convert, verify
     from xhf_hooks.verify import folder as _  # noqa: F401
 
     commands = {'convert': convert.main, 'verify': verify.main}

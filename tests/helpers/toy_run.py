@@ -12,6 +12,8 @@ from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.registry import DATASETS, METRICS, MODELS
 from torch.utils.data import Dataset
 
+from tests.helpers.zero_config import zero_config
+
 VOCAB, LENGTH = 131, 12
 _DEEPSPEED_OPTIMIZERS = ('DeepSpeedCPUAdam', 'FusedAdam', 'FusedLamb', 'OnebitAdam', 'OnebitLamb', 'ZeroOneAdam')
 
@@ -165,20 +167,12 @@ def run_config(
     if stage is None:
         config['optim_wrapper'] = dict(type='OptimWrapper', optimizer=optimizer)
         return config
-    zero_options = {'stage': stage, **(zero or {})}
-    if stage == 3:
-        zero_options.setdefault('stage3_param_persistence_threshold', 0)
+    sections = dict(gradient_accumulation_steps=accumulate, train_micro_batch_size_per_gpu=2)
+    deepspeed = zero_config(stage, bf16=bf16, sections=sections, **(zero or {}))
     config.update(
         runner_type='FlexibleRunner',
         optim_wrapper=dict(type='DeepSpeedOptimWrapper', optimizer=optimizer),
-        strategy=dict(
-            type='DeepSpeedStrategy',
-            bf16=dict(enabled=bf16),
-            zero_optimization=zero_options,
-            gradient_accumulation_steps=accumulate,
-            train_micro_batch_size_per_gpu=2,
-            config=dict(zero_force_ds_cpu_optimizer=False, zero_allow_untested_optimizer=True),
-        ),
+        strategy=dict(type='DeepSpeedStrategy', config=deepspeed),
     )
     return config
 

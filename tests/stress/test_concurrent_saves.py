@@ -24,10 +24,10 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
     import torch
     import torch.distributed as dist
 
-    from xhf_hooks.config import RunOptions
+    from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
+    from xhf_hooks.model.unwrap import unwrap
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.preflight import unwrap
     from xhf_hooks.telemetry.log import RunLog
 
     model = doors.tiny_llama()

@@ -59,7 +59,7 @@ class Run:
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, max_keep: int = 1) -> None:
         from tests.helpers.kill_runs import tiny_model
         from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-        from xhf_hooks.config import SaveOptions
+        from xhf_hooks.config.options import SaveOptions
         from xhf_hooks.distributed.collective import Collective
         from xhf_hooks.save import Saver
 

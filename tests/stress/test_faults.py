@@ -78,7 +78,7 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
 
     from tests.helpers.toy_run import ToyLM
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit

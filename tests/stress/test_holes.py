@@ -17,7 +17,7 @@ from xhf_hooks.cli.verify import DIFFERENT, SAME, main
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.files.holes import find_holes, in_both, within
 from xhf_hooks.format import checksum
-from xhf_hooks.format.safetensors_header import read_header
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.checksums import FileToRead, sum_files
 
 MB = 1 << 20

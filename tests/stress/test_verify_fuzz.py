@@ -19,7 +19,7 @@ from tests.helpers.model_folder import manifest_of
 from tests.helpers.mutate import mutated_bytes, mutated_json
 from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.safetensors_header import read_header
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.against_manifest import check_folder
 from xhf_hooks.verify.folder import verify_folder
 

@@ -13,7 +13,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
 from xhf_hooks import HFCheckpointHook, save_hf
-from xhf_hooks.config import CallOptions
+from xhf_hooks.config.options import CallOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 

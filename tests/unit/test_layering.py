@@ -17,7 +17,7 @@ PACKAGE = ROOT / 'xhf_hooks'
 FILES = sorted(PACKAGE.rglob('*.py'))
 
 #: Never need torch or mmengine, so that they can be understood and tested without.
-PURE = ('planning/', 'errors.py', 'config.py', 'format/safetensors.py', 'files/', 'commit/', 'integrity/')
+PURE = ('planning/', 'errors.py', 'config/', 'format/safetensors.py', 'files/', 'commit/', 'integrity/')
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'preflight', 'verify', 'convert', 'save',

@@ -56,9 +56,10 @@ def _ways(billions: float, parent: Path) -> list[Way]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from xhf_hooks import save_hf
-    from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
+    from xhf_hooks.convert import ConvertOptions
     from xhf_hooks.verify.compare import compare_models
     from xhf_hooks.verify.folder import verify_folder
+    from xhf_hooks.verify.open_models import open_models
 
     sizes = dict(vocab_size=4000, hidden_size=2048, intermediate_size=5504, num_attention_heads=16)
     torch.manual_seed(0)
@@ -72,7 +73,7 @@ def _ways(billions: float, parent: Path) -> list[Way]:
     (foreign / 'xhf_manifest.json').unlink()
 
     def compared(a: Path, b: Path) -> str:
-        readers = open_models(a, b, CheckpointOptions())
+        readers = open_models(a, b, ConvertOptions())
         try:
             return compare_models(*readers, workers=default_workers()).verdict
         finally:

@@ -35,7 +35,7 @@ from bench.peers import (
     xtuner_way,
 )
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.config import SaveOptions
+from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver

@@ -5,23 +5,31 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.collector import without_collector
-from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
+from xhf_hooks.cli.output import (
+    complain,
+    descriptors_silenced,
+    lacks_memory,
+    libraries_print_lines,
+    print_traceback,
+    say,
+)
 from xhf_hooks.cli.progress import Progress
-from xhf_hooks.config import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
+from xhf_hooks.config.checks import DTYPE_CODES, parse_size
+from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xhf_hooks.cli.conversion import Conversion
+    from xhf_hooks.convert import Conversion
+    from xhf_hooks.planning.types import CommittedCheckpoint
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _DTYPES = {'keep': None, **DTYPE_CODES}
@@ -113,10 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     _require_new(args.out, args.overwrite)
     with without_collector(freeze=True):
-        from xhf_hooks.cli.conversion import Conversion  # torch and transformers: after what needs neither
+        from xhf_hooks.convert import Conversion, ConvertOptions  # torch and transformers: after what needs neither
 
-        conversion = Conversion(
-            args.checkpoint,
+        options = ConvertOptions(
             config=args.config,
             base=args.base,
             module=args.module,
@@ -130,13 +137,15 @@ def _run(args: argparse.Namespace) -> int:
             trust_remote_code=args.trust_remote_code,
             optimizer_restarted=args.optimizer_restarted,
         )
+        conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
     _warn(conversion.warnings)
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE
-    sys.stdout.flush()
+    with descriptors_silenced():
+        conversion.load_tokenizer()
     with Progress('converting') as progress:
         committed = conversion.run(args.out, progress)
     _warn(committed.warnings)
@@ -144,13 +153,13 @@ def _run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _summarize(conversion: Conversion, committed: Any) -> None:
+def _summarize(conversion: Conversion, committed: CommittedCheckpoint) -> None:
     cost = committed.cost
     files = sorted(path.name for path in committed.path.iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
-        f'({size_text(conversion.converter.read_nbytes)} read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
+        f'({size_text(conversion.read_nbytes)} read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
     )
 
 

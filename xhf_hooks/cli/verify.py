@@ -12,7 +12,7 @@ from typing import Any
 
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
 from xhf_hooks.cli.progress import Progress
-from xhf_hooks.config import LORA_MODES
+from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.errors import XhfError
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
@@ -108,12 +108,13 @@ def _check(args: argparse.Namespace) -> tuple[int, _Result]:
 
 
 def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
-    from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
     from xhf_hooks.concurrency.thread_pool import default_workers
+    from xhf_hooks.convert import ConvertOptions
     from xhf_hooks.verify.compare import DIFFERENT as REALLY
     from xhf_hooks.verify.compare import compare_models
+    from xhf_hooks.verify.open_models import open_models
 
-    options = CheckpointOptions(args.config, args.base, args.module, args.lora, args.trust_remote_code)
+    options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)
     try:
         with Progress('comparing') as progress:

@@ -199,7 +199,7 @@ class CheckpointFolder:
 
         Args:
             records: What all ranks have written (receipts.py).
-            verify: One of config.py's VERIFY_LEVELS: 'sizes' looks at sizes and headers, 'full' also reads all bytes
+            verify: One of VERIFY_LEVELS: 'sizes' looks at sizes and headers, 'full' also reads all bytes
                 back, from the disk, and compares them with the checksums taken from memory.
             threads: They read; None starts some.
 

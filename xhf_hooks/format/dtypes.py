@@ -1,32 +1,32 @@
-"""Between torch's dtypes and the codes of the safetensors format."""
+"""Between the dtypes of torch, by object and by name, and those of the safetensors format."""
 
 from __future__ import annotations
 
 import torch
 
 from xhf_hooks.errors import TensorError
-from xhf_hooks.format.safetensors import FLOAT_DTYPES
+from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 
+#: As far as this version of torch has them.
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    'BOOL': torch.bool,
-    'U8': torch.uint8,
-    'I8': torch.int8,
-    'F8_E5M2': torch.float8_e5m2,
-    'F8_E4M3': torch.float8_e4m3fn,
-    'I16': torch.int16,
-    'U16': torch.uint16,
-    'F16': torch.float16,
-    'BF16': torch.bfloat16,
-    'I32': torch.int32,
-    'U32': torch.uint32,
-    'F32': torch.float32,
-    'C64': torch.complex64,
-    'F64': torch.float64,
-    'I64': torch.int64,
-    'U64': torch.uint64,
+    code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
 }
-if hasattr(torch, 'float8_e8m0fnu'):  # torch 2.7
-    TORCH_DTYPES['F8_E8M0'] = torch.float8_e8m0fnu
+CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
+#: Of the typed storages in files of ``torch.save``.
+CODES_BY_STORAGE = {
+    'BoolStorage': 'BOOL',
+    'ByteStorage': 'U8',
+    'UntypedStorage': 'U8',
+    'CharStorage': 'I8',
+    'ShortStorage': 'I16',
+    'HalfStorage': 'F16',
+    'BFloat16Storage': 'BF16',
+    'IntStorage': 'I32',
+    'FloatStorage': 'F32',
+    'ComplexFloatStorage': 'C64',
+    'DoubleStorage': 'F64',
+    'LongStorage': 'I64',
+}
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 

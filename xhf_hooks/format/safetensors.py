@@ -1,45 +1,62 @@
 """The safetensors file layout: 8-byte header length, JSON header, tensor bytes.
 
-Layout and ordering are those of ``safetensors.serialize`` 0.4 to 0.8 (``safetensors/src/tensor.rs``,
-``prepare``): tensors sorted by dtype, widest alignment first, then by name; the header padded
-with spaces to a multiple of 8 bytes. A file with the same tensors is therefore the same file, byte for
-byte, as the library writes.
+Written as ``safetensors.serialize`` 0.4 to 0.8 does (``safetensors/src/tensor.rs``, ``prepare``): tensors sorted by
+dtype, widest alignment first, then by name; the header padded with spaces to a multiple of 8 bytes. A file with the
+same tensors is therefore the same file, byte for byte.
+
+Read by the rules of the same file (``SafeTensors::read_metadata``, ``Metadata::validate``), and nothing is believed:
+tensors lie one after the other without a hole, each as long as its shape and dtype say, and fill the file. The
+library's ``safe_open`` checks that, too, but waits at a FIFO, spends 2 GB on a header of 90 MB, and takes names that
+are there twice.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from xhf_hooks.errors import IncompleteError
+from xhf_hooks.errors import DamagedError, IncompleteError
+from xhf_hooks.files.regular_files import open_regular
+from xhf_hooks.format import strict_json
 
-#: Safetensors dtypes in the order of safetensors' ``Dtype`` enum, which is its sort order, with widths in bytes.
-DTYPE_NBYTES: dict[str, int] = {
-    'BOOL': 1,
-    'U8': 1,
-    'I8': 1,
-    'F8_E5M2': 1,
-    'F8_E4M3': 1,
-    'F8_E8M0': 1,
-    'I16': 2,
-    'U16': 2,
-    'F16': 2,
-    'BF16': 2,
-    'I32': 4,
-    'U32': 4,
-    'F32': 4,
-    'C64': 8,
-    'F64': 8,
-    'I64': 8,
-    'U64': 8,
+#: Every dtype in the order of safetensors' ``Dtype`` enum, which is its sort order: bits of an element, and its name
+#: in torch. Those of less than a byte are in safetensors 0.6 and newer; nothing of ours reads or writes them.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    'BOOL': (8, 'bool'),
+    'F4': (4, None),
+    'F6_E2M3': (6, None),
+    'F6_E3M2': (6, None),
+    'U8': (8, 'uint8'),
+    'I8': (8, 'int8'),
+    'F8_E5M2': (8, 'float8_e5m2'),
+    'F8_E4M3': (8, 'float8_e4m3fn'),
+    'F8_E8M0': (8, 'float8_e8m0fnu'),
+    'I16': (16, 'int16'),
+    'U16': (16, 'uint16'),
+    'F16': (16, 'float16'),
+    'BF16': (16, 'bfloat16'),
+    'I32': (32, 'int32'),
+    'U32': (32, 'uint32'),
+    'F32': (32, 'float32'),
+    'C64': (64, 'complex64'),
+    'F64': (64, 'float64'),
+    'I64': (64, 'int64'),
+    'U64': (64, 'uint64'),
 }
-_DTYPE_RANK = {code: rank for rank, code in enumerate(DTYPE_NBYTES)}
-FLOAT_DTYPES = frozenset({'F16', 'BF16', 'F32', 'F64'})
+DTYPE_NBYTES: dict[str, int] = {code: bits // 8 for code, (bits, _) in DTYPES.items() if bits % 8 == 0}
+#: What training with fp32 master weights rounds them to.
+HALF_DTYPES = ('BF16', 'F16')
+FLOAT_DTYPES = frozenset({*HALF_DTYPES, 'F32', 'F64'})
+_DTYPE_RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _ALIGNMENT = 8
+_LENGTH_NBYTES = 8
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,7 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[b
         position = end
     text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
     text += b' ' * (-len(text) % _ALIGNMENT)
-    data_start = 8 + len(text)
+    data_start = _LENGTH_NBYTES + len(text)
     entries = [
         HeaderEntry(name, dtype, shape, data_start + start, data_start + end)
         for (name, dtype, shape), (start, end) in zip(ordered, spans, strict=True)
@@ -95,3 +112,87 @@ def check_file(path: Path, header: bytes, nbytes: int) -> None:
     with path.open('rb') as file:
         if file.read(len(header)) != header:
             raise IncompleteError(f'{path}: its header is not the planned one')
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says that it holds.
+
+    Attributes:
+        entries: In file order.
+        data_start: Bytes before the first tensor.
+        nbytes: Size of the file.
+    """
+
+    path: Path
+    entries: tuple[HeaderEntry, ...]
+    metadata: dict[str, str] = field(repr=False)
+    data_start: int
+    nbytes: int
+
+    @property
+    def misaligned(self) -> tuple[str, ...]:
+        """Tensors that do not start at a multiple of their element's size: they load, but are copied first."""
+        return tuple(e.name for e in self.entries if e.start % max(1, DTYPES[e.dtype][0] // 8))
+
+
+def read_header(path: Path) -> Header:
+    """Parse and check; no tensor is read.
+
+    Raises:
+        DamagedError: The first thing that is wrong.
+    """
+    try:
+        with open_regular(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            start = file.read(_LENGTH_NBYTES)
+            if len(start) < _LENGTH_NBYTES:
+                raise DamagedError(f'{path}: {nbytes} bytes are too few for a safetensors file')
+            (length,) = struct.unpack('<Q', start)
+            most = min(nbytes - _LENGTH_NBYTES, strict_json.MOST_NBYTES)
+            if length > most:
+                raise DamagedError(f'{path}: a header of {length} bytes; in a file of {nbytes} at most {most}')
+            text = file.read(length)
+    except OSError as error:
+        raise DamagedError(f'{path}: cannot be read ({error.strerror})') from None
+    if not text.startswith(b'{'):
+        raise DamagedError(f'{path}: the header does not begin with {{')
+    return _checked(path, strict_json.parse(text, f'{path}: header'), _LENGTH_NBYTES + length, nbytes)
+
+
+def _checked(path: Path, content: dict[str, Any], data_start: int, nbytes: int) -> Header:
+    metadata = content.pop('__metadata__', {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedError(f'{path}: __metadata__ is not a set of texts')
+    entries = [_entry(path, name, tensor, data_start) for name, tensor in content.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.end))
+    position, before = data_start, 'the header'
+    for entry in entries:
+        if entry.start != position:
+            what = 'overlaps' if entry.start < position else 'leaves a hole after'
+            raise DamagedError(
+                f'{path}: {entry.name[:200]} {what} {before[:200]}: expected offset {position - data_start}, found '
+                f'{entry.start - data_start}'
+            )
+        position, before = entry.end, entry.name
+    if position != nbytes:
+        raise DamagedError(f'{path}: the header describes {position} bytes, the file has {nbytes}')
+    return Header(path, tuple(entries), metadata, data_start, nbytes)
+
+
+def _entry(path: Path, name: str, tensor: Any, data_start: int) -> HeaderEntry:
+    where = f'{path}: tensor {name[:200]!r}'
+    if not isinstance(tensor, dict) or set(tensor) != {'dtype', 'shape', 'data_offsets'}:
+        raise DamagedError(f'{where}: expected dtype, shape and data_offsets')
+    dtype, shape, offsets = tensor['dtype'], tensor['shape'], tensor['data_offsets']
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamagedError(f'{where}: unknown dtype {str(dtype)[:80]!r}')
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(strict_json.is_count, shape)):
+        raise DamagedError(f'{where}: {str(shape)[:80]} is no shape')
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(strict_json.is_count, offsets)):
+        raise DamagedError(f'{where}: {str(offsets)[:80]} are no offsets')
+    bits = math.prod(shape) * DTYPES[dtype][0]
+    start, end = offsets
+    if bits % 8 or end - start != bits // 8:
+        raise DamagedError(f'{where}: {dtype} {shape} takes {bits / 8:.10g} bytes, its offsets say {end - start}')
+    return HeaderEntry(name, dtype, tuple(shape), data_start + start, data_start + end)

@@ -15,10 +15,6 @@ MOST_VALUES = 5 * 10**6
 MOST_NBYTES = 100 * 10**6  # of safetensors headers: the library's own limit
 
 
-class _Duplicate(ValueError):
-    pass
-
-
 def parse(data: bytes, where: str) -> dict[str, Any]:
     """An object in JSON.
 
@@ -79,7 +75,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise _Duplicate(f'the name {twice[:80]!r} is there twice')
+        raise ValueError(f'the name {twice[:80]!r} is there twice')
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mmengine.hooks import EMAHook, Hook
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.preflight import Unwrapped
+from xhf_hooks.model.unwrap import Unwrapped
 from xhf_hooks.sources import Fsdp1Source, Fsdp2Source, Zero3Source, source_for
 from xhf_hooks.telemetry.log import RunLog
 

@@ -9,7 +9,8 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
-from xhf_hooks.config import HookOptions, door_class
+from xhf_hooks.config.frontends import frontend_class
+from xhf_hooks.config.options import HookOptions
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
@@ -17,15 +18,15 @@ from xhf_hooks.hooks.best_folders import find_best_folders
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
-from xhf_hooks.manager import CheckpointManager, RunDoor
+from xhf_hooks.manager import CheckpointManager, RunFrontend
+from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.preflight import unwrap
 from xhf_hooks.telemetry.log import RunLog, scalars
 
 
 @HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
-@door_class
-class HFCheckpointHook(HookOptions, RunDoor, Hook):
+@frontend_class
+class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans the whole save from metadata and raises what is wrong with it. A save

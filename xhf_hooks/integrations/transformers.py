@@ -8,17 +8,17 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xhf_hooks import preflight
-from xhf_hooks.config import CallbackOptions, door_class
+from xhf_hooks.config.frontends import frontend_class
+from xhf_hooks.config.options import CallbackOptions
 from xhf_hooks.errors import OptionError
-from xhf_hooks.manager import CheckpointManager, RunDoor
+from xhf_hooks.manager import CheckpointManager, RunFrontend
+from xhf_hooks.model.unwrap import Unwrapped, unwrap
 from xhf_hooks.planning.types import Step
-from xhf_hooks.preflight import Unwrapped
 from xhf_hooks.telemetry.log import RunLog
 
 
-@door_class
-class HFCheckpointCallback(CallbackOptions, RunDoor, TrainerCallback):
+@frontend_class
+class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
     The same save as HFCheckpointHook's; what the options mean stands there. Trainer's own checkpoints, which
@@ -103,7 +103,7 @@ class HFCheckpointCallback(CallbackOptions, RunDoor, TrainerCallback):
 
 def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:
     """Trainer gives callbacks the model inside DeepSpeed's engine, and the engine's optimizer in a wrapper."""
-    found = preflight.unwrap(model)
+    found = unwrap(model)
     plugin = getattr(args, 'deepspeed_plugin', None)
     if plugin is None:
         return found

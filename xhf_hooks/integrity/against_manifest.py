@@ -10,7 +10,7 @@ from typing import Any
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format import checksum
-from xhf_hooks.format.safetensors_header import Header
+from xhf_hooks.format.safetensors import Header
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.checksums import FileSums, FileToRead, sum_files
 from xhf_hooks.integrity.findings import Findings
@@ -23,8 +23,7 @@ from xhf_hooks.integrity.folder_scan import (
     read_headers,
     scan,
 )
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.integrity.manifest_reader import Manifest, parse_manifest
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 
 
 def check_folder(

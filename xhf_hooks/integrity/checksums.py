@@ -20,8 +20,7 @@ from xhf_hooks.files.mapped_file import MappedFile, map_or_none
 from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format import checksum
 from xhf_hooks.format.nonfinite import count_non_finite
-from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.format.safetensors_header import Header
+from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header
 
 #: A multiple of every element size. Read at once; a job is several of these.
 WINDOW_NBYTES = 1 << 20

@@ -12,8 +12,7 @@ from typing import Any
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.regular_files import special_kind
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.safetensors import HeaderEntry
-from xhf_hooks.format.safetensors_header import Header, read_header
+from xhf_hooks.format.safetensors import Header, HeaderEntry, read_header
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
 

@@ -1,16 +1,18 @@
 """The text of an MMEngine config as plain values, without running it.
 
-A config found in a checkpoint is anybody's text: it is parsed, never executed or imported from. MMEngine dumps
-configs as assignments of literals, ``dict(...)``, lists and dotted names in strings. A config that a user wrote in
-the lazy style has imports, too: ``from transformers import AutoModelForCausalLM`` makes the name stand for the text
-``'transformers.AutoModelForCausalLM'``, which is what MMEngine would have dumped. What is neither becomes
-:class:`Unread`, which matters only if it is needed.
+A config found in a checkpoint is untrusted: it is parsed, never executed or imported from. MMEngine dumps configs as
+assignments of literals, ``dict(...)``, lists and dotted names in strings. ``ast.literal_eval`` reads those once
+``dict(...)`` is a literal, but no config as people write it: there ``from transformers import AutoModelForCausalLM``
+makes a name stand for ``'transformers.AutoModelForCausalLM'``, and ``path`` for an earlier field. Anything else becomes
+:class:`Unread`, which matters only where the value is needed.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,14 @@ _MOST_DIGITS = 30  # of a computed number; a config has no use for more
 _MOST_VALUES = 1_000_000  # in all fields; a few lines can name a list of lists of lists, and so on
 _MOST_COPIED = 10_000_000  # characters and items, by ``+``, dotted names and ``dict(...)`` of what has a name
 _MOST_NUMBER_KEYS = 1000  # of a dict; Python's hashes of numbers can be made to collide
+_CHANGES = (ast.Store, ast.Del)
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 @dataclass(frozen=True)
@@ -100,13 +110,11 @@ class _Reader:
                 self._modules.discard(name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             self._names[node.target.id] = self._value(node.value)
-        else:  # whatever it may change is not known any more
+        elif not isinstance(node, ast.Expr):  # what it changes is no longer known
             unread = self._unread(node)
             for inner in ast.walk(node):
-                if isinstance(inner, ast.Name) and inner.id in self._names and not isinstance(node, ast.Expr):
-                    changed = isinstance(inner.ctx, (ast.Store, ast.Del))
-                    if changed:
-                        self._names[inner.id] = unread
+                if isinstance(inner, ast.Name) and inner.id in self._names and isinstance(inner.ctx, _CHANGES):
+                    self._names[inner.id] = unread
 
     def _value(self, node: ast.expr) -> Any:
         read = getattr(self, f'_{type(node).__name__.lower()}', None)
@@ -194,17 +202,9 @@ class _Reader:
             return (left + right,)
         if not all(type(side) in (int, float) and abs(side) < 10**_MOST_DIGITS for side in (left, right)):
             return None
-        if isinstance(node.op, ast.Add):
-            return (left + right,)
-        if isinstance(node.op, ast.Sub):
-            return (left - right,)
-        if isinstance(node.op, ast.Mult):
-            return (left * right,)
-        if right and isinstance(node.op, ast.Div):
-            return (left / right,)
-        if right and isinstance(node.op, ast.FloorDiv):
-            return (left // right,)
-        return None
+        compute = _ARITHMETIC.get(type(node.op))
+        divides_by_zero = not right and isinstance(node.op, (ast.Div, ast.FloorDiv))
+        return None if compute is None or divides_by_zero else (compute(left, right),)
 
 
 def _has_star(items: list[ast.expr]) -> bool:

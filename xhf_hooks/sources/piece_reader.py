@@ -19,7 +19,7 @@ from xhf_hooks.errors import ChangedError, CheckpointError
 from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.records import Piece, StoredTensor
+from xhf_hooks.sources.pieces import Piece, StoredTensor
 
 #: Elements that are cast at once: small enough to stay in a core's cache.
 _CHUNK = 1 << 18

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from xhf_hooks.errors import CheckpointError
-from xhf_hooks.files.regular_files import open_regular, read_regular_text
+from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
-from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.checkpoint.records import Piece
-from xhf_hooks.sources.file_source import FileSource
-from xhf_hooks.sources.piece_reader import PieceReader
-
-if TYPE_CHECKING:
-    import torch
+from xhf_hooks.sources.pieces import Piece, StoredTensor
+from xhf_hooks.sources.stored_source import StoredSource
 
 _WHOLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
-_MOST_HEADER_NBYTES = 100 * 10**6  # safetensors' own limit
 
 
-class SafetensorsSource(FileSource):
+class SafetensorsSource(StoredSource):
     """``model.safetensors``, or the files that its index names.
 
     Args:
@@ -39,77 +29,37 @@ class SafetensorsSource(FileSource):
     """
 
     def __init__(self, folder: Path, dtype: str | None) -> None:
-        self.folder = folder
-        self._dtype = dtype
-        self._pieces: dict[str, Piece] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._reader = PieceReader()
+        super().__init__()
         for file in _files(folder):
-            self._read_header(file)
+            for tensor in _tensors(file, dtype):
+                self._tensors[tensor.name] = tensor
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(name, shape, self._trained_dtype(name)) for name, shape in self._shapes.items()]
-
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
-        import torch
-
-        target = torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]) if out.nbytes else None
-        if target is None:
-            return 0
-        through = TORCH_DTYPES[self._trained_dtype(name)]
-        return self._reader.read_into((self._pieces[name],), start, target, through)
-
-    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
-        return sum(self._pieces[name].nbytes for name in names)
-
-    @contextmanager
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        import torch
-
-        found = {}
-        for name in wanted:
-            found[name] = torch.empty(self._shapes[name], dtype=TORCH_DTYPES[self._trained_dtype(name)])
-            self._reader.read_into((self._pieces[name],), 0, found[name].view(-1))
-        yield found
-
-    def _trained_dtype(self, name: str) -> str:
-        stored = self._pieces[name].dtype
-        return self._dtype if self._dtype is not None and is_float(stored) else stored
-
-    def _read_header(self, path: Path) -> None:
-        """Source of the layout: the safetensors README, "Format"."""
-        try:
-            with open_regular(path) as file:
-                (length,) = struct.unpack('<Q', file.read(8))
-                size = os.fstat(file.fileno()).st_size
-                if length > min(size - 8, _MOST_HEADER_NBYTES):
-                    raise ValueError(f'a header of {length} bytes in a file of {size}')
-                header = json.loads(file.read(length))
-            header.pop('__metadata__', None)
-            for name, tensor in header.items():
-                self._add(path, name, tensor, 8 + length, size)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-            raise CheckpointError(
-                f'{path}: not a whole safetensors file ({type(error).__name__}: {error}); copy the base model again'
-            ) from None
-
-    def _add(self, path: Path, name: str, tensor: dict, data_start: int, size: int) -> None:
-        start, end = tensor['data_offsets']
-        dtype, shape = tensor['dtype'], tuple(map(int, tensor['shape']))
-        numel = math.prod(shape)
-        if min(shape, default=0) < 0 or start < 0 or end - start != numel * DTYPE_NBYTES[dtype]:
-            raise ValueError(f'{name} has {end - start} bytes for {dtype} {shape}')
-        if data_start + end > size:
-            raise ValueError(f'{name} ends at byte {data_start + end} of {size}')
-        self._pieces[name] = Piece(path, data_start + start, dtype, numel)
-        self._shapes[name] = shape
+        return [TensorSpec(tensor.name, tensor.shape, tensor.dtype) for tensor in self._tensors.values()]
 
 
 def holds_weights(folder: Path) -> bool:
     """Whether safetensors of a model lie in the folder, as far as names tell."""
     return (folder / _INDEX).is_file() or (folder / _WHOLE).is_file()
+
+
+def _tensors(file: Path, dtype: str | None) -> list[StoredTensor]:
+    try:
+        entries = read_header(file).entries
+    except DamagedError as error:
+        raise CheckpointError(f'{error}; copy the base model again') from None
+    unknown = next((entry for entry in entries if entry.dtype not in TORCH_DTYPES), None)
+    if unknown is not None:
+        raise CheckpointError(f'{file}: {unknown.name} is of dtype {unknown.dtype}, which is not supported here')
+    return [
+        StoredTensor(
+            entry.name,
+            entry.shape,
+            dtype if dtype is not None and is_float(entry.dtype) else entry.dtype,
+            (Piece(file, entry.start, entry.dtype, math.prod(entry.shape)),),
+        )
+        for entry in entries
+    ]
 
 
 def _files(folder: Path) -> list[Path]:

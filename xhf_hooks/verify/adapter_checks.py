@@ -10,7 +10,7 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError, ConfigError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.safetensors import HeaderEntry
+from xhf_hooks.format.safetensors import FLOAT_DTYPES, HeaderEntry
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder, read_headers, scan
@@ -19,7 +19,6 @@ from xhf_hooks.verify.expected import expected_adapter
 #: Names that peft's ``get_peft_model_state_dict`` writes; an embedding's have no ``.weight``.
 _PAIR = re.compile(r'(?P<module>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B)(?:\.weight)?')
 _PREFIX = 'base_model.model.'  # what peft's names have before the base model's
-_FLOATS = ('F64', 'F32', 'F16', 'BF16')
 _OTHER_HALF = {'A': 'B', 'B': 'A', 'embedding_A': 'embedding_B', 'embedding_B': 'embedding_A'}
 
 
@@ -114,7 +113,7 @@ def _other_shapes(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[
     wrong = []
     for (module, kind), entry in pairs.items():
         other, weight = pairs.get((module, 'A')), weights.get(f'{module.removeprefix(_PREFIX)}.weight')
-        if kind != 'B' or other is None or weight is None or len(weight.shape) != 2 or weight.dtype not in _FLOATS:
+        if kind != 'B' or other is None or weight is None or len(weight.shape) != 2 or weight.dtype not in FLOAT_DTYPES:
             continue  # a quantized weight has another shape
         made = (entry.shape[0], other.shape[-1])
         if len(entry.shape) == len(other.shape) == 2 and made not in (weight.shape, weight.shape[::-1]):

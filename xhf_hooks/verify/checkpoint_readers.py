@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from xhf_hooks.convert import Converter
+from xhf_hooks.convert import Conversion
 from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import Group, Placement
@@ -22,12 +22,12 @@ class ConvertedReader(ModelReader):
         ties: Name of a tied tensor that is not written, to the one that is.
     """
 
-    def __init__(self, converter: Converter, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
+    def __init__(self, conversion: Conversion, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
         self.label, self.notes, self.ties = label, list(notes), ties
-        self._converter, self._meter = converter, MemoryMeter()
+        self._conversion, self._meter = conversion, MemoryMeter()
         self._places: dict[str, tuple[Group, Placement]] = {}
         self._made: dict[str, memoryview] = {}
-        for group in (*converter.plan.sliced, *converter.plan.gathered):
+        for group in (*conversion.plan.sliced, *conversion.plan.gathered):
             for placement in group.placements:
                 self._places[_name(placement)] = (group, placement)
         self.tensors = {name: TensorInfo(p.shape, p.dtype, p.nbytes) for name, (_, p) in self._places.items()}
@@ -38,7 +38,7 @@ class ConvertedReader(ModelReader):
             out[:] = self._made[name][start : start + len(out)]
             return
         first = placement.source_offset + start // DTYPE_NBYTES[placement.dtype]
-        source, masters = self._converter.source, self._converter.use_fp32_master
+        source, masters = self._conversion.source, self._conversion.use_fp32_master
         source.read_into(group.reads[0].name, first, out, placement.dtype, use_fp32_master=masters)
 
     def made_together(self, name: str) -> tuple[str, ...]:
@@ -61,8 +61,8 @@ class ConvertedReader(ModelReader):
     def _make(self, group: Group) -> None:
         import torch
 
-        reads, masters = [spec.name for spec in group.reads], self._converter.use_fp32_master
-        with self._converter.source.gathered(reads, wanted=reads, use_fp32_master=masters) as tensors, torch.no_grad():
+        reads, masters = [spec.name for spec in group.reads], self._conversion.use_fp32_master
+        with self._conversion.source.gathered(reads, wanted=reads, use_fp32_master=masters) as tensors, torch.no_grad():
             chunks = group_chunks(group, tensors, 0, host_bytes, self._meter)
             self._made |= {_name(chunk.placement): chunk.data for chunk in chunks}
 

@@ -23,8 +23,7 @@ from xhf_hooks.integrity.folder_scan import (
     scan,
     tell_links,
 )
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.integrity.manifest_reader import Manifest, read_manifest
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from xhf_hooks.verify.adapter_checks import check_adapter
 from xhf_hooks.verify.model_checks import check_model, check_texts
 

@@ -15,8 +15,7 @@ from xhf_hooks.files.holes import Range, find_holes, within
 from xhf_hooks.files.mapped_file import MappedFile, map_or_none
 from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.format.safetensors_header import Header, read_header
+from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header, read_header
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.checksums import read_exactly
 from xhf_hooks.integrity.findings import Findings

@@ -17,7 +17,7 @@ from tests.helpers.engines import save_folder
 from tests.helpers.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
 from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
-from xhf_hooks.config import dtype_code
+from xhf_hooks.config.checks import dtype_code
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
 from xhf_hooks.sources import source_for

@@ -166,7 +166,7 @@ def test_merged_live():
 
 def test_memory_of_a_merge_is_told(tmp_path):
     """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
-    from xhf_hooks.config import SaveOptions
+    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.save import Saver
 

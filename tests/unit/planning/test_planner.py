@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.zoo import build
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import pack
-from xhf_hooks.config import parse_size
+from xhf_hooks.config.checks import parse_size
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.planning.planner import describe_group, describe_plan, make_plan

@@ -9,8 +9,8 @@ import torch
 
 from xhf_hooks.errors import ChangedError, CheckpointError
 from xhf_hooks.sources import piece_reader as reader
-from xhf_hooks.sources.checkpoint.records import Piece
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import Piece
 
 
 def strided(kind: str) -> torch.Tensor:

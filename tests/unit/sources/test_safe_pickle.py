@@ -11,7 +11,6 @@ import enum
 import os
 import pickletools
 import resource
-import subprocess
 import time
 
 import pytest
@@ -57,23 +56,6 @@ def test_hostile(tmp_path, name):
         load_torch_file(file)
     assert peak_nbytes() - before < 300 * MB
     assert time.monotonic() - started < 60  # those that hang would do so for years
-
-
-def test_the_hostile_ones_are_hostile(tmp_path):
-    """Some of them, in a process of their own, under pickle itself: the tests above can fail."""
-    for name in (
-        'os.system',
-        'posix.system',
-        'INST',
-        'OBJ',
-        'STACK_GLOBAL',
-        'protocol 0',
-        'protocol 4',
-        'open for writing',
-    ):
-        subprocess.run(['python', '-c', 'import pickle, sys; pickle.load(sys.stdin.buffer)'], input=HOSTILE[name][0])
-        assert os.path.exists(TRACE), name
-        os.remove(TRACE)
 
 
 def test_there_are_enough():

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.model_folder import edit_json, save_model
-from xhf_hooks.cli.model_readers import CheckpointOptions, open_models
+from xhf_hooks.convert import ConvertOptions
 from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
+from xhf_hooks.verify.open_models import open_models
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -26,7 +27,7 @@ def model(tmp_path_factory):
 
 
 def compared(a: Path, b: Path, **options: object) -> Comparison:
-    readers = open_models(a, b, CheckpointOptions(**options))
+    readers = open_models(a, b, ConvertOptions(**options))
     try:
         return compare_models(*readers, workers=2)
     finally:

@@ -25,7 +25,7 @@ class LoraExporter(PartsExporter):
     """The adapter, the merged model, or the merged model with the adapter in a folder of its own.
 
     Args:
-        lora: One of config.py's LORA_MODES.
+        lora: One of LORA_MODES.
 
     Raises:
         ModelError: The adapter is of another kind than LoRA, nothing of it is trained, there are several, or it

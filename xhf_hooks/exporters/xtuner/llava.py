@@ -31,7 +31,7 @@ class LlavaExporter(PartsExporter):
     Args:
         lora: 'adapter', 'merge' or 'both', where a part has an adapter. Beside merged parts the adapters go to
             ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` once more to what is merged.
-        llava_format: One of config.py's LLAVA_FORMATS. 'xtuner' leaves frozen parts out, as XTuner does.
+        llava_format: One of LLAVA_FORMATS. 'xtuner' leaves frozen parts out, as XTuner does.
 
     Raises:
         OptionError: ``lora`` was given and there is no adapter, or it is 'adapter' and the format has none.

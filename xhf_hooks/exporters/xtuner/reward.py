@@ -180,7 +180,7 @@ class RewardLoraExporter(LoraExporter):
     """A reward model with a LoRA adapter; merged as XTuner does it, unless the base model is quantized.
 
     Args:
-        lora: One of config.py's LORA_MODES. Defaults to None: 'merge', or 'adapter' on a quantized base model.
+        lora: One of LORA_MODES. Defaults to None: 'merge', or 'adapter' on a quantized base model.
     """
 
     options: tuple[str, ...] = ('lora', 'reward_token_id')

@@ -11,7 +11,7 @@ Nothing in a checkpoint is executed (:mod:`.safe_pickle`), and DeepSpeed is not 
 from __future__ import annotations
 
 from xhf_hooks.sources.checkpoint.find import find_checkpoint
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.source import CheckpointSource
 
-__all__ = ['CheckpointSource', 'FoundCheckpoint', 'Piece', 'find_checkpoint']
+__all__ = ['CheckpointSource', 'FoundCheckpoint', 'find_checkpoint']

@@ -9,9 +9,9 @@ from typing import Any
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region, zero3_regions, zero12_regions
-from xhf_hooks.sources.checkpoint.records import Region, StoredTensor
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.pieces import Region, StoredTensor
 
 #: What stands at ZeRO-3 in the state dict for a parameter whose values are elsewhere.
 _PLACEHOLDER_SHAPE = (0,)

@@ -9,8 +9,8 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.inert import Global, Inert
-from xhf_hooks.sources.checkpoint.records import Piece, StoredTensor
-from xhf_hooks.sources.checkpoint.tensors import DTYPE_CODES, LazyTensor
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.pieces import Piece, StoredTensor
 
 _MOST_DIMS = 16
 
@@ -99,11 +99,6 @@ def as_sizes(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMS:
         return None
     return tuple(value) if all(type(size) is int and 0 <= size < 2**63 for size in value) else None
-
-
-def as_dtype(value: Any) -> str | None:
-    """The safetensors dtype of a ``torch.dtype``; None for anything else, and for types that no weight has."""
-    return DTYPE_CODES.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None
 
 
 def is_sharded(value: Any) -> bool:

@@ -15,9 +15,11 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled
-from xhf_hooks.sources.checkpoint.chunks import Chunk, as_dtype, as_sizes, attributes, contiguous_piece, join
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, StoredTensor
+from xhf_hooks.sources.checkpoint.chunks import Chunk, as_sizes, attributes, contiguous_piece, join
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.tensors import as_dtype
 from xhf_hooks.sources.checkpoint.torch_file import load_pickle_file, load_torch_file
+from xhf_hooks.sources.pieces import StoredTensor
 
 #: What trainers save a model's state dict under; Accelerate: ``model``.
 _MODELS = ('model', 'state_dict', 'module', 'model_state_dict')

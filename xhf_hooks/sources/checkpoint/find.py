@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.files.regular_files import open_regular
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.tag_folder import find_parts, is_part, is_universal, refuse_unsupported
 
 _NUMBER = '(0|[1-9][0-9]{0,14})'

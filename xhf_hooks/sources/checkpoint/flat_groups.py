@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.records import Piece, Region
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.pieces import Piece, Region
 
 Shapes = Mapping[str, tuple[int, ...]]
 Regions = dict[str, Region]

@@ -16,8 +16,8 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.chunks import as_sizes, attributes, is_sharded, sharded_size, shards_of
-from xhf_hooks.sources.checkpoint.records import StoredTensor
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.pieces import StoredTensor
 
 _FLAT = '_flat_param'
 _HINT = 'put the files of one save together'

@@ -15,7 +15,6 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict
 from xhf_hooks.sources.checkpoint.chunks import (
     Chunk,
-    as_dtype,
     as_sizes,
     attributes,
     contiguous_piece,
@@ -24,10 +23,10 @@ from xhf_hooks.sources.checkpoint.chunks import (
     sharded_size,
     shards_of,
 )
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_local import READER, is_flat, join_local
 from xhf_hooks.sources.checkpoint.inert import Inert
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor, as_dtype
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.sources.checkpoint.records import StoredTensor
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import StoredTensor
 
 #: Places that are compared, and elements at each: a page of each file, of some 1300 pieces in full.
 _PLACES, _ELEMENTS = 4096, 512

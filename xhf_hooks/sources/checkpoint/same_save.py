@@ -18,9 +18,9 @@ import torch
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.evidence import Slices
 from xhf_hooks.sources.checkpoint.flat_groups import zero3_paddings
-from xhf_hooks.sources.checkpoint.records import Piece
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import Piece
 
 _DEEPSPEEDS = re.compile(
     r'(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states|(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states'

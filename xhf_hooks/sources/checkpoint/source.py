@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Piece, StoredTensor
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states, trained_dtype
 from xhf_hooks.sources.checkpoint.universal import load_universal
-from xhf_hooks.sources.file_source import FileSource
-from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import StoredTensor
+from xhf_hooks.sources.stored_source import StoredSource
 
 _SHOWN = 5
 
 
-class CheckpointSource(FileSource):
-    """Reads slices of the files and casts them on the way; holds no tensor.
-
-    Runs on: one process, or several that each got it by fork or pickle, or several threads.
+class CheckpointSource(StoredSource):
+    """The tensors of any layout that :func:`.find_checkpoint` finds.
 
     Args:
         ema: Of a checkpoint that holds averaged weights beside the live ones, the averaged.
@@ -56,13 +50,13 @@ class CheckpointSource(FileSource):
     """
 
     def __init__(self, found: FoundCheckpoint, *, ema: bool = True, optimizer_restarted: bool = False) -> None:
+        super().__init__()
         self.found = found
         self.unproven: tuple[str, ...] = ()
         self._optimizer_restarted = optimizer_restarted
         self._never_trained: frozenset[str] = frozenset()
         self.averages = False
         self.warnings: list[str] = []
-        self._reader = PieceReader()
         if found.layout == 'file':
             content, assembled = self._open_file(ema)
         elif found.layout in ('dcp', 'fsdp'):
@@ -102,62 +96,6 @@ class CheckpointSource(FileSource):
         if tensor.master is not None or tensor.dtype not in ('BF16', 'F16'):
             return False
         return self._never_trained.isdisjoint((tensor.name, *tensor.aliases))
-
-    def pieces(self, name: str, *, use_fp32_master: bool) -> tuple[Piece, ...]:
-        """Where the values lie; one after the other they are the row-major tensor.
-
-        Args:
-            use_fp32_master: The fp32 master if there is one. Else what gives the training dtype: 16-bit weights where
-                the files have them (stages 0 to 2), fp32 slices whose cast they are otherwise (stage 3).
-        """
-        tensor = self._tensors[name]
-        return tensor.master if use_fp32_master and tensor.master is not None else tensor.trained
-
-    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
-        """Bytes in the files that reading these tensors reads."""
-        return sum(piece.nbytes for name in names for piece in self.pieces(name, use_fp32_master=use_fp32_master))
-
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
-        """Cast ``len(out) / width`` elements from element ``start`` on into ``out``. Memory: a few MB.
-
-        With ``use_fp32_master=False`` and another ``dtype`` than the training dtype, values are first rounded to the
-        training dtype, as the hook's are. With ``use_fp32_master=True`` they are rounded once, from the master.
-
-        Args:
-            out: Writable bytes, of a mapped file for example.
-            dtype: Safetensors dtype to write.
-
-        Returns:
-            How many finite elements became infinite.
-
-        Raises:
-            CheckpointError: A file can't be read any more.
-        """
-        if not len(out):
-            return 0
-        return self._read(
-            name, start, torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]), use_fp32_master=use_fp32_master
-        )
-
-    @contextmanager
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Whole tensors in fresh memory, for entries that are made of several (``combine``)."""
-        tensors = {}
-        for name in names:
-            if name in wanted:
-                stored = self._tensors[name]
-                dtype = 'F32' if use_fp32_master and stored.master is not None else stored.dtype
-                tensors[name] = torch.empty(stored.shape, dtype=TORCH_DTYPES[dtype])
-                self._read(name, 0, tensors[name].view(-1), use_fp32_master=use_fp32_master)
-        yield tensors
-
-    def _read(self, name: str, start: int, out: torch.Tensor, *, use_fp32_master: bool) -> int:
-        stored = self._tensors[name]
-        if not use_fp32_master or stored.master is None:
-            return self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
-        return self._reader.read_into(stored.master, start, out, beside=stored if stored.copy else None)
 
     def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
         file = load_single_file(self.found.path)

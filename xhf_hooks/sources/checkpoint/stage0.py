@@ -15,10 +15,10 @@ import torch
 
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions
-from xhf_hooks.sources.checkpoint.records import Region
 from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import Region
 
 _ROUNDED = ('BF16', 'F16')
 _NOT_NAMED = (

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.states import load_model_state, load_optim_state
 
 _RANK = r'(?P<rank>0|[1-9][0-9]{0,6})'  # as str(int) writes it, in ASCII

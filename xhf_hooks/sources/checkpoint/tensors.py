@@ -11,47 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.inert import Global
-from xhf_hooks.sources.checkpoint.records import Piece
+from xhf_hooks.sources.pieces import Piece
 
 _MAX_DIMS = 64
-
-#: Safetensors dtypes of the names that a pickle gives for ``torch.dtype`` objects.
-DTYPE_CODES = {
-    'bool': 'BOOL',
-    'uint8': 'U8',
-    'int8': 'I8',
-    'float8_e5m2': 'F8_E5M2',
-    'float8_e4m3fn': 'F8_E4M3',
-    'float8_e8m0fnu': 'F8_E8M0',
-    'int16': 'I16',
-    'uint16': 'U16',
-    'float16': 'F16',
-    'bfloat16': 'BF16',
-    'int32': 'I32',
-    'uint32': 'U32',
-    'float32': 'F32',
-    'complex64': 'C64',
-    'float64': 'F64',
-    'int64': 'I64',
-    'uint64': 'U64',
-}
-#: Likewise of the names of typed storages.
-STORAGE_CODES = {
-    'BoolStorage': 'BOOL',
-    'ByteStorage': 'U8',
-    'CharStorage': 'I8',
-    'ShortStorage': 'I16',
-    'HalfStorage': 'F16',
-    'BFloat16Storage': 'BF16',
-    'IntStorage': 'I32',
-    'FloatStorage': 'F32',
-    'ComplexFloatStorage': 'C64',
-    'DoubleStorage': 'F64',
-    'LongStorage': 'I64',
-    'UntypedStorage': 'U8',
-}
 
 
 class BadTensor(ValueError):
@@ -118,7 +83,8 @@ def make_storage(typename: Any, key: Any, numel: Any, file: Path, locate: Callab
     """
     if not isinstance(typename, Global) or type(key) is not str or not _is_count(numel):
         raise BadTensor('a storage is described by other things than a type, a key and a size')
-    code = STORAGE_CODES.get(typename.name) if typename.module in ('torch', 'torch.storage', 'torch.cuda') else None
+    known = typename.module in ('torch', 'torch.storage', 'torch.cuda')
+    code = CODES_BY_STORAGE.get(typename.name) if known else None
     return Storage(file, key, code, numel * DTYPE_NBYTES[code] if code else 0, locate)
 
 
@@ -133,8 +99,7 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
     storage, start, shape, stride = args[:4]
     dtype = storage.dtype
     if function == '_rebuild_tensor_v3':
-        named = args[6] if len(args) > 6 else None
-        dtype = DTYPE_CODES.get(named.name) if isinstance(named, Global) and named.module == 'torch' else None
+        dtype = as_dtype(args[6]) if len(args) > 6 else None
     elif function == '_rebuild_tensor_v2' and len(args) > 6 and args[6]:
         raise BadTensor('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= _MAX_DIMS):
@@ -149,6 +114,11 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
                 f'a tensor of shape {str(shape)[:80]} needs {needed} bytes of a storage of {storage.nbytes}'
             )
     return LazyTensor(storage, dtype, start, shape, stride)
+
+
+def as_dtype(value: Any) -> str | None:
+    """The safetensors dtype of a ``torch.dtype``; None for anything else, and for types that no weight has."""
+    return CODES_BY_NAME.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None
 
 
 def _is_count(value: Any) -> bool:

@@ -17,12 +17,13 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_masters
 from xhf_hooks.sources.checkpoint.evidence import optim_evidence
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, zero3_first_slices
-from xhf_hooks.sources.checkpoint.records import FoundCheckpoint, Region
+from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.same_save import require_steps_of
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.piece_reader import PieceReader
+from xhf_hooks.sources.pieces import Region
 
 _MASTER = 'F32'
 _COMPARED = 1024  # elements at each of four places of a parameter

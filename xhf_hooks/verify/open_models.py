@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from xhf_hooks.convert import Conversion, ConvertOptions
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
+from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.folder_scan import scan
-from xhf_hooks.integrity.manifest_reader import read_manifest
+from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
 
 
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """The options of ``xhf-convert`` that say how a checkpoint is to be understood."""
-
-    config: Path | None = None
-    base: str | None = None
-    module: str | None = None
-    lora: str | None = None
-    trust_remote_code: bool = False
-
-
-def open_models(a: Path, b: Path, options: CheckpointOptions) -> tuple[ModelReader, ModelReader]:
+def open_models(a: Path, b: Path, options: ConvertOptions) -> tuple[ModelReader, ModelReader]:
     """Both, in this order.
 
     A checkpoint beside a folder is read as ``xhf-convert`` would write it. Where that is not possible, and for two
@@ -54,8 +46,6 @@ def _is_folder_of_weights(path: Path) -> bool:
 
 
 def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
-    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-
     sources = [CheckpointSource(find_checkpoint(path), optimizer_restarted=True) for path in (a, b)]
     names = [[name for spec in source.specs() for name in (spec.name, *spec.aliases)] for source in sources]
     prefixes = common_prefixes(names[0], names[1], strip_others=True)
@@ -66,10 +56,8 @@ def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
     return readers[0], readers[1]
 
 
-def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, options: CheckpointOptions) -> ModelReader:
+def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, options: ConvertOptions) -> ModelReader:
     """The checkpoint, with the names of the folder; described by its own config, or else by the folder's."""
-    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-
     ema = not _is_live(folder_path)
     source = CheckpointSource(find_checkpoint(path), ema=ema, optimizer_restarted=True)
     names = [name for spec in source.specs() for name in (spec.name, *spec.aliases)]
@@ -106,38 +94,30 @@ def _converted(
     base: str | None,
     names: list[str],
     folder: SafetensorsReader,
-    options: CheckpointOptions,
+    options: ConvertOptions,
     *,
     ema: bool,
 ) -> ConvertedReader:
-    from xhf_hooks.cli.conversion import Conversion
-
-    floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', 'F16', 'BF16')}
+    floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     lora = options.lora
     if lora is None and any('.lora_A.' in name for name in names):
         adapters = [name for name in folder.tensors if '.lora_A.' in name]
         lora = 'merge' if not adapters else 'adapter' if len(adapters) * 2 >= len(folder.tensors) else 'both'
-    conversion = Conversion(
-        path,
-        ema=ema,
-        config=options.config,
+    as_written = replace(
+        options,
         base=base,
-        module=options.module,
+        ema=ema,
         lora=lora,
-        llava_format=None,
         dtype='F32' if floats == {'F32'} else None,
         max_shard_nbytes=10**18,
-        workers=1,
-        verify=False,
-        trust_remote_code=options.trust_remote_code,
         optimizer_restarted=True,  # the values are compared, whatever steps they are of
     )
+    conversion = Conversion(path, as_written)
     notes = list(conversion.warnings)
     if conversion.averages:
         notes.append(f'{path} holds averaged and live weights: the {"averaged" if ema else "live"} ones are compared')
     if base is not None and base != options.base:
         notes.append(f'{path} is understood by the config.json of {base}; what it does not hold is taken from there')
-    converter = conversion.converter
-    kind = 'fp32 master weights' if converter.use_fp32_master else 'as trained'
-    label = f'{path} ({len(converter.plan.placements)} tensors as xhf-convert writes them, {kind})'
-    return ConvertedReader(converter, label, notes, dict(folder.ties))
+    kind = 'fp32 master weights' if conversion.use_fp32_master else 'as trained'
+    label = f'{path} ({len(conversion.plan.placements)} tensors as xhf-convert writes them, {kind})'
+    return ConvertedReader(conversion, label, notes, dict(folder.ties))

@@ -1,0 +1,32 @@
+"""The one place where tests make a DeepSpeed config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def zero_config(
+    stage: int, *, bf16: bool = True, sections: Mapping[str, Any] | None = None, **zero: Any
+) -> dict[str, Any]:
+    """For engines, ``zero.Init``, Accelerate, Trainer and MMEngine's strategy.
+
+    At stage 3 every parameter is really partitioned, tiny ones, too, unless ``zero`` says otherwise.
+
+    Args:
+        sections: Of the config, beside those that are set here or instead of them.
+        zero: Of the section ``zero_optimization``.
+    """
+    zero = {'stage': stage, **zero}
+    if stage == 3:
+        zero.setdefault('stage3_param_persistence_threshold', 0)
+    return {
+        'train_micro_batch_size_per_gpu': 1,
+        'gradient_accumulation_steps': 1,
+        'bf16': {'enabled': bf16},
+        'zero_optimization': zero,
+        'zero_allow_untested_optimizer': True,  # torch's own
+        'zero_force_ds_cpu_optimizer': False,
+        'steps_per_print': 10**9,
+        **(sections or {}),
+    }

@@ -1,0 +1,45 @@
+"""The weights of a base model's folder, and what is no such folder."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers.read_checkpoint import assert_same_tensors, read_all
+from xhf_hooks.errors import CheckpointError
+from xhf_hooks.sources.safetensors_folder import SafetensorsSource
+
+TENSORS = {'a': torch.randn(7, 3), 'b': torch.arange(5), 'c': torch.tensor(2.5, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize('dtype', [None, 'BF16'])
+def test_floats_are_as_training_had_them(tmp_path, dtype):
+    save_file(TENSORS, tmp_path / 'model.safetensors')
+    expected = {n: t.bfloat16() if dtype and t.is_floating_point() else t for n, t in TENSORS.items()}
+    assert_same_tensors(read_all(SafetensorsSource(tmp_path, dtype)), expected)
+
+
+def test_the_files_of_an_index(tmp_path):
+    files = {name: f'model-{name}.safetensors' for name in TENSORS}
+    for name, file in files.items():
+        save_file({name: TENSORS[name]}, tmp_path / file)
+    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': files}))
+    assert_same_tensors(read_all(SafetensorsSource(tmp_path, None)), TENSORS)
+    (tmp_path / files['b']).unlink()
+    with pytest.raises(CheckpointError, match=r'model-b\.safetensors: missing'):
+        SafetensorsSource(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'nbytes', 'words'),
+    [('F4', 1, 'a is of dtype F4'), ('F32', 4, 'its offsets say 4.*copy the base model again'), ('X', 8, 'unknown')],
+)
+def test_is_refused(tmp_path, dtype, nbytes, words):
+    header = json.dumps({'a': {'dtype': dtype, 'shape': [2], 'data_offsets': [0, nbytes]}}).encode()
+    (tmp_path / 'model.safetensors').write_bytes(struct.pack('<Q', len(header)) + header + bytes(nbytes))
+    with pytest.raises(CheckpointError, match=words):
+        SafetensorsSource(tmp_path, None)

@@ -1,0 +1,1 @@
+"""Every option once: its name, type, default, meaning and check, and which frontends have it."""

@@ -1,0 +1,138 @@
+"""What an option may be. A check returns the canonical value, or raises OptionError."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import OptionError
+
+DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
+
+_SIZE_UNITS = {'': 1, 'B': 1}
+for _power, _letter in enumerate('KMGT', start=1):
+    _SIZE_UNITS[f'{_letter}B'] = 10 ** (3 * _power)
+    _SIZE_UNITS[f'{_letter}IB'] = 2 ** (10 * _power)
+
+#: Called with the option's name and what was given.
+Check = Callable[[str, Any], Any]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def one_of(*choices: str | None) -> Check:
+    """One of a few words."""
+
+    def check(option: str, value: Any) -> Any:
+        if value not in choices:
+            raise OptionError(option, f'one of {choices}', value)
+        return value
+
+    return check
+
+
+def at_least(least: int, *others: int | None) -> Check:
+    """A number, or one of ``others``."""
+    words = ', '.join([*map(str, others), 'or ' * bool(others) + f'a number of at least {least}'])
+
+    def check(option: str, value: Any) -> Any:
+        if not (value is None and None in others) and (not _is_int(value) or (value < least and value not in others)):
+            raise OptionError(option, words, value)
+        return value
+
+    return check
+
+
+def switch(option: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(option, 'True or False', value)
+    return value
+
+
+def optional_switch(option: str, value: Any) -> bool | None:
+    """True, False or None."""
+    return None if value is None else switch(option, value)
+
+
+def size(option: str, value: Any) -> int:
+    """A number of bytes, as such or as ``'5GB'``; gives bytes."""
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise OptionError(option, "a size such as '128MB' or a number of bytes", value) from None
+
+
+def seconds(option: str, value: Any) -> float:
+    """A time of at least 0 s."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise OptionError(option, 'seconds, at least 0', value)
+    return float(value)
+
+
+def dtype_code(option: str, value: Any) -> str | None:
+    """``'bfloat16'``, ``torch.bfloat16`` or None; gives the dtype's code in safetensors files, or None."""
+    if value is None:
+        return None
+    name = str(value).removeprefix('torch.')
+    if name not in DTYPE_CODES:
+        raise OptionError(option, f'None or one of {sorted(DTYPE_CODES)}', value)
+    return DTYPE_CODES[name]
+
+
+def folder(option: str, value: Any) -> Path | None:
+    """The path of a folder, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
+        raise OptionError(option, 'the path of a folder', value)
+    return Path(value).expanduser()
+
+
+def writer_name(option: str, value: Any) -> str:
+    """'auto', one of ours, or one that somebody has registered."""
+    from xhf_hooks.registry import WRITERS as REGISTERED
+
+    return one_of(*dict.fromkeys([*WRITERS, *REGISTERED.module_dict]))(option, value)
+
+
+def dotted_path(option: str, value: Any) -> str | None:
+    """The path of a module; whether the model has it is known before the first step."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise OptionError(option, 'None or a dotted path such as "llm"', value)
+    return value
+
+
+def tokenizer_like(option: str, value: Any) -> Any:
+    """A tokenizer or what one can be built from, which happens before the first step."""
+    is_folder = isinstance(value, (str, Path)) and str(value) not in ('', '.')
+    known = value is None or is_folder or hasattr(value, 'save_pretrained')
+    if not known and not (isinstance(value, dict) and 'type' in value):
+        raise OptionError(option, 'a tokenizer, a config with a type, or a folder', value)
+    return value
+
+
+def anything(option: str, value: Any) -> Any:
+    """What is checked elsewhere."""
+    return value
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as ``128_000_000``, ``'5GB'`` (powers of ten) or ``'5GiB'`` (powers of two).
+
+    Raises:
+        ValueError: It is not a positive size.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*', size)
+        unit = match and _SIZE_UNITS.get(match[2].upper())
+        size = int(Fraction(match[1]) * unit) if match and unit else 0
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise ValueError('not a size')
+    return size

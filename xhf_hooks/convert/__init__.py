@@ -1,0 +1,7 @@
+"""The checkpoint of a finished run becomes a Hugging Face folder; the flow is in :mod:`.conversion`."""
+
+from __future__ import annotations
+
+from xhf_hooks.convert.conversion import Conversion, ConvertOptions
+
+__all__ = ['Conversion', 'ConvertOptions']

@@ -1,0 +1,272 @@
+"""The whole flow of a conversion, on one page; it is that of :mod:`xhf_hooks.save` without ranks.
+
+CheckpointSource        what the files hold               names and shapes, no data
+MetaModel               the model that was trained        on the meta device, no data
+Exporter.entries()      what goes out, under which names  the hook's own exporters
+make_plan()             where each byte will lie
+write_weights()         slices are read, cast, written    several threads, one block each
+commit()                staging gets the final name
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.commit.completeness import warn_of_non_finite
+from xhf_hooks.commit.receipts import pack
+from xhf_hooks.convert.weights import write_weights
+from xhf_hooks.errors import OptionError, TensorError
+from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.xtuner.reward import has_head
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.text import size_text, some
+from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
+from xhf_hooks.meta_model.tokenizer import find_tokenizer
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
+from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.sources.file_source import FileSource
+from xhf_hooks.telemetry.memory import MemoryMeter
+from xhf_hooks.version import package_versions
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to understand a checkpoint, and how to convert it: the command's options of the same names, parsed.
+
+    Attributes:
+        ema: Of a checkpoint that holds averaged weights beside the live ones, the averaged.
+        dtype: Safetensors dtype that floats are cast to, once and from the fp32 master weights where there are
+            any; None gives the training dtype, bit for bit what the hook saves.
+        workers: Threads that read, cast and write.
+        verify: Read everything back before the commit, and compare.
+    """
+
+    config: Path | None = None
+    base: str | None = None
+    module: str | None = None
+    lora: str | None = None
+    llava_format: str | None = None
+    ema: bool = True
+    dtype: str | None = None
+    max_shard_nbytes: int = 5 * 10**9
+    workers: int = 1
+    verify: bool = False
+    trust_remote_code: bool = False
+    optimizer_restarted: bool = False
+
+
+class Conversion:
+    """One checkpoint on its way. Runs on: one process.
+
+    Attributes:
+        source: Where the tensors of the plan come from.
+        plan: Every byte that :meth:`run` writes.
+        averages: Whether the checkpoint holds averaged and live weights.
+        warnings: What the user should know before anything is written.
+
+    Raises:
+        XhfError: It will not work; nothing was written.
+    """
+
+    def __init__(self, checkpoint: Path, options: ConvertOptions) -> None:
+        self._options = options
+        self._found = find_checkpoint(checkpoint)
+        self._checkpoint = CheckpointSource(
+            self._found, ema=options.ema, optimizer_restarted=options.optimizer_restarted
+        )
+        self.averages = self._checkpoint.averages
+        self._specs = self._checkpoint.specs()
+        self._config = find_run_config(options.config, self._checkpoint.config_text, self._found.path)
+        self._meta_model = build_meta_model(
+            self._config,
+            self._found.path,
+            [name for spec in self._specs for name in (spec.name, *spec.aliases)],
+            base=options.base,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self.source: FileSource
+        self.source, notes = match_checkpoint(self._meta_model, self._checkpoint, self._checkpoint.trained_dtype)
+        self._exporter = exporter_for(
+            self._meta_model.module,
+            options.module,
+            lora=options.lora,
+            llava_format=options.llava_format,
+            reward_token_id=self._reward_token_id(),
+        )
+        self._weights, weights_notes = _which_weights(self._checkpoint, self._config, options.ema)
+        self.plan = self._make_plan()
+        self._widened = sum(spec.master_lost for spec in _read_specs(self.plan)) if options.dtype == 'F32' else 0
+        self._tokenizer: Any | None = None
+        self._eos_token_ids: tuple[int, ...] = ()
+        self._tokenizer_notes: list[str] = []
+        self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
+        if self._exporter.left_out:
+            left_out = self._exporter.left_out
+            self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
+
+    def _reward_token_id(self) -> int | None:
+        found = None if self._config is None else self._config.fields.get('reward_token_id')
+        return found if type(found) is int and has_head(self._meta_model.module) else None
+
+    def _make_plan(self) -> SavePlan:
+        specs = self.source.specs()
+        if self.use_fp32_master:
+            specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
+        plan = make_plan(
+            self._exporter.entries(specs, self._options.dtype),
+            specs,
+            max_shard_nbytes=self._options.max_shard_nbytes,
+            bucket_nbytes=1,
+            n_parameters=self._exporter.n_parameters,
+            sliced={spec.name for spec in specs},
+        )
+        for group in plan.sliced:
+            for placement in group.placements:
+                _require_castable(group.reads[0], placement.dtype)
+        return plan
+
+    @property
+    def use_fp32_master(self) -> bool:
+        """Whether fp32 master weights are read where there are any."""
+        return self._options.dtype is not None
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of the checkpoint that a conversion reads."""
+        names = {spec.name for spec in _read_specs(self.plan)}
+        return self.source.stored_nbytes(names, use_fp32_master=self.use_fp32_master)
+
+    @property
+    def step(self) -> Step:
+        """The iteration that the checkpoint is of; 0 if nothing tells."""
+        iteration, epoch = self._checkpoint.iteration or 0, self._checkpoint.epoch
+        if epoch is not None and self._found.path.name.startswith('epoch_'):
+            return Step('epoch', epoch, iteration)
+        return Step('iter', iteration, iteration)
+
+    def description(self) -> list[str]:
+        """What was found, and what will be written."""
+        facts, plan = self._checkpoint.facts, self.plan
+        engine = str(facts.get('engine'))
+        if facts.get('zero_stage') is not None:
+            engine += f' ZeRO-{facts["zero_stage"]}, {facts.get("world_size")} rank(s)'
+        which = f' (the {self._weights} weights)' if self.averages else ''
+        iteration = 'unknown' if self._checkpoint.iteration is None else self._checkpoint.iteration
+        return [
+            f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
+            f'{len(self._specs)} tensors{which}, {size_text(self._found.nbytes)}',
+            *self._checkpoint.unproven,
+            f'model {self._meta_model.described_by}; {type(self._exporter).__name__}',
+            f'to write: {len(plan.placements)} tensors, {size_text(plan.nbytes)} in '
+            f'{some([file.name for file in plan.files])}; to read: {size_text(self.read_nbytes)}',
+            *self._notes_on_float32(),
+        ]
+
+    def _notes_on_float32(self) -> list[str]:
+        if not self._widened:
+            return []
+        return [
+            f'float32: {self._widened} of {len(_read_specs(self.plan))} tensors have no fp32 master weights in this '
+            f'checkpoint; they are the 16-bit weights, widened'
+        ]
+
+    def load_tokenizer(self) -> None:
+        """The one that :meth:`run` writes. Its libraries may print what its files hold.
+
+        Raises:
+            BaseModelError: It cannot be loaded.
+        """
+        self._tokenizer, eos_token_ids, self._tokenizer_notes = find_tokenizer(
+            self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
+        )
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def run(self, out: Path, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
+        """Write ``out``.
+
+        Args:
+            on_progress: Called in this thread with bytes done and bytes in all (twice the bytes with ``verify``).
+
+        Raises:
+            XhfError, OSError: It failed, and ``out`` is as it was.
+        """
+        folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
+        folder.claim()
+        started, meter = time.perf_counter(), MemoryMeter()
+        try:
+            warnings, overflows = self._write_and_commit(folder, meter, on_progress)
+        except BaseException:  # a signal, too, must leave nothing
+            folder.abandon()
+            raise
+        finally:
+            folder.release()
+        seconds = time.perf_counter() - started
+        cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes, overflows)
+        warnings = [*self._tokenizer_notes, *warnings, *self._notes_on_float32()]
+        return CommittedCheckpoint(folder.final, self.step, cost, tuple(warnings))
+
+    def _write_and_commit(
+        self, folder: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None]
+    ) -> tuple[list[str], int]:
+        """Warnings, and how many finite elements became infinite."""
+        staging = folder.open_staging()
+        folder.require_room(self.plan.nbytes)
+        warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
+        receipts, overflows = write_weights(
+            staging,
+            self.plan,
+            self.source,
+            use_fp32_master=self.use_fp32_master,
+            workers=self._options.workers,
+            verify=self._options.verify,
+            meter=meter,
+            on_progress=on_progress,
+        )
+        tensors = folder.commit(self.plan, pack(self.plan, receipts), self.step, self._facts())
+        warnings += warn_of_non_finite(tensors)
+        if overflows:
+            warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
+        return warnings, overflows
+
+    def _facts(self) -> dict[str, Any]:
+        """What the manifest says beside the files."""
+        facts = {'packages': package_versions(), 'dtype': self._options.dtype or 'as trained'}
+        facts |= {**self._checkpoint.facts, 'weights': self._weights}
+        return {**facts, 'widened_tensors': self._widened} if self._widened else facts
+
+
+def _read_specs(plan: SavePlan) -> set[TensorSpec]:
+    return {spec for group in (*plan.sliced, *plan.gathered) for spec in group.reads}
+
+
+def _require_castable(spec: TensorSpec, dtype: str) -> None:
+    if spec.dtype != dtype and not (is_float(spec.dtype) and is_float(dtype)):
+        raise TensorError(f'{spec.name}: {spec.dtype} cannot be written as {dtype}')
+
+
+def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:
+    """'averaged' or 'live', and what the user should know about it.
+
+    Raises:
+        OptionError: The live ones are wanted, and not there.
+    """
+    weights = checkpoint.facts['weights']
+    if checkpoint.averages or config is None or not config.averages:
+        return weights, []
+    if checkpoint.found.layout == 'file' and not config.uses_deepspeed:  # published without what resuming needs
+        if not ema:
+            raise OptionError('--no-ema', 'a checkpoint with the ema_state_dict of its run', checkpoint.found.path.name)
+        return 'averaged', []
+    if not ema:
+        return weights, []
+    note = (
+        'the run averages its weights (EMAHook), but its checkpoints are of DeepSpeed and hold the live ones alone, '
+        'which are converted. The averaged ones are in the hf_model of the run, if it had HFCheckpointHook'
+    )
+    return weights, [note]
