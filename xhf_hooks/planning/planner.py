@@ -32,6 +32,9 @@ from xhf_hooks.planning.types import (
     TensorSpec,
 )
 
+#: Beyond so many ranks a tensor is gathered, not sent, of which each has fewer bytes than that.
+_FEW_RANKS, _LEAST_SLICE_NBYTES = 16, 4096
+
 
 def make_plan(
     entries: Sequence[ExportEntry],
@@ -105,11 +108,17 @@ def _by_road(
         name = group.reads[0].name
         if group.is_contiguous and name in sliced:
             written.append(group)
-        elif group.is_contiguous and name in spread:
+        elif group.is_contiguous and name in spread and _is_worth_sending(spread[name], group.read_nbytes):
             sent += [replace(group, placements=(placement,)) for placement in group.placements]
         else:
             whole.append(group)
     return written, sent, whole
+
+
+def _is_worth_sending(spread: Spread, nbytes: int) -> bool:
+    """Not a slice of a few bytes from each of very many ranks: what the owner does for one grows with their number."""
+    n_holders = len(spread.holders)
+    return n_holders <= _FEW_RANKS or nbytes >= n_holders * _LEAST_SLICE_NBYTES
 
 
 def _lay_out(
