@@ -1,9 +1,9 @@
 """Hugging Face checkpoints out of live DeepSpeed ZeRO and FSDP training, or from its old files.
 
-Importing this package puts :class:`HFCheckpointHook` into MMEngine's HOOKS registry: a function of that name, which
-imports the hook when it is built. MMEngine's hooks import its optimizers, and those transformers' Trainer and peft:
-seconds that a conversion, which needs none of them, would spend in vain. :func:`save_hf` is the same save for a loop
-of your own; ``xhf_hooks.integrations`` has those for other trainers.
+Importing this package registers :class:`HFCheckpointHook` in MMEngine's HOOKS: a function of that name, which imports
+the hook when it is built. MMEngine's hooks import its optimizers, and those transformers' Trainer and peft, which takes
+seconds that a conversion does not need. :func:`save_hf` is the same save for your own loop; ``xhf_hooks.integrations``
+has frontends for other trainers.
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ def _build_hook(*args: Any, **options: Any) -> HFCheckpointHook:
     return HFCheckpointHook(*args, **options)
 
 
-if 'HFCheckpointHook' not in HOOKS.module_dict:  # not even the class itself, which replaces the function
+if 'HFCheckpointHook' not in HOOKS.module_dict:  # neither this function nor the class, which replaces it
     HOOKS.register_module(name='HFCheckpointHook', module=_build_hook)

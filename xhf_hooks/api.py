@@ -37,7 +37,7 @@ def save_hf(
 ) -> CommittedCheckpoint:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
-    The same save as HFCheckpointHook's, with its options of the same names. What is wrong with the save is
+    The same save as HFCheckpointHook's, with its options of the same names. Errors that can be known in advance are
     raised before any weight is read.
 
     Args:
@@ -46,9 +46,9 @@ def save_hf(
         out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
 
     Returns:
-        What was committed: its ``path``, its ``step``, its ``cost`` (``nbytes``, ``seconds``, memory), and
-        ``warnings``, which are logged, too. The same on every rank, but for seconds; free space, and what there is to
-        warn of in the files around the weights, is rank 0's to tell.
+        What was committed: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
+        also logged. The same on every rank except for seconds; only rank 0 knows free space and warnings about files
+        other than weights.
 
     Raises:
         OptionError: An option has a bad value, or is not for this model.

@@ -1,4 +1,4 @@
-"""The exceptions of this package: one small tree, every message says where, expected, found, remedy."""
+"""The exceptions of this package. Every message says where, expected, found, remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OptionError(XhfError, ValueError):
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """An option that is not there, misspelt as a rule."""
+    """There is no option of this name; usually it is misspelt."""
 
     def __init__(self, option: str, frontend: str, hint: str) -> None:
         XhfError.__init__(self, f'option {option}: {frontend} has none of this name; {hint}')
@@ -28,7 +28,7 @@ class ModelError(XhfError):
 
 
 class CheckpointError(XhfError):
-    """A checkpoint on disk cannot be read: not one, incomplete, damaged, inconsistent or unsupported."""
+    """A checkpoint on disk cannot be read: it is incomplete, damaged, inconsistent, unsupported, or no checkpoint."""
 
 
 class ChangedError(CheckpointError):
@@ -36,15 +36,15 @@ class ChangedError(CheckpointError):
 
 
 class ConfigError(XhfError):
-    """The config of a finished run is not there, cannot be read, or does not say how its model was built."""
+    """The config of a finished run is missing, cannot be read, or does not say how its model was built."""
 
 
 class BaseModelError(XhfError):
-    """The model that training started from is not there, or is not the one that training started from."""
+    """The model that training started from is missing, or the given one is another."""
 
 
 class DamagedError(XhfError):
-    """A file of a model folder is not whole, not well formed, or not what the folder says of it."""
+    """A file of a model folder is incomplete, malformed, or not what the folder says it is."""
 
 
 class PlanError(XhfError):
@@ -64,11 +64,11 @@ class LimitError(XhfError):
 
 
 class IncompleteError(XhfError):
-    """A staged folder does not hold everything that the plan says; it must not be committed."""
+    """A staging folder lacks something that was planned; it must not be committed."""
 
 
 class RankLostError(XhfError):
-    """A rank did not take part in an agreement: it died, or was later than the time-out."""
+    """A rank did not take part in an agreement: it died, or exceeded the time-out."""
 
 
 class AgreedError(XhfError):

@@ -1,4 +1,4 @@
-"""All saves of one run, from its preflight to its last report: what hook, callback and call have in common."""
+"""All saves of one run, from preflight to the last report: shared by hook, callback and ``save_hf``."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ from xhf_hooks.writers.choose import choose_writer
 
 
 class RunFrontend:
-    """What hook and callback have in common: the saves of one run, while training goes on."""
+    """Base of hook and callback: the saves of one run."""
 
     _saves: CheckpointManager | None = None
 
     def close(self) -> None:
-        """End what training that was interrupted (Ctrl-C in a notebook) has left: a save in flight is waited for, and
-        others may use the folder. The next training in this process does it by itself. Runs on: any rank."""
+        """After interrupted training (Ctrl-C in a notebook): wait for a save in flight and release the folder.
+
+        The next training in this process calls it. Runs on: any rank.
+        """
         if self._saves is not None:
             self._saves.close()
             self._saves = None
 
 
 class CheckpointManager:
-    """Proves that saves will work, does them, and ends. Runs on: all ranks, every method.
+    """Checks that saves will work, and makes them. Runs on: all ranks, every method.
 
-    Nobody tells hooks and callbacks that training was interrupted, by an exception or Ctrl-C. So the next run in the
-    same process (a notebook, a sweep, Trainer's auto_find_batch_size) ends the one before that holds its folders.
+    Hooks and callbacks are not told when training is interrupted, by an exception or Ctrl-C. So the next run in the
+    same process (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one that holds its folders.
 
     Args:
         unwrapped: The trained model.
-        run: What this is one of, such as MMEngine's runner. Two of the same run cannot have the same folder, nor can
-            one without a run have that of another.
-        on_committed: Told of each save that is under its final name.
-        collective: That outlives these saves; None makes one for them.
+        run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
+        on_committed: Called with each committed save.
+        collective: One that outlives these saves; None makes one.
 
     Attributes:
         newest: The folder of the newest save.
@@ -59,7 +60,7 @@ class CheckpointManager:
         collective: Of this run's saves.
     """
 
-    #: Those of this process that are open: of the process, as the locks are that they hold.
+    #: The open ones of this process, as locks belong to a process.
     _open: ClassVar[weakref.WeakSet[CheckpointManager]] = weakref.WeakSet()
 
     def __init__(
@@ -80,7 +81,7 @@ class CheckpointManager:
         self._after: Callable[[], None] | None = None  # of the save in flight
         self.saved_at: int | None = None
         if options.dtype == 'F32':
-            preflight.refuse_unreadable_masters(unwrapped.engine)
+            preflight.refuse_unreadable_fp32_masters(unwrapped.engine)
         self._run = None if run is None else weakref.ref(run)
         self._process, self._thread = os.getpid(), threading.get_ident()
         self.newest = CheckpointFolder(final, options.max_keep_ckpts)
@@ -106,7 +107,7 @@ class CheckpointManager:
             for folder in self._folders:
                 ending.callback(folder.release)
             self._ending = ending.pop_all()
-        # The model must not stay in memory for a run that nobody ends; its locks must not stay when it goes
+        # A run that is never closed must not keep its model in memory, nor its locks once it is collected
         weakref.finalize(self, _release, self._process, self._folders).atexit = False
         CheckpointManager._open.add(self)
         self._tokenizer_warnings: tuple[str, ...] = ()
@@ -118,61 +119,57 @@ class CheckpointManager:
         *,
         when: Any,
         sweep: Path | None = None,
-        finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int]]] | None = None,
+        finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]] | None = None,
     ) -> None:
         """Plan, claim the folders and rehearse.
 
         Args:
-            tokenizer: Of the run; the option of that name goes before it, the base model's after.
-            when: For the log: when saves are made.
+            tokenizer: Of the run; the option ``tokenizer`` takes precedence, the base model's is the fallback.
+            when: Describes the schedule, for the log.
             sweep: A work_dir to clear of what killed runs left.
-            finish_tokenizer: Gives the final tokenizer, and the ids of what ends an answer.
+            finish_tokenizer: Returns the final tokenizer, EOS token ids to add, and log messages.
 
         Raises:
-            XhfError: Saves will not work; the same on every rank, before any training is paid for. It is closed then.
+            XhfError: Saves will not work; the same on every rank. This manager is closed then.
         """
         try:
-            self._prepare(tokenizer, when, sweep, finish_tokenizer)
+            plan = self._saver.prepare()
+            with self.collective.stage('preflight'):
+                if self.collective.rank == 0:
+                    self._refuse_other_runs()
+                    preflight.claim_targets(
+                        self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep
+                    )
+                    found, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
+                    for warning in warnings:
+                        self._log.warning(warning)
+                    self._tokenizer_warnings = tuple(warnings)
+                    eos_token_ids: Sequence[int] = ()
+                    if finish_tokenizer is not None:
+                        found, eos_token_ids, messages = finish_tokenizer(found)
+                        for message in messages:
+                            self._log.info(message)
+                    self._saver.set_tokenizer(found, eos_token_ids)
+                    for warning in self._saver.rehearse(self.newest):
+                        self._log.warning(warning)
+            if self._saver.in_background:
+                with self.collective.stage('preflight'):
+                    reserved = self._saver.reserve_snapshot()
+                self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
+                self._ending.callback(ExitWait(self._wait_at_exit).close)
+            log_preparations(
+                self._log,
+                plan,
+                self._saver.expected_extra_nbytes,
+                when=when,
+                writer=self._writer,
+                final=self.newest.final,
+                left_out=self._saver.exporter.left_out,
+                notes=self._saver.exporter.notes,
+            )
         except BaseException:
             self.close()
             raise
-
-    def _prepare(
-        self,
-        tokenizer: Any | None,
-        when: Any,
-        sweep: Path | None,
-        finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int]]] | None,
-    ) -> None:
-        plan = self._saver.prepare()
-        with self.collective.stage('preflight'):
-            if self.collective.rank == 0:
-                self._refuse_other_runs()
-                preflight.claim_targets(
-                    self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep
-                )
-                found, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
-                for warning in warnings:
-                    self._log.warning(warning)
-                self._tokenizer_warnings = tuple(warnings)
-                self._saver.set_tokenizer(*((found, ()) if finish_tokenizer is None else finish_tokenizer(found)))
-                for warning in self._saver.rehearse(self.newest):
-                    self._log.warning(warning)
-        if self._saver.in_background:
-            with self.collective.stage('preflight'):
-                reserved = self._saver.reserve_snapshot()
-            self._log.info(f'saves go on in the background, from {reserved / 1e6:.0f} MB of host memory on this rank')
-            self._ending.callback(ExitWait(self._wait_at_exit).close)
-        log_preparations(
-            self._log,
-            plan,
-            self._saver.expected_extra_nbytes,
-            when=when,
-            writer=self._writer,
-            final=self.newest.final,
-            left_out=self._saver.exporter.left_out,
-            notes=self._saver.exporter.notes,
-        )
 
     def save(
         self,
@@ -187,10 +184,10 @@ class CheckpointManager:
         """One save; into ``newest`` unless another folder is given.
 
         Args:
-            facts: What the manifest says of this save alone.
-            may_skip: It is one of a schedule, and ``async_busy='skip'`` may leave it out.
+            facts: For the manifest of this save.
+            may_skip: It is a scheduled save, which ``async_busy='skip'`` may skip.
             after: Called when it is committed.
-            prepare_secs: What counts as part of it and has passed before, if it is not in the background.
+            prepare_secs: Time spent before this call that counts as part of a synchronous save.
 
         Raises:
             XhfError: It failed, and ``on_error`` is 'raise'.
@@ -221,12 +218,12 @@ class CheckpointManager:
         return self._after is not None
 
     def collect_if_done(self) -> None:
-        """Report the save in the background if it has ended well on this rank, or will at any moment."""
+        """Report the background save if it has succeeded on this rank, where the others are about to."""
         if self._saver.background.succeeded:
             self.collect()
 
     def collect(self) -> None:
-        """Wait for the save in flight, if any, and report it. All ranks get the same outcome."""
+        """Wait for the save in flight, if any, and report it; the same outcome on all ranks."""
         if not self._saver.background.busy:
             return
         try:
@@ -238,15 +235,15 @@ class CheckpointManager:
             self._report(committed)
 
     def handle(self, error: XhfError, what: str) -> None:
-        """An error that all ranks have: end the run or go on, as ``on_error`` says."""
+        """Raise or log an error that all ranks have, as ``on_error`` says."""
         if self._options.on_error == 'raise':
             raise error
         self._log.error(f'{what} failed and training goes on: {error}. The previous save is untouched.')
 
     def close(self) -> None:
-        """Wait for a save that is in flight, let others use the folders, and give process groups back.
+        """Wait for a save in flight, release the folders, destroy process groups. Needs no other rank.
 
-        Needs no other rank. A second time it does nothing, and nothing in a forked child, whose parent goes on.
+        Does nothing the second time, nor in a forked child, whose parent goes on.
         """
         if os.getpid() != self._process:
             return
@@ -254,13 +251,13 @@ class CheckpointManager:
             self._log.warning('a save is being written: waiting for it')
             try:
                 self._report(self._saver.background.outcome())
-            except Exception as error:  # it is over, and what comes next must not suffer
+            except Exception as error:  # the run is over: only its end may follow
                 self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
         CheckpointManager._open.discard(self)
         self._ending.close()
 
     def _end_interrupted(self) -> None:
-        """Close what earlier runs of this process hold of our folders."""
+        """Close earlier runs of this process that hold our folders."""
         for other in self._others_with_our_folders():
             if self._may_end(other):
                 self._log.warning(f'{other.newest.final}: an earlier run of this process was interrupted; it ends now')
@@ -279,7 +276,7 @@ class CheckpointManager:
         return [other for other in others if ours & {folder.final for folder in other._folders}]
 
     def _may_end(self, other: CheckpointManager) -> bool:
-        """A thread that begins a run has left the one before; only if both are known to be runs, and two."""
+        """A thread that begins a run has left its previous one, if both are known to be different runs."""
         if self._run is None or other._run is None or other._thread != self._thread:
             return False
         return other._run() is not self._run()
@@ -289,7 +286,7 @@ class CheckpointManager:
         return [self.newest, *self.others.values()]
 
     def _make_way(self, step: Step, *, may_skip: bool) -> bool:
-        """End the save that is in flight; False when this one is to be skipped instead."""
+        """End the save in flight; False where this one is to be skipped instead."""
         background = self._saver.background
         ranks_agree_on_it = self._options.async_busy == 'skip' and may_skip
         if ranks_agree_on_it and self.collective.any(background.busy and not background.done):
@@ -319,7 +316,7 @@ class CheckpointManager:
 
 
 def _release(process: int, folders: Sequence[CheckpointFolder]) -> None:
-    """A run has been forgotten, in this process or in a child."""
+    """After garbage collection, in this process or in a child."""
     if os.getpid() == process:
         for folder in folders:
             folder.release()

@@ -1,4 +1,4 @@
-"""What is found out about a run before its first step, whatever trains it."""
+"""Checks before the first step of a run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from xhf_hooks.errors import OptionError, TargetError
 _Log = logging.Logger | logging.LoggerAdapter
 
 
-def refuse_unreadable_masters(engine_or_optimizer: Any) -> None:
-    """Raise where DeepSpeed gives the masters of other parameters (0.19.6, ``_link_all_hp_params``).
+def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
+    """Raise where DeepSpeed returns fp32 master weights of other parameters (0.19.6, ``_link_all_hp_params``).
 
     Args:
-        engine_or_optimizer: DeepSpeed's engine or its optimizer, or what wraps that; others are fine.
+        engine_or_optimizer: DeepSpeed's engine or optimizer, a wrapper of that, or anything else.
 
     Raises:
         OptionError: It does.
     """
     optimizer = getattr(engine_or_optimizer, 'optimizer', None)
     if any(getattr(found, 'round_robin_gradients', False) is True for found in (engine_or_optimizer, optimizer)):
-        raise OptionError('dtype', "no 'float32' with round_robin_gradients, which misnames the masters", 'float32')
+        raise OptionError(
+            'dtype', "no 'float32' with round_robin_gradients, which misnames the fp32 master weights", 'float32'
+        )
 
 
 def claim_targets(
     log: _Log, folders: Sequence[CheckpointFolder], nbytes: int, base_dir: str, *, sweep: Path | None = None
 ) -> None:
-    """Make sure that saves of ``nbytes`` can go there. Runs on: rank 0.
+    """Claim the folders and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
     Args:
         folders: The newest save's, then those of the best.
-        sweep: Clear what killed runs left in other timestamps of this work_dir.
+        sweep: A work_dir whose other timestamps are cleared of what killed runs left.
 
     Raises:
-        TargetError: They cannot.
+        TargetError: A folder cannot be used, or the disk is too small.
     """
     newest = folders[0]
     if base_dir and Path(base_dir).absolute() == newest.final:

@@ -18,6 +18,7 @@ from tests.helpers import frontends as doors
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo.llamas import odd_llama
 
 pytestmark = pytest.mark.modern_only
 
@@ -67,7 +68,7 @@ def make_trainer(
 
     torch.manual_seed(0)
     return Trainer(
-        model=doors.tiny_llama(),
+        model=odd_llama(),
         args=TrainingArguments(
             output_dir=str(root),
             use_cpu=True,
@@ -214,7 +215,7 @@ def call_again(root: Path) -> list[Any]:
     from xhf_hooks.save import Saver
     from xhf_hooks.writers.stream import StreamWriter
 
-    folder, model, told = root / 'hf_model', doors.tiny_llama(), []
+    folder, model, told = root / 'hf_model', odd_llama(), []
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
         (folder / 'thesis.tex').write_text('mine')
@@ -243,7 +244,7 @@ def no_tokenizer(root: Path) -> list[list[str]]:
     from xhf_hooks import save_hf
 
     with warnings_logged() as logged:
-        committed = save_hf(doors.tiny_llama(), root / 'hf_model')
+        committed = save_hf(odd_llama(), root / 'hf_model')
     return [list(committed.warnings), logged]
 
 
@@ -255,7 +256,7 @@ def writer_cannot_be_chosen(root: Path) -> list[Any]:
     before = groups()
     with mock.patch.object(choose, 'is_shared', side_effect=OSError('injected')):
         try:
-            save_hf(doors.tiny_llama(), root / 'hf_model')
+            save_hf(odd_llama(), root / 'hf_model')
         except OSError as error:
             return [str(error), groups() == before]
     return ['nothing was wrong']
@@ -270,7 +271,7 @@ def run_saves(root: Path, run: object | None = None) -> Any:
 
     parsed = RunOptions(bucket_size='1MB', async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
-    saves = CheckpointManager(unwrap(doors.tiny_llama()), root / 'hf_model', parsed, log, run=run)
+    saves = CheckpointManager(unwrap(odd_llama()), root / 'hf_model', parsed, log, run=run)
     saves.prepare(None, when='now')
     return saves
 
@@ -286,7 +287,7 @@ def one_rank_closes(root: Path) -> int:
         if dist.get_rank() == rank:
             saves.close()
         dist.barrier()
-    save_hf(doors.tiny_llama(), root / 'hf_model', step=5)
+    save_hf(odd_llama(), root / 'hf_model', step=5)
     return assert_whole(root / 'hf_model')
 
 

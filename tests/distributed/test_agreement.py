@@ -18,10 +18,9 @@ WORLD_SIZE = 3
 
 def count_agreements(root: Path) -> dict[str, Any]:
     """A save of many buckets, whole, then one in which a rank fails in the middle. Runs on: all ranks."""
-    import torch
     import torch.distributed as dist
 
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.registry import WRITERS
@@ -33,7 +32,7 @@ def count_agreements(root: Path) -> dict[str, Any]:
         receives_local_shards = False
 
     WRITERS.register_module(name='gather on all ranks', module=GatherOnAllRanks, force=True)
-    engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
+    engine = zero_engine(odd_llama(bf16=True), stage=3)
     agreed: list[str] = []
     agree, group_chunks, write, gathered = (
         Collective.agree,

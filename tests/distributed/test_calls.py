@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import two_layers
+from tests.helpers.zoo.llamas import llama
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -26,7 +26,7 @@ def call_again(root: Path) -> dict[str, Any]:
     from xhf_hooks import manager, save_hf
     from xhf_hooks.exporters import huggingface
 
-    model, found = two_layers(), {}
+    model, found = llama(), {}
     new_group, build = dist.new_group, huggingface.build_on_meta
     with (
         mock.patch.object(dist, 'new_group', side_effect=new_group) as made,
@@ -66,7 +66,7 @@ def interrupt_rank_0(root: Path) -> list[str]:
     """Ctrl-C on rank 0 while the others wait for it; then they call again. Runs on: all ranks."""
     from xhf_hooks import manager, save_hf
 
-    model, outcomes = two_layers(), []
+    model, outcomes = llama(), []
     with mock.patch.object(manager, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it
         try:
             save_hf(model, root / 'hf_model')

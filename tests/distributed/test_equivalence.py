@@ -45,11 +45,10 @@ CASES = [f'{model}-{engine}' for model in MODELS for engine in ENGINES]
 
 def build_model(kind: str) -> Any:
     """A bf16 Llama; ``frozen`` has its embedding and first layer frozen."""
-    import torch
 
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
 
-    model = ToyLM(tied=kind == 'tied', use_cache=True).llm.to(torch.bfloat16)
+    model = odd_llama(tied=kind == 'tied', bf16=True)
     if kind == 'frozen':
         for name, parameter in model.named_parameters():
             parameter.requires_grad_('embed' not in name and 'layers.0' not in name)

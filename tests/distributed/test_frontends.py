@@ -12,6 +12,7 @@ from tests.helpers import frontends as doors
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zero_config import zero_config
+from tests.helpers.zoo.llamas import odd_llama
 
 pytestmark = pytest.mark.modern_only
 
@@ -33,7 +34,7 @@ def accelerate_at(stage: int, root: Path) -> dict[str, Any]:
 
     with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=gathering_config(stage, True)))
-        model = doors.tiny_llama()
+        model = odd_llama()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         for _ in range(2):
             accelerator.backward(model(**doors.batch()).loss)
@@ -75,7 +76,7 @@ def trainer_run(options: dict[str, Any], arguments: dict[str, Any], stage: int, 
             deepspeed=gathering_config(stage, gather),
             **{'max_steps': 4, **arguments},
         )
-        model = doors.tiny_llama()
+        model = odd_llama()
         trainer = Trainer(
             model=model,
             args=args,
@@ -96,7 +97,7 @@ def in_ddp(lora: bool, root: Path) -> None:
 
     from xhf_hooks import save_hf
 
-    model = doors.tiny_llama(lora=lora)
+    model = odd_llama(lora=lora)
     wrapped = DistributedDataParallel(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     doors.train_steps(wrapped, torch.optim.AdamW(trained, lr=1e-2))
@@ -114,7 +115,7 @@ def wrong_options(root: Path) -> list[str]:
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
 
-    model, told = doors.tiny_llama(), []
+    model, told = odd_llama(), []
     (root / 'foreign').mkdir(parents=True, exist_ok=True)
     (root / 'foreign' / 'thesis.tex').write_text('mine')
     for arguments in (

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import frontends as doors
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo.llamas import larger_llama, odd_llama
 
 pytestmark = pytest.mark.modern_only
 
@@ -69,7 +70,7 @@ def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
     from xhf_hooks import save_hf
 
     def build() -> Any:
-        return doors.tiny_llama(tied=model_kind == 'tied', lora=model_kind == 'lora')
+        return odd_llama(tied=model_kind == 'tied', lora=model_kind == 'lora')
 
     model = shard(build(), kind)
     for writer in WRITERS:
@@ -101,7 +102,7 @@ def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
 
     from xhf_hooks import save_hf
 
-    model = shard(doors.tiny_llama(), kind)
+    model = shard(odd_llama(), kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for writer in WRITERS:
         doors.train_steps(model, optimizer, steps=1)
@@ -114,7 +115,7 @@ def memory(kind: str, writer: str, root: Path) -> tuple[int, int]:
     """Bytes that were saved, and extra memory of the busiest rank."""
     from xhf_hooks import save_hf
 
-    model = shard(doors.larger_llama(), kind)
+    model = shard(larger_llama(), kind)
     save_hf(model, root / 'memory', writer=writer, bucket_size='8MB')  # what the first save brings with it
     cost = save_hf(model, root / 'memory', writer=writer, bucket_size='8MB').cost
     return cost.nbytes, cost.peak_extra_nbytes
@@ -127,7 +128,7 @@ def flat_only(root: Path) -> str:
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
 
-    model = FullyShardedDataParallel(doors.tiny_llama(), device_id=torch.device('cpu'), use_orig_params=False)
+    model = FullyShardedDataParallel(odd_llama(), device_id=torch.device('cpu'), use_orig_params=False)
     try:
         save_hf(model, root / 'flat')
     except XhfError as error:
@@ -170,7 +171,7 @@ def hook_run(kind: str, root: Path) -> None:
     runner = train(config)
     state = {name.removeprefix('llm.'): tensor for name, tensor in whole_state(runner.model).items()}
     if dist.get_rank() == 0:
-        ToyLM().llm.save_pretrained(root / 'theirs', state_dict=state)
+        odd_llama().save_pretrained(root / 'theirs', state_dict=state)
 
 
 @pytest.fixture(scope='module')

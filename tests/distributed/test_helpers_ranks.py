@@ -13,6 +13,8 @@ from tests.helpers import ranks
 from tests.helpers.ranks import RankFailures, run_ranks
 from tests.helpers.scenarios import ScenarioFailure, check, run_scenarios
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 def rank():
     return int(os.environ['RANK'])

@@ -12,8 +12,8 @@ import pytest
 from tests.helpers.adapted import assert_rounded_once
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder, zero_engine
-from tests.helpers.llava import TinyLlava, save_bases
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo.llava import TinyLlava, save_bases
 
 MODELS: dict[str, dict[str, Any]] = {
     'pretrain': dict(frozen=('llm', 'visual_encoder')),

@@ -49,19 +49,11 @@ WAYS: dict[str, dict[str, Any]] = {
 def build_engine(name: str, root: Path) -> Any:
     """Around a bf16 Llama with 11 parameters of 2 million elements, 4 of them frozen."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=4096,
-            hidden_size=512,
-            intermediate_size=4096,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-        )
-    ).to(torch.bfloat16)
+    from tests.helpers.zoo.llamas import llama
+
+    sizes = dict(hidden_size=512, intermediate_size=4096, num_hidden_layers=3, num_attention_heads=4)
+    model = llama(vocab_size=4096, **sizes).to(torch.bfloat16)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_('embed' not in parameter_name and 'layers.0' not in parameter_name)
     zero = {section: {**options, 'nvme_path': str(root / 'nvme' / name)} for section, options in ENGINES[name].items()}

@@ -86,14 +86,11 @@ def train_and_save(kind: str, root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.helpers.zoo.llamas import VOCAB, llama
 
     root = tmp_path_factory.mktemp('qlora')
-    config = LlamaConfig(  # bitsandbytes quantizes in blocks of 64
-        vocab_size=131, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(root / 'base')
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
+    llama(vocab_size=VOCAB, **sizes).save_pretrained(root / 'base')  # bitsandbytes quantizes in blocks of 64
     scenarios = {kind: partial(train_and_save, kind, root) for kind in ('sft', 'reward')}
     return root, run_scenarios(scenarios, 2)
 

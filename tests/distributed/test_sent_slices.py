@@ -47,7 +47,7 @@ def save_and_count(writer: str, root: Path) -> dict[str, int]:
     """Bytes that this rank sends in one save, whole tensors that it gathers, its memory. Runs on: all ranks."""
     import torch
 
-    from tests.helpers.frontends import larger_llama
+    from tests.helpers.zoo.llamas import larger_llama
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.sources import Zero3Source
 
@@ -85,12 +85,10 @@ def save_and_count(writer: str, root: Path) -> dict[str, int]:
 def save_overflowing(writer: str, root: Path) -> tuple[str, ...]:
     """Warnings of a save whose cast makes a number infinite that the last rank has. Runs on: all ranks."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    )
+    from tests.helpers.zoo.llamas import odd_llama
+
+    llama = odd_llama()
     with torch.no_grad():
         llama.lm_head.weight[-1, -1] = LARGE
     _, committed = save_folder(llama, root / writer, writer=writer, dtype='float16')
@@ -99,12 +97,10 @@ def save_overflowing(writer: str, root: Path) -> tuple[str, ...]:
 
 def save_in_files(root: Path) -> tuple[set[str], int]:
     """The files that this rank writes into, of more than there are ranks. Runs on: all ranks."""
-    import torch
-
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.writers.file_io.output_file import OutputFile
 
-    engine = zero_engine(ToyLM().llm.to(torch.bfloat16), 3)
+    engine = zero_engine(odd_llama(bf16=True), 3)
     opened, make = [], OutputFile.__init__
 
     def note(self: OutputFile, path: Path, *args: Any, **options: Any) -> None:

@@ -27,12 +27,10 @@ WAYS = {
 
 def build_model(lora: bool = False) -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-    )
+    from tests.helpers.zoo.llamas import llama
+
+    model = llama(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_('layers.1' in name)
     if lora:

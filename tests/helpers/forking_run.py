@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers import frontends as doors
 from tests.helpers.assert_intact import assert_whole
+from tests.helpers.zoo.llamas import odd_llama
 from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.config.options import RunOptions
 from xhf_hooks.manager import CheckpointManager
@@ -62,7 +62,7 @@ def sleep_on() -> None:
 def main() -> None:
     folder = Path(sys.argv[1]) / 'hf_model'
     parsed = RunOptions(bucket_size='1MB', async_save=True)
-    saves = CheckpointManager(unwrap(doors.tiny_llama()), folder, parsed, RunLog(logging.getLogger('test'), 'test'))
+    saves = CheckpointManager(unwrap(odd_llama()), folder, parsed, RunLog(logging.getLogger('test'), 'test'))
     saves.prepare(None, when='now')
 
     write, go_on = OutputFile.write, threading.Event()

@@ -9,24 +9,7 @@ from typing import Any
 
 import torch
 
-VOCAB = 131
-
-
-def tiny_llama(*, tied: bool = False, bf16: bool = False, lora: bool = False) -> Any:
-    """A Llama of some thousand parameters, the same on every rank."""
-    from tests.helpers.toy_run import ToyLM
-
-    model = ToyLM(tied=tied, use_cache=True, lora=lora).llm
-    return model.to(torch.bfloat16) if bf16 else model
-
-
-def larger_llama() -> Any:
-    """Ten layers of 10 MB each, in fp32; next to nothing beside them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8)
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=10, **sizes))
+from tests.helpers.zoo.llamas import VOCAB
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import frontends as doors
+from tests.helpers.zoo.llamas import odd_llama
 
 
 def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
@@ -25,7 +26,7 @@ def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
     from torch.distributed.tensor import Shard
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    model = doors.tiny_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
+    model = odd_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
     if version == 1:
         policy = ModuleWrapPolicy({LlamaDecoderLayer})
         model = FullyShardedDataParallel(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.helpers.made_checkpoint import MadeCheckpoint
 from tests.helpers.model_folder import save_tokenizer, write_manifest
-from tests.helpers.tiny_models import two_layers
+from tests.helpers.zoo.llamas import llama
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ MODELS = ('whole', 'sharded', 'no_manifest', 'sharded_no_manifest', 'adapter')
 
 def make_checkpoint(kind: str, folder: Path) -> None:
     """One of :data:`CHECKPOINTS`; paths inside are relative to ``folder``."""
-    model = two_layers()
+    model = llama()
     tokens = model.config.vocab_size
     model.config.architectures = ['LlamaForCausalLM']
     model.generation_config.max_new_tokens = 20
@@ -58,7 +58,7 @@ def make_model(kind: str, folder: Path) -> None:
     if kind == 'adapter':
         _adapted(folder).save_pretrained(target)
         return
-    model = two_layers().bfloat16()
+    model = llama().bfloat16()
     model.save_pretrained(target, max_shard_size='20KB' if kind.startswith('sharded') else '1GB')
     save_tokenizer(target, model.config.vocab_size)
     if not kind.endswith('no_manifest'):
@@ -76,7 +76,7 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _save_base(folder: Path) -> None:
-    base = two_layers().bfloat16()
+    base = llama().bfloat16()
     base.save_pretrained(folder)
     save_tokenizer(folder, base.config.vocab_size)
 
@@ -87,7 +87,7 @@ def _adapted(folder: Path) -> torch.nn.Module:
 
     _save_base(folder / 'base')
     lora = LoraConfig(r=2, target_modules=['q_proj', 'down_proj'], task_type='CAUSAL_LM')
-    adapted = get_peft_model(two_layers().bfloat16(), lora)
+    adapted = get_peft_model(llama().bfloat16(), lora)
     adapted.peft_config['default'].base_model_name_or_path = 'base'
     return adapted
 

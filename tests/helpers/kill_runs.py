@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.assert_intact import check_all, hidden, weight_of
-from tests.helpers.ranks import HANG_SECS, PRELOADED
+from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.zero_config import zero_config
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ NAME = 'hf_model'
 WORLD_SIZE = 2
 #: A save of these models takes about so long here; a kill comes at a random instant of that and a little more.
 SAVE_SECS = 0.12
-_CONTEXT = multiprocessing.get_context('forkserver')
-_CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,11 @@ def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_
     Raises:
         AssertionError: Something visible is not whole, a committed save is lost, or a survivor hangs.
     """
-    ends = [_CONTEXT.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
+    ends = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
     store = parent.with_name(f'{parent.name}.store{first}')
-    ranks = [
-        _CONTEXT.Process(target=_live, args=(parent, kind, first, max_keep, rank, str(store), ends[rank][1]))
-        for rank in range(WORLD_SIZE)
-    ]
-    for rank, (_, theirs) in zip(ranks, ends, strict=True):
-        rank.start()
+    ranks = []
+    for rank, (_, theirs) in enumerate(ends):
+        ranks.append(start_process(_live, parent, kind, first, max_keep, rank, str(store), theirs))
         theirs.close()
     readers = [ours for ours, _ in ends]
     try:
@@ -215,17 +210,15 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
 
 def tiny_model(zero3: bool) -> nn.Module:
     """Fourteen tensors; at ZeRO-3 in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.helpers.zoo.llamas import llama
 
-    small = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
-    config = LlamaConfig(vocab_size=64, num_key_value_heads=1, **small)
     if not zero3:
-        return LlamaForCausalLM(config)
+        return llama()
     import deepspeed
     import torch
 
     with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
-        return LlamaForCausalLM(config)
+        return llama()
 
 
 def fill(model: nn.Module, number: int) -> None:

@@ -100,6 +100,17 @@ def run_ranks(
                 rank.kill()
 
 
+def start_process(function: Callable[..., None], *args: Any) -> multiprocessing.Process:
+    """Starts a process, off the same server, that the caller ends and listens to.
+
+    For what :func:`run_ranks` cannot: runs that are killed at an instant of the test's choice.
+    """
+    process = _CONTEXT.Process(target=function, args=args, daemon=True)
+    with _environment(_cpu_environment()):
+        process.start()
+    return process
+
+
 class _Rank:
     """One child process as the parent sees it, and the files that it reports through."""
 
@@ -241,7 +252,8 @@ def _free_port() -> int:
             return port
 
 
-def _rank_environment(index: int, world_size: int, port: int) -> dict[str, str]:
+def _cpu_environment() -> dict[str, str]:
+    """Of the server and of all that is forked off it."""
     # DeepSpeed compiles an op here on first use, and two versions that share a folder rebuild it
     # for ever: one folder per virtual environment, unless the caller has chosen.
     extensions = REPO_ROOT / '.torch_extensions' / Path(sys.prefix).name
@@ -252,6 +264,11 @@ def _rank_environment(index: int, world_size: int, port: int) -> dict[str, str]:
         'DS_ACCELERATOR': 'cpu',
         'CUDA_VISIBLE_DEVICES': '',
         'OMP_NUM_THREADS': '1',
+    }
+
+
+def _rank_environment(index: int, world_size: int, port: int) -> dict[str, str]:
+    return _cpu_environment() | {
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': str(port),
         'RANK': str(index),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +84,3 @@ def put_partial(folder: CheckpointFolder, name: str) -> Path:
     path.mkdir()
     (path / 'model-00001-of-00003.safetensors').write_bytes(b'half a')
     return path
-
-
-def start_process(target: Callable[..., None], *args: Any) -> multiprocessing.Process:
-    """A real process, quickly: forked off a server that has imported what is needed, and started no thread."""
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=target, args=args, daemon=True)
-    process.start()
-    return process

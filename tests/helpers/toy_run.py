@@ -13,8 +13,9 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from torch.utils.data import Dataset
 
 from tests.helpers.zero_config import zero_config
+from tests.helpers.zoo.llamas import VOCAB, odd_llama
 
-VOCAB, LENGTH = 131, 12
+LENGTH = 12
 _DEEPSPEED_OPTIMIZERS = ('DeepSpeedCPUAdam', 'FusedAdam', 'FusedLamb', 'OnebitAdam', 'OnebitLamb', 'ZeroOneAdam')
 
 
@@ -25,7 +26,6 @@ class ToyLM(BaseModel):
     Args:
         freeze (str): Parameters whose name contains it are frozen; '' freezes none. When nothing else is left to
             train, there is a parameter beside ``llm``.
-        use_cache (bool): Set on the live config, as training code does.
         base (str): Folder that the model says it was loaded from.
         lora (bool): Train an adapter instead.
         batch_norm (bool): It has persistent buffers that training changes.
@@ -35,36 +35,16 @@ class ToyLM(BaseModel):
         self,
         tied: bool = False,
         freeze: str = '',
-        use_cache: bool = False,
         base: str = '',
         lora: bool = False,
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        from tests.helpers.normed_llama import NormedLlama
-
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=35,
-            intermediate_size=77,
-            num_hidden_layers=2,
-            num_attention_heads=5,
-            num_key_value_heads=1,
-            head_dim=10,
-            tie_word_embeddings=tied,
-        )
-        torch.manual_seed(0)
-        self.llm = (NormedLlama if batch_norm else LlamaForCausalLM)(config)
-        self.llm.config.use_cache = use_cache
-        self.llm.config._name_or_path = self.llm.name_or_path = base
-        if lora:
-            from peft import LoraConfig, get_peft_model
-
-            self.llm = get_peft_model(self.llm, LoraConfig(r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'))
+        self.llm = odd_llama(tied=tied, lora=lora, batch_norm=batch_norm, base=base)
+        self.llm.config.use_cache = False  # as training code does
         for name, parameter in self.llm.named_parameters():
-            parameter.requires_grad_((not lora or 'lora_' in name) and not (freeze and freeze in name))
+            if freeze and freeze in name:
+                parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in self.llm.parameters()):
             self.beside = torch.nn.Parameter(torch.zeros(3))
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, start_process, visible
+from tests.helpers.ranks import start_process
+from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.commit import lock
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.commit.lock import RunLock

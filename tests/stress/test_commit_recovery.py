@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, start_process, visible
+from tests.helpers.ranks import start_process
+from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import read_commit
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 def hidden(parent: Path) -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import frontends as doors
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo.llamas import odd_llama
 
 pytestmark = pytest.mark.modern_only
 
@@ -30,7 +31,7 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
     from xhf_hooks.planning.types import Step
     from xhf_hooks.telemetry.log import RunLog
 
-    model = doors.tiny_llama()
+    model = odd_llama()
     options = RunOptions(
         writer=writer, bucket_size=40_000, async_save=in_background, max_shard_size=30_000, on_error='raise'
     )
@@ -54,7 +55,7 @@ def one_call_each(folder: Path) -> list[str]:
     """By the call, which claims and releases the folder every time."""
     from xhf_hooks import save_hf
 
-    model = doors.tiny_llama()
+    model = odd_llama()
     return [save_hf(model, folder, writer=writer, step=step).step.label for step, writer in enumerate(WRITERS)]
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import two_layers
+from tests.helpers.zoo.llamas import llama
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -27,7 +27,7 @@ def call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
 
-    model = two_layers()
+    model = llama()
     save_hf(model, out_dir)
     dist.barrier()
     if dist.get_rank() == dead_rank:
@@ -48,7 +48,7 @@ def first_call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
     from xhf_hooks.distributed import collective
     from xhf_hooks.errors import XhfError
 
-    model = two_layers()
+    model = llama()
     dist.barrier()
     if dist.get_rank() == dead_rank:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -73,10 +73,9 @@ def failing_after(n_fine: int, function: Callable[..., Any]) -> Callable[..., An
 
 def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     """Save; save again while one rank fails; save a third time. Runs on: all ranks."""
-    import torch
     import torch.distributed as dist
 
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
     from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.distributed.collective import Collective
@@ -85,7 +84,7 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
 
-    model = ToyLM(tied=True).llm.to(torch.bfloat16)
+    model = odd_llama(tied=True, bf16=True)
     if dist.get_rank() == 0:
         model.save_pretrained(root / 'expected')
     engine = zero_engine(model, stage=3)
@@ -161,10 +160,10 @@ def other_model_on_one_rank(root: Path) -> str:
     import torch.distributed as dist
 
     from tests.helpers.engines import save_folder
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.errors import PlanError
 
-    model = ToyLM(tied=dist.get_rank() == 1).llm
+    model = odd_llama(tied=dist.get_rank() == 1)
     with pytest.raises(PlanError) as caught:
         save_folder(model, root / 'hf_model')
     return str(caught.value)
@@ -176,16 +175,15 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
     Args:
         can_reserve: The file system can give a file its room before it is written; else fallocate says that it cannot.
     """
-    import torch
     import torch.distributed as dist
 
     from tests.helpers.engines import save_folder
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit
     from xhf_hooks.sources.live_chunks import ChunkStream
 
-    engine = zero_engine(ToyLM().llm.to(torch.bfloat16), stage=3)
+    engine = zero_engine(odd_llama(bf16=True), stage=3)
     save_folder(engine.module, disk / 'hf_model')
 
     def chunks_on_a_filling_disk(self: ChunkStream) -> Any:

@@ -20,6 +20,8 @@ from xhf_hooks.format import checksum
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.checksums import FileToRead, sum_files
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 MB = 1 << 20
 TB = 10**12
 LIMIT_SECS = 30  # for a terabyte, which takes minutes to read from memory

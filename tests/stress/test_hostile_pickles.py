@@ -25,6 +25,8 @@ def test_the_hostile_ones_are_hostile():
         'protocol 4',
         'open for writing',
     ):
-        subprocess.run([sys.executable, '-c', 'import pickle, sys; pickle.load(sys.stdin.buffer)'], input=HOSTILE[name][0])
+        subprocess.run(
+            [sys.executable, '-c', 'import pickle, sys; pickle.load(sys.stdin.buffer)'], input=HOSTILE[name][0]
+        )
         assert os.path.exists(TRACE), name
         os.remove(TRACE)

@@ -14,6 +14,8 @@ from tests.helpers.limited_memory import MORE_MB, make_model
 from tests.helpers.made_checkpoint import MadeCheckpoint
 from xhf_hooks.cli.convert import FAILED
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -21,14 +21,13 @@ def lose_a_rank(dead_rank: int, writer: str, fault: str, root: Path) -> str:
     Args:
         fault: Method of the source in whose third call the rank dies, in the middle of buckets or rounds.
     """
-    import torch
     import torch.distributed as dist
 
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.errors import XhfError
     from xhf_hooks.sources import Zero3Source
 
-    model = ToyLM().llm.to(torch.bfloat16)
+    model = odd_llama(bf16=True)
     if dist.get_rank() == 0:
         model.save_pretrained(root / 'expected')
     engine = zero_engine(model, stage=3)

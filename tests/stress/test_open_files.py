@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import two_layers
+from tests.helpers.zoo.llamas import llama
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -19,7 +19,7 @@ def save_with_few_files(root: Path) -> dict[str, str]:
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
 
-    model, messages = two_layers(), {}
+    model, messages = llama(), {}
     save_hf(model, root / 'warm')  # whatever is imported and connected first
     n_open = len(os.listdir('/proc/self/fd'))
     for which, limits in {'soft': (n_open + 8, 4096), 'hard': (n_open + 8, n_open + 8)}.items():

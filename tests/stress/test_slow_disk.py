@@ -21,15 +21,14 @@ DISK_DELAY_SECS = 20
 def save_slowly(writer: str, root: Path) -> float:
     """Runs on: all ranks; returns the seconds that the save took."""
     import deepspeed
-    import torch
     import torch.distributed as dist
 
     from tests.helpers.engines import save_folder, zero_engine
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.writers.file_io.output_file import OutputFile
 
     deepspeed.init_distributed(dist_backend='gloo', timeout=timedelta(seconds=GROUP_TIMEOUT_SECS))
-    model = ToyLM().llm.to(torch.bfloat16)
+    model = odd_llama(bf16=True)
     if dist.get_rank() == 0:
         model.save_pretrained(root / 'expected')
     engine = zero_engine(model, stage=3)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import start_process
+from tests.helpers.ranks import start_process
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import pack
 from xhf_hooks.files import linux_calls

@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import launch
 from bench.launch import torchrun
+from bench.progress import Progress, end_of_progress, tell_on_stderr
 from bench.verify import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,9 @@ OURS = 'xhf-convert'
 ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
 XTUNER = 'XTuner: convert pth_to_hf'
 _SAMPLE_SECS = 0.005
+_MAKING_SECS = 90.0  # of the checkpoint
+#: About how long each takes: seconds, and seconds per billion of parameters; for the estimate alone.
+_COSTS = {FLOOR: (0.1, 1.6), DRY: (4.0, 0.0), OURS: (4.0, 1.3), ZERO_TO_FP32: (8.0, 15.0), XTUNER: (12.0, 27.0)}
 #: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint, which no converter
 #: needs and some read; at the largest size SGD leaves the masters alone, because 24 GB are too few to train it.
 SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
@@ -144,7 +149,7 @@ def ways(folder: Path, size: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def measure(command: list[str], out: Path) -> dict[str, float]:
+def measure_command(command: list[str], out: Path) -> dict[str, float]:
     """Seconds and peak anonymous memory of one process."""
     if out.is_dir():
         shutil.rmtree(out)
@@ -171,14 +176,29 @@ def _anonymous_nbytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('RssAnon:')), 0)
 
 
-def measure_all(billions: list[float], repeats: int, out: Path) -> dict[str, Any]:
-    """All sizes, one after the other; the files of each lie below ``out`` meanwhile."""
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=list(SIZES))
+    parser.add_argument('--repeats', type=int, default=5)
+
+
+def expected_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return sum(_MAKING_SECS + args.repeats * sum(_run_secs(size, way) for way in _COSTS) for size in args.billions)
+
+
+def _run_secs(billions: float, way: str) -> float:
+    """About, with the reading of the checkpoint before it."""
+    imports, per_billion = _COSTS[way]
+    return 2 + imports + (per_billion + 2) * billions
+
+
+def measure(args: Namespace) -> dict[str, Any]:
+    """All sizes, one after the other; the files of each lie below ``args.out`` meanwhile."""
     sizes = []
-    for size in billions:
-        print(f'{size} B parameters, {repeats} repeats ...', file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=out) as folder:
-            sizes.append(run(size, repeats, Path(folder)))
-    return {'repeats': repeats, 'sizes': sizes}
+    for size in args.billions:
+        with tempfile.TemporaryDirectory(dir=args.out) as folder:
+            sizes.append(run(size, args.repeats, Path(folder)))
+    return {'repeats': args.repeats, 'sizes': sizes}
 
 
 def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
@@ -187,8 +207,12 @@ def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
     commands = ways(folder, size)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     order = random.Random(0)
-    for _ in range(repeats):
-        for name in order.sample(list(commands), len(commands)):  # no way always follows the same other one
-            read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the one before has driven out of memory
-            results[name].append(measure(commands[name], folder / 'out'))
+    # No way always follows the same other one
+    turns = [name for _ in range(repeats) for name in order.sample(list(commands), len(commands))]
+    progress = Progress([_run_secs(billions, name) for name in turns], tell_on_stderr)
+    for name in turns:
+        read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the one before has driven out of memory
+        results[name].append(measure_command(commands[name], folder / 'out'))
+        progress.done(name, results[name][-1]['seconds'])
+    end_of_progress()
     return {**size, 'runs': results}

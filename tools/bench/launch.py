@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-#: Billions of parameters to the number of layers; all else is equal, so the largest tensor is too. Here, since the
-#: worker imports DeepSpeed, which prints a warning to standard output, and that is for the table alone.
-LAYERS = {0.2: 1, 0.8: 14, 1.6: 30}
+from bench.progress import end_of_progress, tell_on_stderr
+
+_LARGE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
+_SMALL = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
+#: Billions of parameters to what a Llama of that size is configured with. They differ in layers only, so that the
+#: largest tensor is the same; the smallest is for trying out. Here, since the worker imports DeepSpeed, which prints a
+#: warning to standard output, and that is for the table alone.
+MODELS: dict[float, dict[str, int]] = {
+    0.05: dict(num_hidden_layers=6, **_SMALL),
+    0.2: dict(num_hidden_layers=1, **_LARGE),
+    0.8: dict(num_hidden_layers=14, **_LARGE),
+    1.6: dict(num_hidden_layers=30, **_LARGE),
+}
+#: Until ranks have imported everything and made their model.
+START_SECS = 30.0
+WORKER = Path(__file__).with_name('worker.py')
+_POLL_SECS = 0.3
 
 
 def torchrun(n_processes: int) -> list[str]:
@@ -25,3 +43,34 @@ def environment(**variables: str) -> dict[str, str]:
     extensions = {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))}
     ours = {'PATH': path, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     return extensions | os.environ | ours | variables
+
+
+def run_worker(n_ranks: int, job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """One launch of worker.py, which does ``job``; its progress is shown meanwhile. What it writes lies below ``out``.
+
+    Returns:
+        What it has measured.
+    """
+    with tempfile.TemporaryDirectory(dir=out) as name:
+        folder = Path(name)
+        (folder / 'job.json').write_text(json.dumps(job))
+        progress = folder / 'progress'
+        progress.touch()
+        command = [*torchrun(n_ranks), str(WORKER), str(folder)]
+        with (folder / 'output').open('w') as output, progress.open() as lines:
+            process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+            try:
+                while process.poll() is None:
+                    for line in lines:
+                        tell_on_stderr(line.rstrip('\n'))
+                    try:
+                        process.wait(_POLL_SECS)
+                    except subprocess.TimeoutExpired:
+                        continue
+            finally:
+                process.terminate()  # nothing is done to one that has ended
+                process.wait()
+        end_of_progress()
+        if process.returncode:
+            sys.exit(f'{" ".join(command)} failed:\n{(folder / "output").read_text()[-12000:]}')
+        return json.loads((folder / 'result.json').read_text())

@@ -1,93 +1,25 @@
-"""The other ways to save a ZeRO-3 model as a Hugging Face folder, and what a disk allows, for ``tools/bench.py``."""
+"""The other ways to save a ZeRO-3 model as a Hugging Face folder, for ``tools/bench.py``."""
 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
+
+from bench.ways import ACCELERATE, DEEPSPEED, XTUNER
 
 if TYPE_CHECKING:  # its import prints a warning to standard output, and that is for bench.py's table alone
     import deepspeed
 
-FLOOR = 'floor: one process writes as many bytes'
-FLOOR_FSYNC = 'floor: the same, with fsync'
-FLOOR_ALL = 'floor: all processes write as many bytes together'
-FLOOR_GATHER = 'floor: all_gather of as many bytes, nothing written'
-XTUNER = "XTuner's hook: consolidate, save_pretrained"
-DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
-ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
-DCP = 'PyTorch DCP: HuggingFaceStorageWriter, consolidated'
-_BLOCK_NBYTES = 16 * 2**20
-
-
-class Floor:
-    """Writes as many bytes as a save, and does nothing else. Runs on: all ranks, every method.
-
-    Out of memory as large as the model: a save does not find its bytes in the processor's cache, either.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._share = nbytes // dist.get_world_size()
-        self._data = memoryview(torch.ones(nbytes if dist.get_rank() == 0 else self._share, dtype=torch.uint8).numpy())
-
-    def on_one_rank(self, folder: Path, *, fsync: bool = False) -> None:
-        """One process writes all of them."""
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True)
-            _write(folder / 'bytes', self._data, fsync)
-        dist.barrier()
-
-    def on_all_ranks(self, folder: Path) -> None:
-        """Each process writes its part into a file of its own."""
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f'bytes{dist.get_rank()}', self._data[: self._share])
-        dist.barrier()
-
-    def all_gathered(self, bucket_nbytes: int) -> None:
-        """What 'stream', 'parallel' and the peers wait for: every process gets all, a bucket at a time."""
-        world_size = dist.get_world_size()
-        bucket = torch.empty(bucket_nbytes // world_size * world_size, dtype=torch.uint8)
-        share = torch.frombuffer(self._data, dtype=torch.uint8)[: self._share]
-        for part in share.split(len(bucket) // world_size):
-            dist.all_gather_into_tensor(bucket[: len(part) * world_size], part)
-
-
-def _write(path: Path, data: memoryview, fsync: bool = False) -> None:
-    with path.open('wb', buffering=0) as file:
-        for start in range(0, len(data), _BLOCK_NBYTES):
-            file.write(data[start : start + _BLOCK_NBYTES])
-        if fsync:
-            os.fsync(file.fileno())
-
-
-@contextmanager
-def limited_writes(nbytes_per_sec: float) -> Iterator[None]:
-    """This process's writes of weights wait, as those of a client of a share that gives it no more."""
-    pwrite, lock, due = os.pwrite, threading.Lock(), 0.0
-
-    def wait_and_write(fd: int, data: memoryview, offset: int) -> int:
-        nonlocal due
-        nbytes = pwrite(fd, data, offset)
-        with lock:
-            due = max(due, time.perf_counter()) + nbytes / nbytes_per_sec
-            wait = due - time.perf_counter()
-        time.sleep(max(0.0, wait))
-        return nbytes
-
-    os.pwrite = wait_and_write
-    try:
-        yield
-    finally:
-        os.pwrite = pwrite
+#: Files that DCP consolidates into, by rank: two, so that none of its threads on any rank has nothing to do.
+_DCP_FILES_PER_RANK = 2
+#: As torchtitan does it (components/checkpoint.py), which DCP's authors have changed so (torchtitan#1625).
+_DCP_THREADS = 5
 
 
 def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
@@ -139,7 +71,9 @@ class AcceleratePeer:
 class DcpPeer:
     """PyTorch's distributed checkpoint of a model of the same names and shapes, sharded as FSDP2 shards it.
 
-    It cannot read ZeRO-3's partitions; each rank is given its rows of every tensor.
+    A partition of ZeRO-3 is a run of elements that ends within a row, and a DTensor a block of rows: DCP cannot be
+    given the one for the other, so each rank is given its rows of every tensor, as many bytes. Every rank writes a file
+    of its shards; from those the Hugging Face files are made, which have about as many bytes each.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -149,7 +83,10 @@ class DcpPeer:
         mesh = init_device_mesh('cpu', (dist.get_world_size(),))
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._state: dict[str, torch.Tensor] = {}
-        for name, parameter in _parameters(model):
+        self._file_of: dict[str, int] = {}
+        n_files, before = _DCP_FILES_PER_RANK * world_size, 0
+        total = sum(parameter.ds_numel for parameter in model.parameters())
+        for name, parameter in model.named_parameters():
             shape = parameter.ds_shape
             each = -(-shape[0] // world_size)
             rows = max(0, min(each, shape[0] - rank * each))
@@ -157,23 +94,38 @@ class DcpPeer:
             self._state[name] = DTensor.from_local(
                 local, mesh, [Shard(0)], shape=shape, stride=torch.empty(shape, device='meta').stride()
             )
+            self._file_of[name] = 1 + before * n_files // total
+            before += parameter.ds_numel
 
-    def save(self, folder: Path) -> None:
-        """Runs on: all ranks."""
-        import torch.distributed.checkpoint as dcp
+    def on_every_rank(self, folder: Path) -> None:
+        """As its authors recommend: each rank makes some of the files. Runs on: all ranks."""
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+        from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+
+        sharded = folder / 'sharded'
+        sharded.mkdir(parents=True, exist_ok=True)
+        writer = HuggingFaceStorageWriter(str(sharded), self._file_of, save_distributed=True)
+        save(self._state, storage_writer=writer)
+        consolidate_safetensors_files_on_every_rank(str(sharded), str(folder), self._file_of, _DCP_THREADS)
+
+    def on_rank0(self, folder: Path) -> None:
+        """As one call: rank 0 makes all of the files. Runs on: all ranks."""
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
         folder.mkdir(parents=True, exist_ok=True)
-        writer = dcp.HuggingFaceStorageWriter(
-            path=str(folder),
-            fqn_to_index_mapping=dict.fromkeys(self._state, 1),
+        writer = HuggingFaceStorageWriter(
+            str(folder),
+            self._file_of,
             save_distributed=True,
             enable_consolidation=True,
+            thread_count_consolidation=_DCP_THREADS,
         )
-        dcp.save(self._state, storage_writer=writer)
+        save(self._state, storage_writer=writer)
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return list(model.named_parameters())
-
-
-PEERS = {XTUNER: xtuner_way, DEEPSPEED: deepspeed_way, ACCELERATE: AcceleratePeer()}
+#: By name; called with the engine and the folder, on all ranks.
+PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
+    XTUNER: xtuner_way,
+    DEEPSPEED: deepspeed_way,
+    ACCELERATE: AcceleratePeer(),
+}

@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 import tracemalloc
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -90,9 +91,18 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 }
 
 
-def measure_plans(n_ranks: int) -> list[dict[str, Any]]:
-    """Each model, planned as one of ``n_ranks`` ranks does it."""
-    return [_measure(name, shapes, n_ranks) for name, shapes in MODELS.items()]
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument('--ranks', type=int, default=1024)
+
+
+def expected_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return 25.0
+
+
+def measure(args: Namespace) -> dict[str, Any]:
+    """Each model, planned as one of so many ranks does it."""
+    return {'ranks': args.ranks, 'plans': [_measure(name, shapes, args.ranks) for name, shapes in MODELS.items()]}
 
 
 def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str, Any]:

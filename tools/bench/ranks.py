@@ -10,17 +10,31 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 #: What the server imports once, for all ranks of all launches.
 PRELOADED = ('torch.distributed', 'transformers.models.llama.modeling_llama', 'xhf_hooks.api', 'bench.ranks')
 N_LAYERS = 222  # of nine tensors each, and three beside them
-STAGES = ('prepare', 'plan', 'staging', 'write', 'look', 'receipts', 'commit')
 
 
-def measure_ranks(numbers: list[int], repeats: int, out: Path) -> list[dict[str, Any]]:
-    """Saves by each number of ranks: one call, then ``repeats`` more."""
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument('--ranks', type=int, nargs='+', default=[2, 4, 8, 16, 32])
+    parser.add_argument('--repeats', type=int, default=5)
+
+
+def expected_secs(args: Namespace) -> float:
+    """About how long it will take, on two cores."""
+    return 10 + sum(n_ranks * (1.0 + 0.3 * args.repeats) for n_ranks in args.ranks)
+
+
+def measure(args: Namespace) -> dict[str, Any]:
+    """Saves by each number of ranks: one call, then so many more."""
+    return {'repeats': args.repeats, 'runs': _measure(args.ranks, args.repeats, args.out)}
+
+
+def _measure(numbers: list[int], repeats: int, out: Path) -> list[dict[str, Any]]:
     os.environ.update(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(list(PRELOADED))

@@ -1,30 +1,39 @@
-"""Tables and charts of what ``tools/bench.py`` has measured."""
+"""Tables of what ``tools/bench.py`` has measured, of nothing but the JSON that it has left."""
 
 from __future__ import annotations
 
 import os
 import platform
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.convert import OURS as CONVERT
-from bench.peers import FLOOR, XTUNER
-from bench.ranks import STAGES
+from bench.ways import ASYNC, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER
 
-STREAM = 'xhf_hooks stream'
+#: The stages of a save whose cost ``ranks`` shows.
+STAGES = ('prepare', 'plan', 'staging', 'write', 'look', 'receipts', 'commit')
+_STREAM = f'{OURS}stream'
+_CONVERT = 'xhf-convert'
 Runs = dict[str, list[dict[str, float]]]
+Figures = dict[str, dict[str, float]]
+#: A heading, and the text in it for a way, if there is any.
+Column = tuple[str, Callable[[str, dict[str, float]], str | None]]
 
 
 def table(what: str, measured: dict[str, Any]) -> str:
     """Markdown."""
-    if what in ('plan', 'ranks', 'verify'):
-        return {'plan': _plan_table, 'ranks': _ranks_table, 'verify': _verify_table}[what](measured)
+    if what in ('plan', 'ranks', 'verify', 'memory'):
+        return {'plan': _plan_table, 'ranks': _ranks_table, 'verify': _verify_table, 'memory': _memory_table}[what](
+            measured
+        )
+    if what == 'throttled':
+        return '\n'.join(map(_throttled_table, measured['cases']))
     table_of = {'save': _save_table, 'stall': _stall_table, 'convert': _convert_table}[what]
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
 
-def medians(runs: Runs) -> dict[str, dict[str, float]]:
+def medians(runs: Runs) -> Figures:
     """Median of each figure of each way."""
     return {
         way: {key: statistics.median(run[key] for run in repeated) for key in repeated[0]}
@@ -32,51 +41,108 @@ def medians(runs: Runs) -> dict[str, dict[str, float]]:
     }
 
 
+def fastest(found: Figures) -> Figures:
+    """Of floors that can be reached in several ways the fastest alone."""
+    best: dict[str, str] = {}
+    for way, figures in found.items():
+        floor = way.partition(BY)[0]
+        if floor not in best or figures['seconds'] < found[best[floor]]['seconds']:
+            best[floor] = way
+    return {way: found[way] for way in best.values()}
+
+
+def _rows(found: Figures, columns: list[Column]) -> list[str]:
+    """Headings and rows; a column that no way has a figure for is left out."""
+    cells = [[cell(way, figures) for way, figures in found.items()] for _, cell in columns]
+    shown = [(heading, column) for (heading, _), column in zip(columns, cells, strict=True) if any(column)]
+    lines = [f'| way | {" | ".join(heading for heading, _ in shown)} |', '|---' * (1 + len(shown)) + '|']
+    for number, way in enumerate(found):
+        values = ''.join(f' {column[number]} |' if column[number] else ' |' for _, column in shown)
+        lines.append(f'| {way} |{values}')
+    return lines
+
+
+def _figure(key: str, words: str) -> Callable[[str, dict[str, float]], str | None]:
+    return lambda _, figures: words.format(figures[key]) if key in figures else None
+
+
 def _save_table(size: dict[str, Any]) -> str:
-    found = medians(size['runs'])
+    found = fastest(medians(size['runs']))
+    xtuner, floor = (found.get(way, {}).get('seconds') for way in (XTUNER, FLOOR))
+    columns: list[Column] = [
+        ('seconds', _figure('seconds', '{:.2f}')),
+        ("times faster than XTuner's hook", lambda _, f: f'{xtuner / f["seconds"]:.1f}' if xtuner else None),
+        ('times the floor', lambda _, f: f'{f["seconds"] / floor:.1f}' if floor else None),
+        ('extra memory, MB', _figure('peak_extra_mb', '{:.0f}')),
+        ('sent to other ranks, MB', _figure('sent_mb', '{:.0f}')),
+    ]
+    return '\n'.join([f'{size_words(size)}:', '', *_rows(found, columns), ''])
+
+
+def _throttled_table(case: dict[str, Any]) -> str:
+    found = medians(case['limited_runs'])
+    limit = case['limit_nbytes_per_sec'] / 1e6
+    stream = found.get(_STREAM, {}).get('seconds')
+
+    def least(_: str, figures: dict[str, float]) -> str | None:
+        if 'written_by_busiest_mb' not in figures:
+            return None
+        return f'{figures["written_by_busiest_mb"] / limit:.2f}'
+
+    columns: list[Column] = [
+        ('seconds', _figure('seconds', '{:.2f}')),
+        ('times faster than stream', lambda _, f: f'{stream / f["seconds"]:.1f}' if stream else None),
+        ('least that the limit allows, s', least),
+    ]
+    head = f'{size_words(case)}, {case["ranks"]} ranks, none of which can write more than {limit:.0f} MB/s:'
+    return '\n'.join([head, '', *_rows(found, columns), ''])
+
+
+def _memory_table(measured: dict[str, Any]) -> str:
+    sizes = sorted({case['parameters'] for case in measured['cases']})
     lines = [
-        f'{_size_words(size)}:',
+        f'`bucket_size` {measured["bucket_nbytes"] / 1e6:.0f} MB; extra memory of rank 0 / of the busiest other, MB:',
         '',
-        "| way | seconds | times faster than XTuner's hook | times the floor | extra memory, MB |",
-        '|---|---|---|---|---|',
+        f'| way | ranks | {" | ".join(f"{size / 1e9:.2f} B" for size in sizes)} | sent, of the model |',
+        '|---' * (3 + len(sizes)) + '|',
     ]
-    for way, figures in found.items():
-        faster = found[XTUNER]['seconds'] / figures['seconds']
-        floors = figures['seconds'] / found[FLOOR]['seconds']
-        lines.append(
-            f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {floors:.1f} | {figures["peak_extra_mb"]:.0f} |'
-        )
-    found = medians(size['limited_runs'])
-    lines += [
-        '',
-        f'The same, where no rank can write more than {size["limit_nbytes_per_sec"] / 1e6:.0f} MB/s:',
-        '',
-        '| way | seconds | times faster than stream |',
-        '|---|---|---|',
-    ]
-    for way, figures in found.items():
-        lines.append(f'| {way} | {figures["seconds"]:.2f} | {found[STREAM]["seconds"] / figures["seconds"]:.1f} |')
+    for n_ranks in sorted({case['ranks'] for case in measured['cases']}):
+        by_size = {case['parameters']: case for case in measured['cases'] if case['ranks'] == n_ranks}
+        for way in next(iter(by_size.values()))['runs']:
+            cells = []
+            for size in sizes:
+                figures = medians(by_size[size]['runs'])[way]
+                cells.append(f'{figures["peak_rank0_mb"]:.0f} / {figures["peak_others_mb"]:.0f}')
+            largest = by_size[sizes[-1]]
+            share = medians(largest['runs'])[way]['sent_mb'] * 1e6 / largest['nbytes']
+            lines.append(f'| {way.partition(", ")[0]} | {n_ranks} | {" | ".join(cells)} | {share:.0%} |')
     return '\n'.join([*lines, ''])
 
 
 def _stall_table(size: dict[str, Any]) -> str:
     found = medians(size['runs'])
-    alone = found['no save']['iterations_per_sec']
-    lines = [
-        f'{_size_words(size)}:',
-        '',
-        "| way | training stalled, s | of XTuner's hook | save, s | iterations per second meanwhile | of without |",
-        '|---|---|---|---|---|---|',
+    alone, xtuner = found[NO_SAVE]['iterations_per_sec'], found[XTUNER]['stalled_secs']
+    waited = found.get(SYNC, {}).get('save_secs')
+
+    def rate(way: str, figures: dict[str, float]) -> str:
+        return f'{figures["iterations_per_sec"] if way in (ASYNC, NO_SAVE) else 0:.2f}'
+
+    columns: list[Column] = [
+        ('training stalled, s', _figure('stalled_secs', '{:.2f}')),
+        ("of XTuner's hook", lambda _, f: f'{f["stalled_secs"] / xtuner:.1%}'),
+        ('save, s', lambda way, f: f'{f.get("save_secs", 0.0):.2f}'),
+        ('iterations per second meanwhile', rate),
+        ('of without', lambda way, f: f'{f["iterations_per_sec"] / alone:.0%}' if way == ASYNC else None),
+        (
+            'save, times as long as where training waits',
+            lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way == ASYNC else None,
+        ),
+        (
+            'of the save in the page cache, at most',
+            lambda _, f: f'{f["cached_mb"] * 1e6 / size["nbytes"]:.0%}' if 'cached_mb' in f else None,
+        ),
     ]
-    for way, figures in found.items():
-        stalled = figures['stalled_secs'] / found[XTUNER]['stalled_secs']
-        rate = figures['iterations_per_sec']
-        beside = way.startswith('xhf_hooks')
-        lines.append(
-            f'| {way} | {figures["stalled_secs"]:.2f} | {stalled:.1%} | {figures["save_secs"]:.2f} | '
-            + (f'{rate:.2f} | {rate / alone:.0%} |' if beside else f'{rate if way == "no save" else 0:.2f} | |')
-        )
-    return '\n'.join([*lines, ''])
+    return '\n'.join([f'{size_words(size)}:', '', *_rows(found, columns), ''])
 
 
 def _convert_table(size: dict[str, Any]) -> str:
@@ -89,7 +155,7 @@ def _convert_table(size: dict[str, Any]) -> str:
         '|---|---|---|---|',
     ]
     for way, figures in found.items():
-        faster = figures['seconds'] / found[CONVERT]['seconds']
+        faster = figures['seconds'] / found[_CONVERT]['seconds']
         lines.append(f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {figures["peak_mb"]:.0f} |')
     return '\n'.join([*lines, ''])
 
@@ -149,49 +215,14 @@ def _ranks_table(measured: dict[str, Any]) -> str:
     return '\n'.join([*lines, ''])
 
 
-def _size_words(size: dict[str, Any]) -> str:
+def size_words(size: dict[str, Any]) -> str:
+    """How large the model is."""
     nbytes = size['nbytes'] if 'nbytes' in size else size['written_nbytes']
     return f'{size["parameters"] / 1e9:.2f} B parameters, {nbytes / 1e9:.2f} GB'
 
 
-def draw(what: str, measured: dict[str, Any], path: Path) -> None:
-    """A chart of the medians, one bar a way, as an SVG."""
-    import matplotlib
-
-    matplotlib.use('svg')
-    from matplotlib import pyplot
-
-    figure_name, label = {
-        'save': ('seconds', 'seconds per save'),
-        'stall': ('stalled_secs', 'seconds for which a save stops training'),
-        'plan': ('seconds', 'seconds of planning'),
-        'ranks': ('seconds', 'seconds per call'),
-        'verify': ('verifying', 'seconds of verifying'),
-        'convert': ('seconds', 'seconds per conversion'),
-    }[what]
-    if what == 'plan':
-        panels = {f'{measured["ranks"]} ranks': {plan['model']: plan for plan in measured['plans']}}
-    elif what == 'ranks':
-        panels = {f'{run["ranks"]} ranks': {'xhf_hooks save_hf': run['later']} for run in measured['runs']}
-    elif what == 'verify':
-        panels = {where: medians(runs) for where, runs in measured['runs'].items()}
-    else:
-        panels = {_size_words(size): medians(size['runs']) for size in measured['sizes']}
-    n_bars = sum(len(found) for found in panels.values())
-    figure, axes = pyplot.subplots(len(panels), squeeze=False, figsize=(9, 0.35 * n_bars + len(panels)))
-    for axis, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
-        colors = ['tab:green' if way.startswith('xhf') else 'tab:gray' for way in found]
-        bars = axis.barh(list(found), [figures[figure_name] for figures in found.values()], color=colors)
-        axis.bar_label(bars, fmt='%.2f', padding=3)
-        axis.invert_yaxis()
-        axis.set_title(title, loc='left')
-        axis.set_xlabel(label)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
 def describe_machine() -> dict[str, Any]:
+    """Where it was measured, and how busy that was."""
     model = next((line for line in Path('/proc/cpuinfo').read_text().splitlines() if 'model name' in line), '')
     return {
         'cpu': model.partition(':')[2].strip() or platform.machine(),

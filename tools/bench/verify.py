@@ -5,34 +5,55 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.progress import Progress, end_of_progress, tell_on_stderr
 from xhf_hooks.concurrency.thread_pool import default_workers
 
 #: Billions of parameters to layers of a Llama of width 2048.
 LAYERS = {0.02: 0, 0.5: 8}
 FROM_DISK, FROM_MEMORY = 'from the disk', 'from memory'
 _BLOCK_NBYTES = 2**20
+_START_SECS = 25.0  # imports, and making the folders
 
 Way = tuple[str, Sequence[Path], Callable[[], Any]]
 
 
-def measure_verify(billions: float, repeats: int, out: Path) -> dict[str, Any]:
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument('--billions', type=float, default=0.5, choices=list(LAYERS))
+    parser.add_argument('--repeats', type=int, default=5)
+
+
+def expected_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return _START_SECS + args.repeats * sum(_run_secs(args.billions, where) * 4 for where in (FROM_DISK, FROM_MEMORY))
+
+
+def _run_secs(billions: float, where: str) -> float:
+    """About, of reading and verifying in one way."""
+    return (5.0 if where == FROM_DISK else 1.2) * billions
+
+
+def measure(args: Namespace) -> dict[str, Any]:
     """Each way in turns, in random order, after a reading of the same files.
 
     Returns:
         Seconds of every run, ``{where: {way: [{'reading': s, 'verifying': s}]}}``, and bytes by way.
     """
-    print(f'{billions} B parameters, {repeats} repeats ...', file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        ways = _ways(billions, Path(folder))
+    repeats = args.repeats
+    with tempfile.TemporaryDirectory(dir=args.out) as folder:
+        ways = _ways(args.billions, Path(folder))
         order = random.Random(0)
+        planned = [
+            _run_secs(args.billions, where) for where in (FROM_DISK, FROM_MEMORY) for _ in range(repeats * len(ways))
+        ]
+        progress = Progress(planned, tell_on_stderr)
         runs: dict[str, dict[str, list[dict[str, float]]]] = {
             where: {name: [] for name, _, _ in ways} for where in (FROM_DISK, FROM_MEMORY)
         }
@@ -47,6 +68,8 @@ def measure_verify(billions: float, repeats: int, out: Path) -> dict[str, Any]:
                         action()
                         seconds[what] = time.perf_counter() - started
                     found[name].append(seconds)
+                    progress.done(f'{name}, {where}', seconds['verifying'])
+        end_of_progress()
         nbytes = {name: sum(f.stat().st_size for each in folders for f in each.iterdir()) for name, folders, _ in ways}
     return {'repeats': repeats, 'nbytes': nbytes, 'runs': runs}
 

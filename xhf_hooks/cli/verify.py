@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> tuple[int, _Result]:
 def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
     from xhf_hooks.concurrency.thread_pool import default_workers
     from xhf_hooks.convert import ConvertOptions
-    from xhf_hooks.verify.compare import DIFFERENT as REALLY
+    from xhf_hooks.verify import comparison
     from xhf_hooks.verify.compare import compare_models
     from xhf_hooks.verify.open_models import open_models
 
@@ -126,7 +126,7 @@ def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
         from xhf_hooks.verify.plot import plot
 
         plot(found, args.plot)
-    status = DIFFERENT if found.verdict == REALLY else SAME
+    status = DIFFERENT if found.verdict == comparison.DIFFERENT else SAME
     return status, found.as_json() if args.json else found.lines()
 
 

@@ -1,8 +1,8 @@
-"""The way from a staging folder to its final name, and the clearing of what a killed run left.
+"""Gives a staging folder its final name, and cleans up after killed runs. Runs on: rank 0.
 
-Only rank 0 runs anything here. At every instant the final name holds the old or the new checkpoint,
-whole: on Linux the two folders are exchanged in one call; elsewhere (NFS, MooseFS) the old one is first put
-aside under a name from which :meth:`CheckpointFolder.recover` brings it back.
+At every instant the final name holds the old or the new checkpoint, complete. On Linux one call exchanges the two
+folders. Where that is not possible (NFS, MooseFS) the old one is first moved aside, under a name from which
+:meth:`CheckpointFolder.recover` restores it.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from xhf_hooks.integrity.against_manifest import check_folder
 from xhf_hooks.integrity.manifest import Commit, describe_folder, read_commit, write_manifest
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
-#: Bytes beside the final name: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
+#: Bytes that names beside the final one add: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
 _MOST_ADDED_TO_NAME = 24
-#: And behind it: ``/adapter/model-00001-of-00002.safetensors``, and room for files of remote code.
+#: Bytes that paths below it add: ``/adapter/model-00001-of-00002.safetensors``, files of remote code.
 _MOST_ADDED_TO_PATH = 128
 
 
 class CheckpointFolder:
-    """One final name, such as ``hf_model``, and all that stands beside it on its behalf.
+    """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
 
-    Whatever this makes for a while has a name that was never used before, so that no host of the run knows it from
-    before; and what a name stands for is asked of the server before anything is done to it (fresh_name.py).
+    Temporary folders get names that were never used before, so that no host has a stale entry for them. Before a folder
+    is changed, the server is asked what its name stands for (fresh_name.py).
 
     Args:
-        final: The name under which the newest committed save is found.
+        final: The name of the newest committed save.
         max_keep: How many saves are kept, the newest included; -1 keeps all.
         fsync: Flush to the disk before the commit. Only a benchmark turns it off.
-        elsewhere: What the user does to have another folder, for messages.
+        elsewhere: How the user chooses another folder, for messages.
 
     Attributes:
         staging: The folder that is being filled, from :meth:`open_staging` on.
-        warnings: What the log should say of the commit, or of the recovery; :meth:`open_staging` clears them.
+        warnings: Of the last commit or recovery, for the log; :meth:`open_staging` clears them.
     """
 
     def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
@@ -69,26 +69,22 @@ class CheckpointFolder:
         self._archived: dict[str, Commit | None] = {}  # by name; read once
 
     def claim(self) -> None:
-        """Before training: make the parent, prove that it can be written, lock, recover, sweep.
+        """Before training: make the parent, test that it can be written, lock, recover.
 
         Raises:
             TargetError: Not writable, a name too long, in use by another run, or holding something that is not ours.
         """
         parent = self.final.parent
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            self._refuse_long_names()
-            self._lock.acquire_or_explain(self.final, self.elsewhere)
-            probe = self._new_name('probe')
-            probe.write_bytes(b'x')
-            probe.unlink()
-        except OSError as error:
-            self.release()
-            raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
-        except BaseException:
-            self.release()
-            raise
-        try:
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                self._refuse_long_names()
+                self._lock.acquire_or_explain(self.final, self.elsewhere)
+                probe = new_name(self.final, 'probe')
+                probe.write_bytes(b'x')
+                probe.unlink()
+            except OSError as error:
+                raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
             self._refuse_foreign()
             self.recover()
         except BaseException:
@@ -107,7 +103,7 @@ class CheckpointFolder:
             )
 
     def _refuse_foreign(self) -> Commit | None:
-        """What the final name holds now, if anything is there."""
+        """The save under the final name now, if there is one."""
         final, found = self.final, look_up(self.final)
         if found is None:
             return None
@@ -124,17 +120,17 @@ class CheckpointFolder:
         return commit
 
     def recover(self) -> None:
-        """Put right what a killed run left: bring a whole folder to its name, delete a partial one."""
+        """Clean up after a killed run: move a complete folder to its name, delete a partial one."""
         for leftover in self._leftovers():
             self._recover(leftover)
         self._delete_discarded()
         for probe in self._beside('probe', 'shared', 'lock.clock'):
             probe.unlink(missing_ok=True)
-        _fsync_folder(self.final.parent)
+        _fsync(self.final.parent)
         self._delete_outdated()
 
     def recover_if_dead(self) -> bool:
-        """:meth:`recover`, unless a run that is alive holds the lock, or may."""
+        """:meth:`recover`, unless a live run holds, or may hold, the lock."""
         if self._lock.acquire() is Answer.HELD:
             return False
         try:
@@ -163,7 +159,7 @@ class CheckpointFolder:
         for leftover in self._leftovers():  # of a save that failed after its commit
             self._recover(leftover)
         self.warnings = []
-        self.staging = self._new_name('staging')
+        self.staging = new_name(self.final, 'staging')
         self.staging.mkdir()
         return self.staging
 
@@ -195,19 +191,16 @@ class CheckpointFolder:
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
-        """Check that staging is complete, flush it, and give it the final name; then, and only then, delete.
+        """Check that staging is complete, flush it, give it the final name; only then delete older saves.
 
         Args:
             records: What all ranks have written (receipts.py).
-            verify: One of VERIFY_LEVELS: 'sizes' looks at sizes and headers, 'full' also reads all bytes
-                back, from the disk, and compares them with the checksums taken from memory.
-            threads: They read; None starts some.
-
-        Returns:
-            What was written.
+            verify: One of VERIFY_LEVELS: 'sizes' checks sizes and headers, 'full' also reads all bytes back from the
+                disk and compares them with the checksums taken from memory.
+            threads: For reading; None starts some.
 
         Raises:
-            IncompleteError: Something planned is not there.
+            IncompleteError: Something planned is missing.
             OSError: The file system refused; the previous checkpoint is still under the final name.
         """
         for name, index in plan.indexes.items():
@@ -226,7 +219,7 @@ class CheckpointFolder:
         if verify == 'full':
             check_folder(self.staging, manifest, 'full', threads=threads)
         write_manifest(self.staging, manifest)
-        _fsync_folder(self.staging)
+        _fsync(self.staging)
         self._publish(Commit(number, step.iteration, step, files=None))
         with contextlib.suppress(OSError):
             self._delete_outdated()
@@ -238,7 +231,7 @@ class CheckpointFolder:
             return
         staged, current = read_commit(self.staging), read_commit(self.final)
         if staged and current and staged < current:
-            return  # the folders were swapped before the error: it is the old one, for open_staging() or recover()
+            return  # the folders were swapped before the error: this is the old one, for open_staging() or recover()
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def release(self) -> None:
@@ -249,18 +242,18 @@ class CheckpointFolder:
         old = self._refuse_foreign()
         if not self.final.exists():
             os.rename(self.staging, self.final)
-            _fsync_folder(self.final.parent)
+            _fsync(self.final.parent)
             return
         displaced = self._replace_final(self.staging)
-        _fsync_folder(self.final.parent)
-        with contextlib.suppress(OSError):  # the new save is live; what stays is recovered by the next
+        _fsync(self.final.parent)
+        with contextlib.suppress(OSError):  # the new save is live; the next one recovers what is left
             self._tidy(displaced, old, new)
 
     def _replace_final(self, new: Path) -> Path:
         """Give ``new`` the final name; returns where the old folder is now."""
         if exchange(new, self.final):
             return new
-        aside = self._new_name('previous')
+        aside = new_name(self.final, 'previous')
         os.rename(self.final, aside)
         os.rename(new, self.final)
         return aside
@@ -271,7 +264,7 @@ class CheckpointFolder:
             self._discard(displaced)
         else:
             self._archive(displaced, old)
-            _fsync_folder(self.final.parent)
+            _fsync(self.final.parent)
 
     def _archive(self, folder: Path, commit: Commit) -> None:
         name = self.final.with_name(retention.archive_name(self.final.name, commit.step.label))
@@ -281,7 +274,7 @@ class CheckpointFolder:
         self._archived[name.name] = commit
 
     def _archives(self) -> dict[str, Commit]:
-        """Older saves by name; what is not ours is none."""
+        """Older saves by name; folders of others do not count."""
         parent = self.final.parent
         names = retention.archives(self.final.name, os.listdir(parent))
         for name in names:
@@ -296,15 +289,14 @@ class CheckpointFolder:
                     self._discard(self.final.with_name(name))
 
     def _discard(self, folder: Path) -> None:
-        """Delete what :func:`look_up` has found, but for what others put there.
+        """Delete a folder that :func:`look_up` has found, except for files that others put there.
 
-        Under another name, for a half-deleted folder must not look like a save. What cannot be deleted now, such as a
-        file that a reader holds open on NFS, stays under that name until a later save or run can, and is in nobody's
-        way.
+        It is renamed first: a half-deleted folder must not look like a save. What cannot be deleted now, such as a file
+        that a reader holds open on NFS, stays under that name until a later save or run deletes it.
         """
         self._delete_discarded()
         self._set_apart_others(folder)
-        discarded = self._new_name('discarded')
+        discarded = new_name(self.final, 'discarded')
         os.rename(folder, discarded)
         self._archived.pop(folder.name, None)
         shutil.rmtree(discarded, ignore_errors=True)
@@ -328,32 +320,29 @@ class CheckpointFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _leftovers(self) -> list[Path]:
-        """What may be a folder that was being filled, or put aside; not where a live run may be at work."""
+        """Folders that were being filled or had been moved aside, unless a live run may be using them."""
         found = self._beside('previous', 'staging')
         if self._lock.answer is not Answer.UNKNOWN:
             return found
         return [path for path in found if not self._lock.changed_lately(path)]
 
     def _beside(self, *kinds: str) -> list[Path]:
-        """Hidden names of ours beside the final one."""
+        """Our hidden names beside the final one."""
         either = '|'.join(map(re.escape, kinds))
         pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({either})(-[0-9a-f]+)?')
         return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
 
-    def _new_name(self, kind: str) -> Path:
-        return new_name(self.final, kind)
-
 
 def new_name(final: Path, kind: str) -> Path:
-    """A name beside the final one that no host has ever heard of; :meth:`CheckpointFolder.recover` knows the kinds."""
+    """A name beside the final one that was never used before; :meth:`CheckpointFolder.recover` knows the kinds."""
     return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
 
 
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
-    """Recover or clear what killed runs left in the other timestamps of a work_dir.
+    """Recover or delete what killed runs left in the other timestamps of a work_dir; live runs hold their locks.
 
     Returns:
-        The folders that were dealt with. A run that is alive holds its lock and is left alone.
+        What was recovered or deleted.
     """
     swept = []
     hidden = f'*/.{glob.escape(final_name)}'
@@ -367,18 +356,12 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
 
 def _fsync_tree(folder: Path) -> None:
     for path in folder.rglob('*'):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        elif path.is_dir():
-            _fsync_folder(path)
+        if path.is_file() or path.is_dir():
+            _fsync(path)
 
 
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -1,4 +1,4 @@
-"""What all ranks have written, put together: every byte of every tensor once, with checksums."""
+"""Checks that all ranks together have written every byte of every tensor once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
 
 
 def assemble(plan: SavePlan, records: np.ndarray) -> list[WrittenTensor]:
-    """The planned tensors, as the records of all ranks (receipts.py) say they were written. Runs on: rank 0.
-
-    A tensor's checksum is that of its bytes, however they were cut: CRC-32 of pieces can be combined.
+    """The written tensors with their checksums, from the records of all ranks (receipts.py). Runs on: rank 0.
 
     Raises:
-        IncompleteError: Of some tensor bytes are missing, or were written twice.
+        IncompleteError: Bytes of a tensor are missing, or were written twice.
     """
     placements = plan.placements
     expected = np.array([place.nbytes for place in placements], np.uint64)
     n_pieces = np.bincount(records['placement'], minlength=len(placements))
-    # Pieces that leave no gap and do not overlap have been joined into one
+    # Adjacent pieces were joined: a complete tensor is one record
     whole = n_pieces == (expected > 0)
     whole[records['placement']] &= (records['start'] == 0) & (records['nbytes'] == expected[records['placement']])
     for number in np.flatnonzero(~whole)[:1]:

@@ -29,18 +29,18 @@ class Answer(enum.Enum):
 
     OURS = 'it was free, and is ours now'
     HELD = 'another run has it'
-    UNKNOWN = 'this file system cannot tell; no other run shows life, and this one does now'
+    UNKNOWN = 'this file system cannot tell; no other run shows life, this one writes a heartbeat now'
 
 
 class RunLock:
     """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives. Runs on: rank 0.
 
-    The kernel drops it with the process, however that ends. Where hosts do not see each other's locks, the holder
-    writes into the file again and again, and whoever wants it watches whether that goes on.
+    The kernel drops it when the process ends. Where hosts do not see each other's locks, the holder writes a heartbeat
+    into the file, and a run that wants the lock watches for it.
 
     Attributes:
-        beat_secs: How often a holder shows life there.
-        lifeless_secs: A run on another host that has shown no life for so long is dead.
+        beat_secs: Interval of the heartbeat.
+        lifeless_secs: A run on another host without a heartbeat for so long is dead.
     """
 
     beat_secs = 10.0
@@ -57,9 +57,9 @@ class RunLock:
         """Take the lock unless another run holds it.
 
         Args:
-            patience_secs: How long a run that is just ending is waited for.
-            may_watch: Where hosts do not see each other's locks, wait to see whether another run is alive; without,
-                whatever was changed lately is taken for alive.
+            patience_secs: How long to wait for a run that is just ending.
+            may_watch: Where hosts do not see each other's locks, watch whether another run is alive; otherwise a recent
+                change counts as alive.
         """
         deadline = time.monotonic() + patience_secs
         while True:
@@ -74,10 +74,10 @@ class RunLock:
         """Take the lock.
 
         Args:
-            elsewhere: What the user does to have another folder.
+            elsewhere: How the user chooses another folder.
 
         Raises:
-            TargetError: Another run holds it; the holder is named.
+            TargetError: Another run holds it; the message names the holder.
         """
         if self.acquire(patience_secs=10.0, may_watch=True) is Answer.HELD:
             holder = (_read(self.path) or 'another run').strip()
@@ -87,13 +87,13 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let another run have it. A child that was forked off the holder releases nothing."""
+        """Give the lock back. A forked child of the holder releases nothing."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
         if self._pid == os.getpid():
             self._released.set()
-            with contextlib.suppress(OSError):  # closing is what gives the lock back
+            with contextlib.suppress(OSError):  # closing the file releases the lock
                 self.path.unlink()
         os.close(fd)
 
@@ -143,7 +143,7 @@ class RunLock:
         return Answer.OURS if is_reliable else Answer.UNKNOWN
 
     def _shows_life(self, sign: str, may_watch: bool) -> bool:
-        """Whether the run that signed the file is alive: asked of this host's processes, else watched for."""
+        """Whether the run that signed the file is alive: known for this host's processes, else watched for."""
         match = _SIGN.match(sign)
         if not match:  # we have just made it
             return False
@@ -167,7 +167,7 @@ class RunLock:
             number = 0
             while not released.wait(self.beat_secs):
                 number += 1
-                with contextlib.suppress(OSError):  # the disk is away: nobody can see a sign of life then
+                with contextlib.suppress(OSError):  # the file system is not reachable: nobody sees the heartbeat
                     _write_sign(own_fd, f', beat {number}')
             os.close(own_fd)
 

@@ -1,4 +1,4 @@
-"""What other people put into a folder of ours, such as the results of an evaluation: never deleted with it."""
+"""Files that others put into our folders, such as evaluation results: never deleted with them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from xhf_hooks.commit.fresh_name import look_up
 
 def others_in(folder: Path, ours: Collection[str]) -> list[str]:
     """Files and links that are not among ``ours``, relative to the folder, with slashes."""
-    found = []
-    for parent, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        for name in (*files, *links):
-            relative = Path(parent, name).relative_to(folder).as_posix()
-            if relative not in ours:
-                found.append(relative)
-    return sorted(found)
+    found = (path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir())
+    return sorted({path.relative_to(folder).as_posix() for path in found} - {*ours})
 
 
 def set_apart(folder: Path, names: Collection[str], place: Path) -> Path:
     """Move those files to a new folder: ``place``, or that with a number where it is taken. Runs on: rank 0.
 
     Returns:
-        That folder. What a kill in between leaves is moved by the next call, to another one.
+        That folder. After a kill in between, the next call moves the rest to another one.
 
     Raises:
         OSError: A file could not be moved.

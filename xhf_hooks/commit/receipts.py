@@ -1,8 +1,7 @@
-"""Receipts packed for the way to rank 0, and put together on it: 32 bytes each, whatever the names in them.
+"""Receipts as records of 32 bytes, merged on their way to rank 0.
 
-ZeRO-3 gives each rank a slice of each tensor, so N ranks write N times as many pieces as there are tensors. Those of
-neighbours are joined on the way (``Collective.reduce``), so that nobody ever holds more
-records than there are tensors, and pieces that are next to none.
+At ZeRO-3, N ranks write N pieces of each tensor. Records of adjacent pieces are joined on the way
+(``Collective.reduce``), so that no rank holds many more records than there are tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ RECORD = np.dtype([('placement', 'u4'), ('crc32', 'u4'), ('start', 'u8'), ('nbyt
 
 
 def pack(plan: SavePlan, receipts: Iterable[WriteReceipt]) -> np.ndarray:
-    """Receipts as records, those of consecutive bytes joined. Runs on: all ranks.
+    """Receipts as records, adjacent ones joined. Runs on: all ranks.
 
     Raises:
         IncompleteError: Something was written that is not in the plan.
@@ -35,12 +34,12 @@ def pack(plan: SavePlan, receipts: Iterable[WriteReceipt]) -> np.ndarray:
 
 
 def merge(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """The records of two, those of consecutive bytes joined."""
+    """The records of both, adjacent ones joined."""
     return _join(np.concatenate([ours, theirs]))
 
 
 def _join(records: np.ndarray) -> np.ndarray:
-    """Sorted by placement and start; each begins where the one before ends becomes part of it."""
+    """Sort by placement and start, and join each record to one that ends where it begins."""
     records = records[np.lexsort((records['start'], records['placement']))]
     before, after = records[:-1], records[1:]
     goes_on = (before['placement'] == after['placement']) & (before['start'] + before['nbytes'] == after['start'])

@@ -1,4 +1,4 @@
-"""Swap two folders in one atomic step, where the file system can."""
+"""Swaps two folders in one atomic step, where the file system supports it."""
 
 from __future__ import annotations
 

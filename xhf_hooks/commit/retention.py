@@ -23,11 +23,11 @@ def archives(final: str, names: Iterable[str]) -> list[str]:
 
 
 def outdated(order: Mapping[str, Any], max_keep: int) -> list[str]:
-    """Older saves that go when ``max_keep`` are kept, the newest, which is not among them, included; -1 keeps all.
+    """Older saves to delete when ``max_keep`` are kept, the newest, which is not among them, included; -1 keeps all.
 
     Args:
-        order: Of older saves by name: what is larger was committed later. Not the iteration: a run that goes back
-            to an earlier one commits its iterations once more, and those are the newer saves.
+        order: By name, larger for later commits. Not the iteration: a run that resumes from an earlier one commits the
+            same iterations again, and those are the newer saves.
     """
     oldest_first = sorted(order, key=lambda name: order[name])
     return [] if max_keep == -1 else oldest_first[: max(0, len(oldest_first) - (max_keep - 1))]

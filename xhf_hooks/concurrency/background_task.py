@@ -1,4 +1,4 @@
-"""One piece of work in a thread of its own, at most one at a time; its outcome is asked for later."""
+"""One task at a time in a thread of its own; its outcome is collected later."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _POLL_SECS = 0.005
 class Background(Generic[T]):
     """Runs one function beside the training loop. Used by: one thread, and signal handlers in it.
 
-    A handler may interrupt any of these methods and call another. So there is a flag to look at and no lock to wait
-    for: in a handler that interrupts :meth:`threading.Thread.join`, a second join waits for what the first holds.
-    A child that was forked has no such thread, and so no work.
+    A handler may interrupt any of these methods and call another, so they poll a flag and take no lock: in a handler
+    that interrupts :meth:`threading.Thread.join`, a second join would deadlock. A forked child has no such thread, and
+    so no work.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,31 +30,31 @@ class Background(Generic[T]):
 
     @property
     def busy(self) -> bool:
-        """Whether work was started whose outcome nobody has asked for yet."""
+        """Whether work was started whose outcome was not collected yet."""
         return self._busy and self._process == os.getpid()
 
     @property
     def done(self) -> bool:
-        """Whether the work has ended; its outcome can be asked for without waiting."""
+        """Whether the work has ended, so that :meth:`outcome` returns at once."""
         return self.busy and self._ended
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has ended without an error."""
         return self.done and self._error is None
 
     def start(self, work: Callable[[], T]) -> None:
-        """Begin; the outcome of earlier work must have been asked for."""
+        """Begin; the outcome of earlier work must have been collected."""
         if self.busy:
-            raise RuntimeError(f'{self._name}: the outcome of earlier work was not asked for')
+            raise RuntimeError(f'{self._name}: the outcome of earlier work was not collected')
         self._value = self._error = None
         self._ended, self._process = False, os.getpid()
-        # A daemon: what waits for it at exit is a bounded wait, not the interpreter
+        # A daemon: at exit ExitWait waits for it, for a bounded time, not the interpreter
         threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True).start()
-        self._busy = True  # only now: a handler that interrupts this must not wait for what cannot start meanwhile
+        self._busy = True  # last: a handler that interrupts this must not wait for a thread that has not started
 
     def wait(self, timeout_secs: float = math.inf) -> bool:
-        """Wait for the end; whether it has come. The outcome stays to be asked for."""
+        """Wait for the end; whether it has come. The outcome is kept."""
         deadline = time.monotonic() + timeout_secs
         while self.busy and not self._ended and time.monotonic() < deadline:
             time.sleep(_POLL_SECS)
@@ -77,6 +77,6 @@ class Background(Generic[T]):
     def _run(self, work: Callable[[], T]) -> None:
         try:
             self._value = work()
-        except BaseException as error:  # whatever it is, it must reach the one who asks for the outcome
+        except BaseException as error:  # raised by outcome()
             self._error = error
         self._ended = True

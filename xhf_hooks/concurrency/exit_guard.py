@@ -1,4 +1,4 @@
-"""Let a save in the background finish when the process is about to end: by an exception, SIGTERM or otherwise."""
+"""Lets a background save finish when the process is about to end: by an exception, SIGTERM or otherwise."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType
 
 
 class ExitWait:
-    """Calls ``wait`` before the interpreter ends and before SIGTERM does its work, until :meth:`close`.
+    """Calls ``wait`` before the interpreter exits and before SIGTERM takes effect, until :meth:`close`.
 
-    torchrun, SLURM and Kubernetes announce the end with SIGTERM and kill some time after it (torchrun 30 s, or its
-    ``--shutdown-timeout``). A signal is handled by the main thread, so only when that is where hooks run is it handled
-    here. No thread can be started any more by what is waited for: it must have all that it needs.
+    torchrun, SLURM and Kubernetes send SIGTERM and kill some time later (torchrun after 30 s, or its
+    ``--shutdown-timeout``). Python handles signals in the main thread: SIGTERM is only handled where hooks run there.
+    What is waited for can no longer start threads: it must have all that it needs.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -27,7 +27,7 @@ class ExitWait:
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def close(self) -> None:
-        """Leave things as they were found."""
+        """Restore the previous handlers."""
         atexit.unregister(self._wait)
         if self._handles_signals and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)

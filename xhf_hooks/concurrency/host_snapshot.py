@@ -1,4 +1,4 @@
-"""Host memory in which a save in the background keeps its bytes while training goes on."""
+"""Host memory that holds the bytes of a background save while training goes on."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ import mmap
 
 import torch
 
-#: Small against the models for which time matters, large against a tensor's part (sources/local_shards.py).
+#: Small for models whose saves take long, large for a local shard of a tensor (sources/local_shards.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
 
 
 class SnapshotMemory:
-    """Memory that is taken once and used by one snapshot after the other.
+    """Memory that is allocated once and reused by every snapshot.
 
-    Fresh pages are expensive, so nothing is freed between saves. On a GPU machine it is pinned, and
-    copies run beside each other until :meth:`synchronize`; on the CPU it is in huge pages where there are any.
+    Fresh pages are expensive, so nothing is freed between saves. On a GPU machine it is pinned, and copies run
+    asynchronously until :meth:`synchronize`; on the CPU it uses huge pages where available.
     """
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._index = self._used = 0
-        self._on_their_way: set[torch.device] = set()
+        self._copying_from: set[torch.device] = set()
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes allocated."""
         return sum(block.numel() for block in self._blocks)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a GPU can copy into all of it by itself."""
+        """Whether all of it is pinned, so that a GPU can copy into it asynchronously."""
         return bool(self._blocks) and all(block.is_pinned() for block in self._blocks)
 
     def clear(self) -> None:
-        """Start the next snapshot; nobody may read the one before any more."""
+        """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0
 
     def hold(self, tensor: torch.Tensor) -> memoryview:
-        """Copy a tensor; its row-major bytes, good until :meth:`clear` and, from a GPU, after :meth:`synchronize`."""
+        """Copy a tensor; its row-major bytes, valid until :meth:`clear` and, from a GPU, after :meth:`synchronize`."""
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         room = self._take(flat.numel())
         room.copy_(flat, non_blocking=True)
         if flat.device.type != 'cpu':
-            self._on_their_way.add(flat.device)
+            self._copying_from.add(flat.device)
         return memoryview(room.numpy())
 
     def synchronize(self) -> None:
-        """Return when all copies have arrived, from whichever devices."""
-        for device in self._on_their_way:
+        """Wait for all copies, from every device."""
+        for device in self._copying_from:
             torch.get_device_module(device).synchronize(device)
-        self._on_their_way.clear()
+        self._copying_from.clear()
 
     def _take(self, nbytes: int) -> torch.Tensor:
         while self._index < len(self._blocks) and self._used + nbytes > self._blocks[self._index].numel():

@@ -1,4 +1,4 @@
-"""Threads for many small jobs, results as they come."""
+"""Threads for many small jobs; results come in the order in which jobs end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Job = Callable[[], Any]
 
 
 def default_workers() -> int:
-    """One thread for each core that this process may use, and one that waits for the disk; up to a limit."""
+    """One thread for each core that this process may use, and one to wait for the disk; up to a limit."""
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
 
 
 def _require_memory() -> None:
-    """A thread that finds none in its first steps ends in silence, and ``Thread.start`` waits for it for ever."""
+    """A thread without memory for its first steps ends silently, and ``Thread.start`` then waits for ever."""
     try:
-        mmap.mmap(-1, _TO_BEGIN_NBYTES).close()  # of the system, whatever this process has freed; reserved, not touched
+        mmap.mmap(-1, _TO_BEGIN_NBYTES).close()  # from the system, not from memory that this process has freed
     except OSError:
         raise MemoryError(f'no {_TO_BEGIN_NBYTES >> 20} MB for a thread') from None
 
@@ -34,16 +34,15 @@ def _require_memory() -> None:
 class WorkerThreads:
     """Threads that are all started at once and wait for jobs. Used by: one thread, for one :meth:`run` at a time.
 
-    Not concurrent.futures: it takes no jobs once the interpreter has begun to shut down, and from Python 3.12 on no
-    thread can be started then. A save in the background may get there later than that, so its threads are started
-    when it is.
+    Not concurrent.futures: it takes no jobs once the interpreter has begun to shut down, and since Python 3.12 no
+    thread can be started then. A background save may still be running at that time, so its threads start when it does.
 
     Args:
         count: How many.
 
     Raises:
         RuntimeError: The system does not allow so many threads.
-        MemoryError: There is none left for them.
+        MemoryError: There is not enough memory for them.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +61,7 @@ class WorkerThreads:
             raise
 
     def run(self, jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-        """Results in the order in which they come; the first error ends it, when the jobs that run have ended."""
+        """Results as jobs end. The first error is raised once the running jobs have ended."""
         todo, waiting = iter(jobs), 0
         ended = False
         try:
@@ -86,19 +85,19 @@ class WorkerThreads:
         """Wait for one.
 
         Raises:
-            MemoryError: A thread has ended: it had not even the memory to say so.
+            MemoryError: A thread ended without even the memory to report it.
         """
         while True:
             try:
                 return self._results.get(timeout=_LOOK_SECS)
             except queue.Empty:
                 if not all(thread.is_alive() for thread in self._threads):
-                    raise MemoryError('a thread has ended for want of memory') from None
+                    raise MemoryError('a thread ran out of memory') from None
 
     def _forget_jobs(self) -> None:
-        """Drop what has not begun, and wait for what has.
+        """Drop jobs that have not begun, and wait for those that have.
 
-        Not by ``waiting``: Ctrl-C may come between taking a result and counting it.
+        ``waiting`` of :meth:`run` cannot tell: Ctrl-C may come between taking a result and counting it.
         """
         with contextlib.suppress(queue.Empty):
             while True:
@@ -107,14 +106,14 @@ class WorkerThreads:
         if not self._threads:
             return
         all_idle, mark = threading.Barrier(len(self._threads)), object()
-        for _ in self._threads:  # each thread takes one, since none goes on before all have
+        for _ in self._threads:  # each thread takes one: none goes on before all have
             self._jobs.put(lambda: (all_idle.wait(), mark)[1])
         marks = 0
         while marks < len(self._threads):
             marks += self._next_result()[0] is mark
 
     def close(self) -> None:
-        """End the threads. Nothing may run."""
+        """End the threads. No job may be running."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -131,7 +130,7 @@ class WorkerThreads:
         while (job := self._jobs.get()) is not None:
             try:
                 result: tuple[Any, BaseException | None] = job(), None
-            except BaseException as error:  # whatever it is, it must reach the one who waits for the result
+            except BaseException as error:  # raised by run()
                 result = None, error
             del job  # with what it holds, before the next comes
             self._results.put(result)

@@ -62,7 +62,7 @@ def optional_switch(option: str, value: Any) -> bool | None:
 
 
 def size(option: str, value: Any) -> int:
-    """A number of bytes, as such or as ``'5GB'``; gives bytes."""
+    """A number of bytes, also as text such as ``'5GB'``; returns bytes."""
     try:
         return parse_size(value)
     except ValueError:
@@ -77,7 +77,7 @@ def seconds(option: str, value: Any) -> float:
 
 
 def dtype_code(option: str, value: Any) -> str | None:
-    """``'bfloat16'``, ``torch.bfloat16`` or None; gives the dtype's code in safetensors files, or None."""
+    """``'bfloat16'``, ``torch.bfloat16`` or None; returns the safetensors dtype, or None."""
     if value is None:
         return None
     name = str(value).removeprefix('torch.')
@@ -96,21 +96,21 @@ def folder(option: str, value: Any) -> Path | None:
 
 
 def writer_name(option: str, value: Any) -> str:
-    """'auto', one of ours, or one that somebody has registered."""
+    """'auto', one of ours, or another registered one."""
     from xhf_hooks.registry import WRITERS as REGISTERED
 
     return one_of(*dict.fromkeys([*WRITERS, *REGISTERED.module_dict]))(option, value)
 
 
 def dotted_path(option: str, value: Any) -> str | None:
-    """The path of a module; whether the model has it is known before the first step."""
+    """The path of a module; the exporter checks that the model has it."""
     if value is not None and (not isinstance(value, str) or not value):
         raise OptionError(option, 'None or a dotted path such as "llm"', value)
     return value
 
 
 def tokenizer_like(option: str, value: Any) -> Any:
-    """A tokenizer or what one can be built from, which happens before the first step."""
+    """A tokenizer, or what one can be built from before the first step."""
     is_folder = isinstance(value, (str, Path)) and str(value) not in ('', '.')
     known = value is None or is_folder or hasattr(value, 'save_pretrained')
     if not known and not (isinstance(value, dict) and 'type' in value):

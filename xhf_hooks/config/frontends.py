@@ -28,7 +28,7 @@ def require_known(frontend: str, given: Iterable[str], known: Iterable[str]) -> 
 
 
 def in_reading_order(options: type) -> list[Field[Any]]:
-    """Its options: where saves go, then what is its own, then what it has from others."""
+    """The options: out_dir, then its own, then inherited ones."""
     found = {option.name: option for base in options.__mro__ for option in _own_fields(base)}
     return sorted(found.values(), key=lambda option: option.name != 'out_dir')
 
@@ -39,7 +39,7 @@ def _own_fields(cls: type) -> list[Field[Any]]:
 
 
 def with_options(doc: str | None, options: type) -> str:
-    """A docstring with all options in its section ``Args``, which is before ``Returns`` and ``Examples``."""
+    """The docstring with all options in its section ``Args``, before ``Returns`` and ``Examples``."""
     lines = []
     for option in in_reading_order(options):
         meaning = f'{option.name} ({option.type}): {option.metadata["meaning"]} Defaults to {option.default!r}.'
@@ -58,7 +58,7 @@ _Class = TypeVar('_Class', bound=type)
 
 
 def frontend_function(options: type) -> Callable[[_Function], _Function]:
-    """Decorates a function that takes ``options`` by their names: explains them, and refuses misspelt ones."""
+    """Decorates a function that takes ``options`` by name: documents them, and refuses misspelt ones."""
 
     def decorate(function: _Function) -> _Function:
         checked = _refusing_misspelt(function, function.__name__)
@@ -69,7 +69,7 @@ def frontend_function(options: type) -> Callable[[_Function], _Function]:
 
 
 def frontend_class(cls: _Class) -> _Class:
-    """Decorates a class that inherits its options: explains them, and refuses misspelt ones."""
+    """Decorates a class that inherits its options: documents them, and refuses misspelt ones."""
     cls.__init__ = _refusing_misspelt(cls.__init__, cls.__name__)  # type: ignore[misc]
     cls.__doc__ = with_options(cls.__doc__, cls)
     return cls

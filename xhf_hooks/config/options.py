@@ -39,7 +39,7 @@ def _option(default: Any, meaning: str, check: Check) -> Any:
 
 
 class _Options:
-    """What all classes of options have in common.
+    """Base of the classes of options.
 
     Raises:
         OptionError: A bad value, a bad combination, or an option that is not there.
@@ -52,9 +52,9 @@ class _Options:
 
 @dataclass(eq=False)
 class SaveOptions(_Options):
-    """What is saved and how: of every door, and all that a :class:`xhf_hooks.save.Saver` needs.
+    """What is saved and how: for every frontend, and all that a :class:`xhf_hooks.save.Saver` needs.
 
-    Attributes hold checked values: sizes in bytes, dtypes as codes of safetensors files.
+    Attributes hold checked values: sizes in bytes, safetensors dtypes.
     """
 
     module: str | None = _option(
@@ -89,20 +89,22 @@ class SaveOptions(_Options):
         dtype_code,
     )
     max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', size)
-    bucket_size: int | str = _option('128MB', 'How much is gathered and written at once; memory follows it.', size)
+    bucket_size: int | str = _option(
+        '128MB', 'How much is gathered and written at once; peak extra memory is about one bucket.', size
+    )
     writer: str = _option(
         'auto',
-        "'positional' (every rank writes its own slices), 'parallel' (every rank writes whole tensors, of which the "
-        "others send it their slices), 'stream' (the same, but rank 0 alone writes), 'gather' (every rank receives "
-        "every tensor, and rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The "
-        'files are the same.',
+        "'positional' (every rank writes its local shards), 'parallel' (every rank writes whole tensors, of which the "
+        "others send it theirs), 'stream' (the same, but rank 0 alone writes), 'gather' (every rank receives every "
+        "tensor, and rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The files "
+        'are the same.',
         writer_name,
     )
     verify: str = _option(
         'sizes',
-        "What is looked at before a save is committed. 'off': that every byte was written. 'sizes': file sizes and "
-        "headers, too, and some of what each rank has written, read by another. 'full': every byte is read back from "
-        'the disk and compared with checksums taken from memory.',
+        "What is checked before a save is committed. 'off': that every byte was written. 'sizes': also file sizes, "
+        "headers, and samples of what each rank has written, read by another rank. 'full': also all bytes, read back "
+        'from the disk and compared with checksums taken from memory.',
         one_of(*VERIFY_LEVELS),
     )
     max_keep_ckpts: int = _option(
@@ -123,7 +125,7 @@ class SaveOptions(_Options):
 
 @dataclass(eq=False)
 class CallOptions(SaveOptions):
-    """Of ``save_hf``: the caller waits, and is told of errors."""
+    """Of ``save_hf``: the caller waits, and gets errors raised."""
 
     async_save: ClassVar[bool] = False
     async_busy: ClassVar[str] = 'wait'
@@ -155,8 +157,8 @@ class RunOptions(SaveOptions):
     save_last: bool = _option(True, 'Save when training ends, whatever is due.', switch)
     async_save: bool = _option(
         False,
-        'Copy what is to be saved to host memory, which takes as many bytes on each rank as it writes, and write it '
-        'while training goes on.',
+        'Copy what is to be saved to host memory, as many bytes on each rank as it writes, and write it while training '
+        'goes on.',
         switch,
     )
     async_busy: str = _option(
@@ -219,7 +221,7 @@ class HookOptions(RunOptions):
         if self.by_epoch is not None and self.interval is None:
             raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
         if self.interval == -1 and not self.save_last and self.save_best is None:
-            expected = 'a number, or save_last or save_best: like this nothing is ever saved'
+            expected = 'a number, or save_last or save_best: otherwise nothing is ever saved'
             raise OptionError('interval', expected, self.interval)
         if self.rule is not None and self.save_best is None:
             raise OptionError('rule', 'None when save_best is None', self.rule)
@@ -245,4 +247,4 @@ class CallbackOptions(RunOptions):
         if self.save_steps is not None and self.save_strategy != 'steps':
             raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
         if self.save_strategy == 'no' and not self.save_last:
-            raise OptionError('save_strategy', 'another one, or save_last: like this nothing is ever saved', 'no')
+            raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')

@@ -26,7 +26,7 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
-from xhf_hooks.meta_model.tokenizer import find_tokenizer
+from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
@@ -182,7 +182,7 @@ class Conversion:
         Raises:
             BaseModelError: It cannot be loaded.
         """
-        self._tokenizer, eos_token_ids, self._tokenizer_notes = find_tokenizer(
+        self._tokenizer, eos_token_ids, self._tokenizer_notes = tokenizer_of_run(
             self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
         )
         self._eos_token_ids = tuple(eos_token_ids)

@@ -1,10 +1,10 @@
 """Agreement between ranks: an error on one becomes the same error on all, never a hang.
 
-Everything here runs on a gloo group of its own. While one rank writes to a slow disk the others wait
-on this group, with this group's time-out, so no NCCL collective ever spans a disk write.
+Everything here runs on a gloo group of its own. While one rank writes to a slow disk the others wait on this group,
+with its time-out, so no NCCL collective spans a disk write.
 
-What is small goes up a binomial tree to rank 0 and comes back by broadcast, so that an agreement of N ranks takes
-2 log2(N) steps, where gloo's own all-reduce takes 2 (N - 1) of them, one after the other.
+Small values go up a binomial tree to rank 0 and come back by broadcast: an agreement of N ranks takes 2 log2(N) steps;
+gloo's own all-reduce takes 2 (N - 1), one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xhf_hooks.errors import AgreedError, PlanError, RankLostError
 from xhf_hooks.files.open_files import allow_open_files
 
 T = TypeVar('T')
-#: Making a group fails after so long. All ranks are about to begin: one that does not come now will not come at all.
+#: How long making a group may take. All ranks are about to begin: one that does not come now never will.
 CONNECT_TIMEOUT_SECS = 120.0
 
 
@@ -38,7 +38,7 @@ class Collective:
 
     Args:
         timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
-        connect_timeout_secs: How long it waits for them here, where nobody has anything to do.
+        connect_timeout_secs: How long it waits for them here, where no rank has other work.
 
     Raises:
         RankLostError: A rank did not come.
@@ -46,21 +46,19 @@ class Collective:
     """
 
     def __init__(self, timeout_secs: float = 7200.0, connect_timeout_secs: float = CONNECT_TIMEOUT_SECS) -> None:
-        self.rank, self.world_size, self._group = 0, 1, None
+        (self.rank, self.world_size), self._group = rank_and_world_size(), None
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_shared = False
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._group = self._connect(connect_timeout_secs)
 
     @classmethod
     def shared(cls) -> Collective:
-        """The one of this process's default group: made by the first call, then used again until that group ends.
+        """The one of this process's default group: made by the first call and reused until that group ends.
 
-        Runs on: all ranks. For callers that come again and again; :meth:`close` leaves it open.
+        Runs on: all ranks. For repeated callers; :meth:`close` leaves it open.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -82,13 +80,13 @@ class Collective:
         own, self._remembered = self._remembered, None
         if not self.any(own is not None, stage):
             return
-        reports = self.all_gather(None if own is None else (own[0], _describe(own[1])))
+        reports = self.all_gather(None if own is None else (own[0], f'{type(own[1]).__name__}: {own[1]}'))
         failures = {rank: report[1] for rank, report in enumerate(reports) if report is not None}
         failed_stage = next(report[0] for report in reports if report is not None)
         raise AgreedError(failed_stage, failures) from (None if own is None else own[1])
 
     def remember(self, stage: str, error: Exception) -> None:
-        """Keep a failure for the next agreement, until which this rank goes on taking part. The first one counts."""
+        """Keep a failure for the next agreement; until then this rank takes part as usual. The first one counts."""
         if self._remembered is None:
             self._remembered = (stage, error)
 
@@ -101,8 +99,8 @@ class Collective:
     def stage(self, name: str) -> Iterator[None]:
         """Run a block on all ranks and agree at its end, whatever happened in it. Runs on: all ranks.
 
-        The block must reach its end, or raise, without waiting for a rank that may have failed; inside
-        it :meth:`agree` may be called at points that all ranks pass.
+        The block must end or raise without waiting for a rank that may have failed. Inside it :meth:`agree` may be
+        called at points that all ranks pass.
         """
         try:
             yield
@@ -114,7 +112,7 @@ class Collective:
             self.agree(name)
 
     def wait(self, stage: str) -> None:
-        """Until all ranks are here. Runs on: all ranks. Says nothing about failures; log2(N) steps."""
+        """A barrier of log2(N) steps; agrees on nothing. Runs on: all ranks."""
         if self.world_size > 1:
             with self._in_touch(stage):
                 options = BarrierOptions()
@@ -122,16 +120,16 @@ class Collective:
                 self._group.barrier(options).wait()
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
-        """Whether any rank says so. Runs on: all ranks."""
+        """Whether any rank has the flag. Runs on: all ranks."""
         return bool(self.all_reduce(np.array([flag], np.uint8), np.maximum, stage)[0])
 
     def all_reduce(
         self, values: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray], stage: str = 'exchange'
     ) -> np.ndarray:
-        """Everyone's numbers, merged two by two, on every rank. Runs on: all ranks.
+        """All ranks' numbers, merged pairwise, on every rank. Runs on: all ranks.
 
         Args:
-            values: A few; of one shape and type on all ranks.
+            values: A few; of the same shape and type on all ranks.
         """
         if self.world_size == 1:
             return values
@@ -148,13 +146,13 @@ class Collective:
         return merged.numpy()
 
     def reduce(self, records: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        """Everyone's records, merged two by two, on rank 0; elsewhere what this rank had. Runs on: all ranks.
+        """All ranks' records, merged pairwise, on rank 0; elsewhere a partial result. Runs on: all ranks.
 
-        What ``merge`` raises is remembered.
+        An error of ``merge`` is remembered.
 
         Args:
-            records: Of one type on all ranks, in any number.
-            merge: Given those of consecutive ranks, the lower ones first.
+            records: Of the same type on all ranks, in any number.
+            merge: Called with those of consecutive ranks, the lower ones first.
         """
         if self.world_size == 1:
             return records
@@ -167,7 +165,7 @@ class Collective:
                 self._receive(theirs, child)
                 try:
                     records = merge(records, theirs)
-                except Exception as error:  # those above in the tree wait for this rank
+                except Exception as error:  # the ranks above in the tree wait for this one
                     self.remember('exchange', error)
             if parent is not None:
                 self._send(np.array([len(records)], np.int64), parent)
@@ -175,7 +173,7 @@ class Collective:
         return records
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value. Runs on: all ranks; what others pass does not count."""
+        """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
         if self.world_size == 1:
             return value
         content = _pickled(value if self.rank == 0 else None)
@@ -188,10 +186,7 @@ class Collective:
         return pickle.loads(content.numpy())
 
     def exchange(self, value: T, distance: int) -> T:
-        """Send a value to the rank that is ``distance`` further on, and get that of the one as far back.
-
-        Runs on: all ranks. What a rank sends and gets does not grow with the number of ranks.
-        """
+        """Send a value to rank ``rank + distance``, receive that of ``rank - distance``. Runs on: all ranks."""
         if self.world_size == 1:
             return value
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
@@ -230,7 +225,7 @@ class Collective:
         return finish
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order. Runs on: all ranks. For what is small and seldom."""
+        """Every rank's value, in rank order; for small values, rarely. Runs on: all ranks."""
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
@@ -242,7 +237,7 @@ class Collective:
         """Check that all ranks hold the same thing. Runs on: all ranks.
 
         Args:
-            digest: Compared first, so that nothing large travels while all is well.
+            digest: Compared first, so that nothing large is sent when all is well.
             describe: The thing itself, line by line; called only to name the first difference.
 
         Raises:
@@ -262,19 +257,24 @@ class Collective:
         )
 
     def close(self) -> None:
-        """Give the group back; a shared one stays for the next. Runs on: all ranks."""
+        """Destroy the group; a shared one stays for the next call. Runs on: all ranks."""
         if not self._is_shared:
-            self._end()
+            self.abandon()
 
     def abandon(self) -> None:
-        """Close all connections, of a shared one, too: others that wait for this rank learn that it has gone.
+        """Close all connections, shared ones too, so that ranks that wait for this one fail at once.
 
         Runs on: a rank that leaves in the middle, with an error that is not agreed.
         """
-        self._end()
+        if self._group is not None:
+            group, self._group = self._group, None
+            with contextlib.suppress(ValueError):  # it went with the default group, as in a notebook
+                dist.destroy_process_group(group)
+        if self._is_shared and dist.group.WORLD is not None:
+            _SHARED.pop(dist.group.WORLD, None)
 
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
-        # The time-out of a new group is that of looking for its ranks in the store, too: short for this, then long
+        # A new group's time-out also limits the search for its ranks in the store: short for that, then long
         try:
             group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
         except RuntimeError as error:
@@ -286,7 +286,7 @@ class Collective:
         return group
 
     def _tree(self) -> tuple[list[int], int | None]:
-        """Whom this rank hears, in this order, and whom it tells; rank 0 nobody."""
+        """The ranks that this one receives from, in order, and the one that it sends to; None for rank 0."""
         children, step = [], 1
         while step < self.world_size and self.rank % (2 * step) == 0:
             if self.rank + step < self.world_size:
@@ -294,7 +294,7 @@ class Collective:
             step *= 2
         return children, self.rank - step if self.rank else None
 
-    # Each wait is told the time-out: from one rank to another it is else that with which the group was made
+    # Each wait gets the time-out: point-to-point operations otherwise use the one that the group was made with
 
     def _send(self, values: np.ndarray, rank: int) -> None:
         dist.isend(_as_tensor(values), rank, group=self._group).wait(self._timeout)
@@ -315,18 +315,10 @@ class Collective:
         try:
             yield
         except RuntimeError as error:  # what torch.distributed raises for a closed connection and a time-out
-            # The connections are closed, or those that wait for this rank would do so until their own time-out
-            self._end()
+            # Otherwise ranks that wait for this one would do so until their own time-out
+            self.abandon()
             secs = self._timeout.total_seconds()
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
-
-    def _end(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            with contextlib.suppress(ValueError):  # it went with the default group, as in a notebook
-                dist.destroy_process_group(group)
-        if self._is_shared and dist.group.WORLD is not None:
-            _SHARED.pop(dist.group.WORLD, None)
 
 
 #: What :meth:`Collective.shared` has made, for as long as the process group exists.
@@ -334,16 +326,12 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
 
 
 def _as_tensor(values: np.ndarray) -> torch.Tensor:
-    """Its bytes, not a copy."""
+    """A view of its bytes."""
     return torch.from_numpy(values.view(np.uint8))
 
 
 def _pickled(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _describe(error: Exception) -> str:
-    return f'{type(error).__name__}: {error}'
 
 
 def rank_and_world_size() -> tuple[int, int]:

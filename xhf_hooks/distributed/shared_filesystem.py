@@ -1,4 +1,4 @@
-"""Whether all ranks see one folder, and can tell that a file is the one that rank 0 made: found out, not assumed."""
+"""Tests whether all ranks see one folder, and can tell that a file is the one that rank 0 made."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from xhf_hooks.errors import TargetError
 def is_shared(probe: Path, collective: Collective) -> bool:
     """Rank 0 writes the file ``probe``, every rank looks for it. Runs on: all ranks.
 
-    Its inode number, too, must be the same for every rank: writers prove by it that they have the right file
-    (writers/file_io). NFS, Lustre, CephFS, MooseFS and others give every host the server's number; FUSE file
-    systems that make up their own do not.
+    Its inode number must be the same on every rank: writers identify files by it (writers/file_io). NFS, Lustre,
+    CephFS, MooseFS and others show the server's number on every host; FUSE file systems that invent numbers do not.
 
     Args:
-        probe: Of a name that was never used before; rank 0's counts.
+        probe: A name that was never used before; rank 0's is used.
 
     Raises:
         AgreedError: Rank 0 cannot write there.

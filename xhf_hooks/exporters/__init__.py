@@ -1,4 +1,4 @@
-"""Which tensors go out under which Hugging Face names. Importing this package registers the built-in exporters."""
+"""Which tensors are written under which Hugging Face names. Importing this package registers the built-in exporters."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Export
     """The exporter of a trained model: the one registered last among those that accept it.
 
     Args:
-        module: The hook's option of that name; None lets the exporter find what to export.
-        **options: The hook's options for one kind of model, such as ``lora``; None where it was not given.
+        module: The option of that name; None lets the exporter find what to export.
+        **options: Options for one kind of model, such as ``lora``; None where not given.
 
     Raises:
         ModelError: No exporter accepts the model.

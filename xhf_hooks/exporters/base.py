@@ -1,4 +1,4 @@
-"""What an exporter offers."""
+"""The interface of exporters."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class Exporter(ABC):
-    """One kind of model: what of it goes out, under which names, and with which files around it.
+    """One kind of model: which of its tensors are written, under which names, and with which HF assets.
 
     An exporter sees specs, never tensors, until one of its ``combine`` functions is called.
 
     Attributes:
         base_dir: Folder or hub name that the model was loaded from, '' when there is none.
-        left_out: Tensors of the source that do not go out, by decision. Known after :meth:`entries`.
-        notes: What the log should say about these decisions.
-        combine_nbytes: The most memory that one ``combine`` takes beside what it reads, apart from views. Known
-            after :meth:`entries`.
-        options: The hook's options that are for this kind of model alone; the constructor takes them by name.
+        left_out: Tensors of the source that are deliberately not written. Known after :meth:`entries`.
+        notes: Log messages about that.
+        combine_nbytes: The most memory that one ``combine`` allocates. Known after :meth:`entries`.
+        options: Options for this kind of model alone; the constructor takes them by name.
     """
 
     options: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        """What goes out, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
+        """What is written, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
 
         Args:
             specs: What the source holds.
@@ -60,7 +60,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def base_tokenizer(self) -> Any | None:
-        """The tokenizer of the model that training started from; None when there is none. Runs on: rank 0."""
+        """The base model's tokenizer; None when it has none. Runs on: rank 0."""
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
@@ -69,15 +69,29 @@ class Exporter(ABC):
         Called after :meth:`entries`.
 
         Args:
-            eos_token_ids: Tokens that end an answer, beside those that the model knows of.
+            eos_token_ids: To add to those of the model.
 
         Returns:
             Warnings for the log.
         """
 
 
+def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
+    """Tensors by HF name that are written as they are, with floats cast to ``dtype`` unless it is None."""
+    return [
+        ExportEntry(
+            name,
+            spec.shape,
+            dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
+            (spec.name,),
+            file_set=files,
+        )
+        for name, spec in tensors.items()
+    ]
+
+
 def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """Every name of every tensor of the module at ``path``, relative to it; tied tensors have several."""
+    """Every name of every tensor below ``path``, relative to it; tied tensors have several."""
     prefix = f'{path}.' if path else ''
     return {
         name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)

@@ -1,4 +1,4 @@
-"""Several exporters side by side, each with a folder of its own in the checkpoint."""
+"""Several exporters side by side, each with its own folder in the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from xhf_hooks.exporters.lora.adapter import AdapterExporter
 
 
-class PartsExporter(Exporter):
-    """Base of exporters that write several parts. The constructor of a subclass fills in both attributes.
+class CompositeExporter(Exporter):
+    """Base of exporters that write several parts. Subclasses set both attributes in their constructor.
 
     Attributes:
         parts: By folder, relative to the checkpoint; ``''`` is the checkpoint itself.

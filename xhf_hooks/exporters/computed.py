@@ -1,7 +1,7 @@
-"""Tensors that go out in place of one that the source holds, made of it and of others.
+"""Tensors that are computed from several of the source and written in place of one of them.
 
-To everything but the last step such a tensor is the source's own: it is named, compared, converted and planned
-like any other, and only then do its entries read all that it is made of.
+Until the last step such a tensor is the source's own: it is named, compared, converted and planned like any other. Only
+then do its entries read all that it is computed from.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from xhf_hooks.planning.types import Combine, ExportEntry
 
 
-class Derived(Protocol):
-    """How to make one. Called on the rank that writes, with gathered tensors by their names in the source.
+class ComputedTensor(Protocol):
+    """Computes one tensor. Called on the rank that writes, with gathered tensors by their names in the source.
 
     Attributes:
         base: The tensor of the source that it replaces.
-        reads: What it is made of, the base included.
+        reads: What it is computed from, the base included.
     """
 
     @property
@@ -32,20 +32,20 @@ class Derived(Protocol):
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
 
 
-def derive(entries: Sequence[ExportEntry], derived: Mapping[str, Derived]) -> list[ExportEntry]:
-    """Entries that read a replaced tensor read its parts instead, and make it first.
+def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, ComputedTensor]) -> list[ExportEntry]:
+    """Make entries that read a replaced tensor read its inputs and compute it first.
 
     Args:
-        derived: By name of the replaced tensor.
+        computed: By name of the replaced tensor.
     """
-    made: dict[int | str, _DeriveFirst] = {}
+    made: dict[int | str, _ComputeFirst] = {}
     result = []
     for entry in entries:
-        found = [derived[name] for name in entry.reads if name in derived]
+        found = [computed[name] for name in entry.reads if name in computed]
         if found:
             key = entry.hf_name if entry.combine is None else id(entry.combine)
             then = entry.combine or _Renamed(entry.hf_name, entry.reads[0])
-            combine = made.setdefault(key, _DeriveFirst(tuple(found), then))
+            combine = made.setdefault(key, _ComputeFirst(tuple(found), then))
             reads = [*entry.reads, *(name for one in found for name in one.reads)]
             entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine, source_offset=None)
         result.append(entry)
@@ -53,8 +53,8 @@ def derive(entries: Sequence[ExportEntry], derived: Mapping[str, Derived]) -> li
 
 
 @dataclass(frozen=True)
-class _DeriveFirst:
-    found: tuple[Derived, ...]
+class _ComputeFirst:
+    found: tuple[ComputedTensor, ...]
     then: Combine
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

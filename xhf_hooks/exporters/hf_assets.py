@@ -1,4 +1,4 @@
-"""Every file of a Hugging Face folder that is not weights. The live model's own objects are never edited."""
+"""Every file of a Hugging Face folder that is not weights. The live model's objects are never edited."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exported_config(
 ) -> PretrainedConfig:
     """A copy of the model's config that describes what is written.
 
-    Training code often sets ``use_cache`` to False for its own sake; the copy has what the base model had.
+    Training code often sets ``use_cache`` to False; the copy has the base model's value.
 
     Args:
         dtype: Safetensors dtype that floats are cast to; None when they stay as trained.
@@ -89,7 +89,7 @@ def write(
     if tokenizer is not None:
         try:
             tokenizer.save_pretrained(folder)
-        except UnicodeEncodeError as error:  # half a character, which JSON can hold and no file
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can hold but no file
             raise ModelError(f'{base_dir}: its tokenizer has text that cannot be written ({error.reason})') from None
     replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
     _copy_processor_files(folder, base_dir, with_template=not replaced)
@@ -102,7 +102,7 @@ def is_remote_code(model: PreTrainedModel) -> bool:
 
 
 def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int]) -> list[str]:
-    """Save it; an invalid one is repaired by turning sampling on, or left out."""
+    """Save it; an invalid one is repaired by turning sampling on, or else left out."""
     generation = copy.deepcopy(model.generation_config)
     if eos_token_ids:
         known = generation.eos_token_id
@@ -123,7 +123,7 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
-    """That of the base model's tokenizer, which is not built for this."""
+    """Of the base model's tokenizer, read from its files."""
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
         return read_regular_text(jinja)
     path = base_file(base_dir, 'tokenizer_config.json')
@@ -137,7 +137,7 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
 
 def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
-    if names and with_template:  # one that training replaced must not come back by way of the processor
+    if names and with_template:  # a replaced template must not come back with the processor
         names.append('chat_template.json')  # a processor's template, transformers < 5
     for name in names:
         path = base_file(base_dir, name)
@@ -164,12 +164,10 @@ def base_file(base_dir: str, name: str) -> Path | None:
 
 
 def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for. Runs on: rank 0.
-
-    Fewer are fine: embeddings are often padded.
+    """Refuse a tokenizer with more tokens than the model has embeddings; fewer are fine. Runs on: rank 0.
 
     Raises:
-        ModelError: It has.
+        ModelError: It has more.
     """
     if embedding_rows is None or not hasattr(tokenizer, '__len__'):
         return
@@ -181,12 +179,22 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> Non
 
 
 def recorded_vocab_size(base_dir: str) -> int | None:
-    """What the base model's config says; None when that is not on this machine, or says nothing."""
+    """``vocab_size`` in the base model's config; None where that is not on this machine, or has none."""
     path = base_file(base_dir, 'config.json')
     if path is None:
         return None
     config = json.loads(read_regular_text(path))
     return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
+
+
+def base_dir_of(model: PreTrainedModel) -> str:
+    """Folder or hub name that the model was loaded from; '' where there is none."""
+    return getattr(model.config, '_name_or_path', '') or ''
+
+
+def base_tokenizer_of(model: PreTrainedModel) -> Any | None:
+    """The base model's tokenizer; whoever ran the base's code for the model trusts it. Runs on: rank 0."""
+    return load_tokenizer(base_dir_of(model), trust_remote_code=is_remote_code(model))
 
 
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:

@@ -19,31 +19,31 @@ from torch import nn
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
-from xhf_hooks.exporters.computed import Derived, derive
+from xhf_hooks.exporters.computed import ComputedTensor, with_computed
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import some
-from xhf_hooks.model.tensors import model_class, module_tensors, without_wrappers
+from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_FP32_NBYTES = 4  # what is derived is computed in fp32, then cast, while the one before is being written
+_FP32_NBYTES = 4  # computed in fp32, then cast while the previous one is being written
 
 
 @dataclass(frozen=True)
 class _Built:
-    """What was built of a class from a config."""
+    """A reference model, and what it was built from."""
 
     kind: type[PreTrainedModel]
     config: dict[str, Any]
     reference: PreTrainedModel
 
 
-#: What each live model was compared with last, for as long as it lives: ``save_hf`` comes again and again, and building
-#: that takes longer than all else that it does before it writes.
+#: What each live model was last compared with: building it is the slowest step before the write, and ``save_hf`` is
+#: called again and again.
 _BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
 
 
@@ -51,8 +51,8 @@ _BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
 class HuggingFaceExporter(Exporter):
     """Writes what ``save_pretrained`` writes, names and bytes, without its whole-model state dict.
 
-    Before anything is gathered the class that ``from_pretrained`` will build is built on the meta device
-    from the config that will be written, and must have the names and shapes that are about to be saved.
+    Before anything is gathered, the model that ``from_pretrained`` will build is built on the meta device from the
+    config that will be written. It must have the names and shapes that are about to be saved.
 
     Raises:
         ModelError: There is not exactly one such model, or ``module`` names something else.
@@ -60,10 +60,10 @@ class HuggingFaceExporter(Exporter):
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
         self._path, self._model = find_pretrained(model, module)
-        self._derived: dict[str, Derived] = {}  # what is not written as it is, by its name in the source
+        self._computed: dict[str, ComputedTensor] = {}  # by the name in the source of what each replaces
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
-        self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
+        self.base_dir = hf_assets.base_dir_of(self._model)
         quantized = quantization_of(self._model)
         if quantized is not None:
             raise ModelError(
@@ -84,8 +84,8 @@ class HuggingFaceExporter(Exporter):
         entries = self._convert(own)
         if dtype is not None:
             entries = [replace(e, dtype=dtype) if is_float(e.dtype) else e for e in entries]
-        entries = derive(entries, self._derived)
-        made = [entry for entry in entries if not self._derived.keys().isdisjoint(entry.reads)]
+        entries = with_computed(entries, self._computed)
+        made = [entry for entry in entries if not self._computed.keys().isdisjoint(entry.reads)]
         self.combine_nbytes = max((math.prod(e.shape) * _FP32_NBYTES + 2 * e.nbytes for e in made), default=0)
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
@@ -98,17 +98,15 @@ class HuggingFaceExporter(Exporter):
         return None if int(transformers.__version__.split('.')[0]) < 5 else self._reference.num_parameters()
 
     def base_tokenizer(self) -> Any | None:
-        trusted = hf_assets.is_remote_code(self._model)  # then the user has agreed to run the base's code
-        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
+        return hf_assets.base_tokenizer_of(self._model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        return self._write_sidecar_of(self._model, folder, tokenizer, eos_token_ids)
+        return self._write_hf_assets_of(self._model, folder, tokenizer, eos_token_ids)
 
-    def _write_sidecar_of(
+    def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        text = self._config.get_text_config()
-        hf_assets.require_vocabulary(tokenizer, getattr(text, 'vocab_size', None))
+        hf_assets.require_vocabulary(tokenizer, getattr(self._config.get_text_config(), 'vocab_size', None))
         return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -121,7 +119,7 @@ class HuggingFaceExporter(Exporter):
         return hf_assets.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
-        """The class that ``from_pretrained`` will build, without memory."""
+        """The model that ``from_pretrained`` will build, on the meta device."""
         kind, content = model_class(self._model), config.to_dict()
         built = _BUILT.get(self._model)
         if built is None or (built.kind, built.config) != (kind, content):
@@ -132,10 +130,7 @@ class HuggingFaceExporter(Exporter):
         return built.reference
 
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
-        try:
-            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
-        except (NotImplementedError, AttributeError):  # a model without token embeddings
-            return None
+        weight = input_embedding(self._model)
         names = (name for name, tensor in module_tensors(self._model) if tensor is weight)
         live_name = '.'.join(filter(None, (self._path, next(names, None))))
         rows = (spec.shape[0] for spec in own.values() if live_name in (spec.name, *spec.aliases))
@@ -221,7 +216,7 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
 def quantization_of(model: PreTrainedModel) -> str | None:
     """The method by which transformers quantized the weights when it loaded them; None when it did not.
 
-    It marks the outermost model only; a backbone taken out of one still shares the config.
+    transformers marks the outermost model only; a backbone taken out of it still shares the config.
     """
     options = getattr(model.config, 'quantization_config', None) or {}
     found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
@@ -243,15 +238,15 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without memory, none of it partitioned."""
+    """A model on the meta device, not partitioned at ZeRO-3."""
     with _without_zero_init(), torch.device('meta'):
         return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
 
 
 @contextmanager
 def _without_zero_init() -> Iterator[None]:
-    """At ZeRO-3 transformers partitions whatever a model builds with ``from_config`` inside of it; not here."""
-    integration = sys.modules.get('transformers.integrations.deepspeed')  # not imported: nobody has turned it on
+    """Prevent that transformers partitions submodules built with ``from_config`` at ZeRO-3."""
+    integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
     reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
     active = None if reference is None else reference()
     if active is None:

@@ -1,4 +1,4 @@
-"""Embeddings with rows for new tokens."""
+"""Embeddings with more rows, for new tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xhf_hooks.exporters.computed import Derived
+from xhf_hooks.exporters.computed import ComputedTensor
 
 #: XTuner pads the rows to a multiple of this, "for performance reasons".
 ROWS_MULTIPLE = 64
@@ -15,18 +15,18 @@ _CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class NewRows:
+class ResizedEmbedding:
     """A tensor ``(vocab, ...)`` as ``(rows, ...)``: each new row is the mean of those that there are.
 
-    The mean is taken in float64, so that it does not depend on the order in which threads add.
+    The mean is computed in float64, so that it does not depend on the order in which threads add.
 
     Attributes:
-        made: How the tensor itself is made, where it is not the source's.
+        made: Computes the tensor itself, where it is not the source's.
     """
 
     base: str
     rows: int
-    made: Derived | None = None
+    made: ComputedTensor | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The tokenizer that goes out with the weights. Runs on: rank 0, before training."""
+"""The tokenizer that is written with the weights. Runs on: rank 0, before training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xhf_hooks.registry import BUILDER
 
 
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
-    """Build it from the option, from what the run itself has, or from the base model, the first that there is.
+    """From the option, else from the run, else from the base model.
 
     Returns:
         The tokenizer, or None, and warnings.

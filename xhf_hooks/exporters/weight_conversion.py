@@ -1,11 +1,10 @@
-"""Renaming and un-fusing by transformers' own mapping, found out without copying it.
+"""Renaming and un-fusing by transformers' own mapping, traced instead of copied.
 
-Since version 5 transformers keeps some weights in memory in another form than in its checkpoints (fused
-experts, for example), and ``save_pretrained`` turns them back with
-``transformers.core_model_loading.revert_weight_conversion``. That function is run here once over meta
-tensors that remember what they were made of. So every output's name, shape and sources are known before
-a tensor is gathered, and the outputs fall into groups that can be made one after the other. An output that
-is a view of consecutive elements of one input, as an expert is of fused ones, need not even be made.
+Since version 5 transformers keeps some weights in memory in another form than in its checkpoints (fused experts, for
+example), and ``save_pretrained`` converts them with ``transformers.core_model_loading.revert_weight_conversion``. Here
+that function runs once over meta tensors that record their inputs. So the name, shape and sources of every output are
+known before a tensor is gathered, and outputs fall into groups that are converted one after the other. An output that
+is a view of consecutive elements of one input, such as one of several fused experts, needs no conversion.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
 
 
 def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) -> int | None:
-    """The element of the group's only input with which an output begins that is a run of its elements."""
+    """The offset of an output that is a contiguous part of the group's only input; None for any other."""
     if len(group_inputs) != 1:
         return None
     (read,) = group_inputs
@@ -65,7 +64,7 @@ def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) 
 
 
 class ConversionGroup:
-    """Inputs that are converted together: what ``combine`` of their entries calls.
+    """Inputs that are converted together; ``combine`` of their entries.
 
     Args:
         inputs: Name in the model to spec.
@@ -108,7 +107,7 @@ def _groups(
     inputs: Mapping[str, _TracedTensor],
     outputs: Mapping[str, _TracedTensor],
 ) -> dict[str, ConversionGroup]:
-    """HF name to its group, for outputs that were computed; the merely renamed ones are absent."""
+    """HF name to its group, for outputs that were computed, not just renamed."""
     computed = {
         hf_name: tensor.sources
         for hf_name, tensor in outputs.items()
@@ -127,7 +126,7 @@ def _groups(
 
 
 def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], list[str]]]:
-    """Outputs that share a source belong together: (all their sources, their names) of each such set."""
+    """Sets of outputs that share sources: (all their sources, their names)."""
     sets: list[tuple[set[str], list[str]]] = []
     set_of: dict[str, tuple[set[str], list[str]]] = {}
     for hf_name, sources in computed.items():
@@ -145,7 +144,7 @@ def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], l
 class _TracedTensor(torch.Tensor):
     """A tensor that carries the names of the tensors that it was computed from.
 
-    It stays the view that it is where :meth:`~torch.Tensor.contiguous` would copy: that changes no element.
+    :meth:`~torch.Tensor.contiguous` returns it as it is, so that views stay views.
     """
 
     sources: frozenset[str]

@@ -56,9 +56,20 @@ def cast(tensor: torch.Tensor, code: str) -> tuple[torch.Tensor, int]:
     if tensor.dtype == dtype:
         return tensor, 0
     converted = tensor.to(dtype)
-    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
-        return converted, 0
-    return converted, int(converted.isinf().sum()) - int(tensor.isinf().sum())
+    return converted, count_overflows(tensor, converted)
+
+
+def count_overflows(source: torch.Tensor, target: torch.Tensor) -> int:
+    """Finite elements of ``source`` that are infinite in ``target``."""
+    if not (source.numel() and source.is_floating_point() and target.is_floating_point()):
+        return 0
+    largest = torch.finfo(target.dtype).max
+    if largest >= torch.finfo(source.dtype).max:
+        return 0
+    low, high = torch.aminmax(source)
+    if -largest <= low and high <= largest:  # several times faster than to look for infinities
+        return 0
+    return int(target.isinf().sum()) - int(source.isinf().sum())
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""The doors through which MMEngine calls: the hook, its schedule and its options."""
+"""MMEngine's hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights of a run go out: those that MMEngine's EMAHook averages, or the live ones."""
+"""Which weights of a run are saved: those averaged by MMEngine's EMAHook, or the live ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _OR_LIVE = 'or set ema=False to save the live weights'
 def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, ema: bool, log: RunLog) -> Unwrapped:
     """The trained model, read from the copy that an EMAHook averages, if the run has one. Runs on: all ranks.
 
-    Between iterations that copy is what validation scores and what CheckpointHook writes as ``state_dict``; before
-    the averaging begins it is the live model (mmengine ``hooks/ema_hook.py``). It is read where it is: nothing is
-    swapped.
+    Between iterations that copy is what validation scores and what CheckpointHook writes as ``state_dict``; before the
+    averaging begins it equals the live model (mmengine ``hooks/ema_hook.py``). It is read in place; nothing is swapped.
 
     Args:
-        hooks: Of the run, in the order in which they are called.
+        hooks: Of the run, in call order.
         own: The hook that saves.
         ema: The option: False leaves the model as it is.
 
@@ -47,12 +46,12 @@ def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, em
     if source in (Zero3Source, Fsdp1Source, Fsdp2Source):
         raise OptionError(
             'ema',
-            f'an EMAHook in a run whose parameters are whole on every rank, as in DDP and at ZeRO-0 to 2 (its copy of '
+            f'an EMAHook in a run whose parameters are not partitioned, as in DDP and at ZeRO-0 to 2 (its copy of '
             f'partitioned ones is empty): leave EMAHook out, {_OR_LIVE}',
             f'parameters partitioned by {_ENGINES[source]}',
         )
     averaged = averaging[0].ema_model
-    log.info(f'what is saved are the weights averaged by EMAHook ({type(averaged).__name__})')
+    log.info(f'saving the weights averaged by EMAHook ({type(averaged).__name__})')
     if unwrapped.engine is not None:
         log.warning(
             "DeepSpeed's checkpoints do not hold the averaged weights, so a resumed run begins a new average "

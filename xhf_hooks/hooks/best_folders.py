@@ -1,4 +1,4 @@
-"""Folders that hold a best model: which there are, and the scores that their manifests tell."""
+"""Folders of best saves, and the scores in their manifests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class BestFolder:
     """A committed folder of the best save by a metric.
 
     Attributes:
-        metric: None where the manifest tells no score, as those of earlier versions of this package.
-        iteration: That it is of.
+        metric: None where the manifest has no score, as those of earlier versions of this package.
     """
 
     path: Path
@@ -29,13 +28,13 @@ class BestFolder:
 
 
 def describe_best(metric: str, score: float, rule: str) -> dict[str, Any]:
-    """What the manifest says of the best save. Numbers that JSON lacks are text."""
+    """The score, for the manifest of a best save; NaN and infinity as text."""
     value = float(score)
     return {'best': {'metric': metric, 'score': value if math.isfinite(value) else str(value), 'rule': rule}}
 
 
 def find_best_folders(finals: Iterable[Path]) -> list[BestFolder]:
-    """The best folders beside folders of the newest save, such as ``hf_model_best``. Runs on: rank 0."""
+    """The best folders, such as ``hf_model_best``, beside those of newest saves. Runs on: rank 0."""
     found = []
     for final in finals:
         for manifest in sorted(final.parent.glob(f'{glob.escape(final.name)}_best*/{MANIFEST_NAME}')):
@@ -45,7 +44,7 @@ def find_best_folders(finals: Iterable[Path]) -> list[BestFolder]:
 
 
 def _read(manifest: Path) -> BestFolder | None:
-    """None for what is no manifest of ours."""
+    """None where it is not a manifest of ours."""
     try:
         content = json.loads(manifest.read_text(encoding='utf-8'))
         iteration, best = int(content['iteration']), content.get('best')

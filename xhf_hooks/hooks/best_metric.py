@@ -1,4 +1,4 @@
-"""Which validation results are the best so far, by the rules of MMEngine's CheckpointHook."""
+"""Finds the best validation results so far, by the rules of MMEngine's CheckpointHook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmengine.logging import MessageHub
 from xhf_hooks.errors import OptionError, TargetError
 from xhf_hooks.hooks.best_folders import BestFolder, describe_best
 
-#: In the message hub: the folders of the newest save of this run and of all that it goes on from.
+#: In the message hub: the folders of the newest saves of this run and of those that it was resumed from.
 _FOLDERS_KEY = 'hf_checkpoint_folders'
 _NOWHERE = 'as the checkpoint says; no folder is known that holds it'
 
@@ -21,7 +21,7 @@ class BestMetric(CheckpointHook):
     """The part of CheckpointHook that understands ``save_best`` and ``rule``; it saves nothing itself.
 
     Scores are in the message hub, which MMEngine's checkpoints carry, and in the manifests of the folders. A checkpoint
-    may be older than the best save, so both count, and the better one is to be beaten.
+    may be older than the best save, so the better score of both counts.
     """
 
     def __init__(self, save_best: str | list[str], rule: str | list[str] | None) -> None:
@@ -39,10 +39,10 @@ class BestMetric(CheckpointHook):
 
         Args:
             newest: Folder of the newest save; those of the best are named after it.
-            known: Best folders beside it, and beside those that :func:`earlier_folders` names.
+            known: Best folders beside it, and beside those of :func:`earlier_folders`.
 
         Returns:
-            What the log should say.
+            Log messages.
 
         Raises:
             TargetError: A folder that would be replaced is of another metric, or its score is not known.
@@ -54,11 +54,11 @@ class BestMetric(CheckpointHook):
         return [line for metric in self.key_indicators for line in self._count_known(metric, hub)]
 
     def improved(self, metrics: Mapping[str, Any], hub: MessageHub) -> dict[str, float]:
-        """Metric to score, of those that are better than any before.
+        """The metrics that have improved, with their scores.
 
         Raises:
             OptionError: A metric of ``save_best`` is not among the results.
-            TargetError: As :meth:`begin`, of a metric that is known only now.
+            TargetError: As :meth:`begin`, for a metric that was not known then.
         """
         if self.key_indicators == ['auto']:
             first = next(iter(metrics))
@@ -80,7 +80,7 @@ class BestMetric(CheckpointHook):
         hub.update_info(_score_key(metric), score)
 
     def facts(self, metric: str, score: float) -> dict[str, Any]:
-        """What the manifest of the save of this score says."""
+        """For the manifest of the save with this score."""
         return describe_best(metric, score, self._rule(metric))
 
     def folder_suffixes(self) -> list[str]:
@@ -92,7 +92,7 @@ class BestMetric(CheckpointHook):
         return 'best' if len(self.key_indicators) == 1 else f'best_{metric}'.replace('/', '_')
 
     def _count_known(self, metric: str, hub: MessageHub) -> list[str]:
-        """Take the better of folders and message hub as the score to beat; what to log about it."""
+        """Put the better score of folders and message hub into the hub; returns log messages."""
         lines = self._check_own(metric, hub)
         holder = None
         for folder in self._known:
@@ -105,7 +105,7 @@ class BestMetric(CheckpointHook):
         return [*lines, f'the best {metric} so far is {float(self._best(metric, hub)):.4f}, {where}']
 
     def _check_own(self, metric: str, hub: MessageHub) -> list[str]:
-        """Whether the folder of this metric may be replaced by a better save."""
+        """Refuse to replace a folder whose score cannot be compared; returns log messages."""
         own = self._newest and self._newest.with_name(f'{self._newest.name}_{self.folder_suffix(metric)}')
         for folder in self._known:
             if folder.path != own or folder.metric == metric:
@@ -116,9 +116,7 @@ class BestMetric(CheckpointHook):
                     f'Move it away or set out_dir'
                 )
             if _score_key(metric) not in hub.runtime_info:
-                raise TargetError(
-                    f'{own} holds no score, so whether a save is better cannot be told. Move it away or set out_dir'
-                )
+                raise TargetError(f'{own} holds no score to compare with. Move it away or set out_dir')
             return [f'{own} holds no score: that of the checkpoint is taken for it']
         return []
 
@@ -130,7 +128,7 @@ class BestMetric(CheckpointHook):
 
 
 def earlier_folders(hub: MessageHub) -> list[Path]:
-    """Folders of the newest save of the runs that this one goes on from, as the checkpoint says; they may be gone."""
+    """Folders of the newest saves of the runs that this one was resumed from; they may be gone."""
     return [Path(folder) for folder in hub.runtime_info.get(_FOLDERS_KEY, ())]
 
 

@@ -12,11 +12,11 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import HookOptions
 from xhf_hooks.errors import XhfError
+from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best_folders import find_best_folders
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
-from xhf_hooks.hooks.tokenizer import with_chat_template
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import unwrap
@@ -29,8 +29,8 @@ from xhf_hooks.telemetry.log import RunLog, scalars
 class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
 
-    Before the first step it plans the whole save from metadata and raises what is wrong with it. A save
-    that fails later is logged, and training goes on.
+    Before the first step it plans the whole save from metadata, and raises if anything is wrong with it. If a save
+    fails later, the error is logged and training goes on.
 
     Examples:
         >>> custom_imports = dict(imports=['xhf_hooks'])
@@ -44,10 +44,10 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
 
     def before_train(self, runner: Any) -> None:
-        """Prove that the save will work. Runs on: all ranks.
+        """Check that saves will work. Runs on: all ranks.
 
         Raises:
-            XhfError: It will not; the same on every rank, before any training is paid for.
+            XhfError: They will not; the same on every rank.
         """
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
@@ -70,7 +70,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             runner.cfg.get('tokenizer'),
             when=self._schedule,
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
-            finish_tokenizer=(lambda found: with_chat_template(runner.cfg, found, log)) if self.chat_template else None,
+            finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg) if self.chat_template else None,
         )
         self._log = log
         if self._best is not None:
@@ -115,7 +115,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.close()
 
     def _learn_of_best(self, runner: Any) -> None:
-        """What is in the best folders counts, also where the resumed checkpoint is older. Runs on: all ranks."""
+        """Read the scores of the best folders: the resumed checkpoint may be older. Runs on: all ranks."""
         collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
         try:
             with collective.stage('preflight'):
@@ -137,12 +137,12 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             runner.visualizer.add_scalars(scalars(committed), step=committed.step.iteration)
 
     def _step(self, runner: Any, epochs: int) -> Step:
-        """After an iteration or so many epochs, by what both schedule and train loop count."""
+        """The step of a save, in epochs where both schedule and train loop count them."""
         return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
 
 
 def _wrappers() -> tuple[type, ...]:
-    """What is registered as holding the model as ``module``, in MMEngine and its children's scopes."""
+    """The model wrappers registered with MMEngine and in its child scopes; each holds the model as ``module``."""
     found = list(MODEL_WRAPPERS.module_dict.values())
     for child in MODEL_WRAPPERS.children.values():
         found += child.module_dict.values()

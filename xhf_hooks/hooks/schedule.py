@@ -1,4 +1,4 @@
-"""When to save. Pure: numbers in, yes or no out."""
+"""When to save."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from xhf_hooks.telemetry.log import RunLog
 
 
 def counts_epochs(runner: Any) -> bool:
-    """Whether training goes by epochs. To IterBasedTrainLoop all of it is one epoch, as XTuner's TrainLoop is, too."""
+    """Whether training counts epochs. In IterBasedTrainLoop, and XTuner's TrainLoop, all of it is one epoch."""
     if isinstance(runner.train_loop, (EpochBasedTrainLoop, IterBasedTrainLoop)):
         return isinstance(runner.train_loop, EpochBasedTrainLoop)
-    own = _checkpoint_hook(runner)  # a loop of somebody else's: what the run says of itself
+    own = _checkpoint_hook(runner)  # another loop: as the run's CheckpointHook counts
     return own is None or own.by_epoch
 
 
@@ -30,20 +30,20 @@ def resolve_schedule(runner: Any, interval: int | None, by_epoch: bool | None, s
 
 
 def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway: bool) -> None:
-    """Tell before training that no save will be due.
+    """Report before training that no save will be due.
 
     Args:
-        saves_anyway: There are others: at the end, or of the best score.
+        saves_anyway: There are other saves: at the end, or of the best score.
 
     Raises:
-        OptionError: None will be due, and there are no others.
+        OptionError: No save will be due, and there are no others.
     """
     last, done = (runner.max_epochs, runner.epoch) if schedule.by_epoch else (runner.max_iters, runner.iter)
     unit = 'epochs' if schedule.by_epoch else 'iterations'
     first = schedule.next_due(0)
     if first is None and not saves_anyway:
-        raise OptionError('interval', 'a number, or save_last or save_best: like this nothing is ever saved', None)
-    if first is None or not last:  # a loop that does not know its end
+        raise OptionError('interval', 'a number, or save_last or save_best: otherwise nothing is ever saved', None)
+    if first is None or not last:  # the loop does not know its end
         return
     end = f'training ends after {last} {unit}'
     if schedule.by_epoch and not counts_epochs(runner):

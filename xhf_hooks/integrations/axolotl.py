@@ -33,14 +33,14 @@ class HFCheckpointPlugin(BasePlugin):
     """Adds HFCheckpointCallback to the Trainer that Axolotl builds."""
 
     def get_input_args(self) -> str:
-        """Where Axolotl finds the class of this plugin's part of the YAML."""
+        """The class of this plugin's part of the YAML."""
         return 'xhf_hooks.integrations.axolotl.HFCheckpointArgs'
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[HFCheckpointCallback]:
         """The callback; called once the Trainer is built, before it trains.
 
         Args:
-            cfg: Axolotl's config, a dict that gives None for what it does not have.
+            cfg: Axolotl's config, a dict that returns None for missing keys.
 
         Raises:
             OptionError: An option has a bad value.

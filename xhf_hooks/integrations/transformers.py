@@ -1,4 +1,4 @@
-"""The callback for ``transformers.Trainer``, and for all that is built on it (TRL, Axolotl)."""
+"""The callback for ``transformers.Trainer`` and what is built on it (TRL, Axolotl)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import CallbackOptions
@@ -21,20 +21,18 @@ from xhf_hooks.telemetry.log import RunLog
 class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
-    The same save as HFCheckpointHook's; what the options mean stands there. Trainer's own checkpoints, which
-    resuming needs, are not replaced: with ``save_strategy='no'`` in TrainingArguments there are none.
+    The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which resuming needs: with
+    ``save_strategy='no'`` in TrainingArguments there are none.
 
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Prove that the save will work. Runs on: all ranks.
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Check that saves will work. Runs on: all ranks.
 
         Raises:
-            XhfError: It will not; the same on every rank, before any training is paid for.
+            XhfError: They will not; the same on every rank.
         """
         self.close()
         if not self.save_last and self.save_strategy is None and args.save_strategy == 'no':
@@ -50,25 +48,21 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         )
         self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._saves.collect_if_done()
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(state)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
             self._save(state)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy is None:
             self._save(state)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
             self._saves.collect()
             # load_best_model_at_end has replaced the weights by now

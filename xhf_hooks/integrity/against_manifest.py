@@ -101,7 +101,7 @@ def compare_headers(folders: Collection[WeightFolder], manifest: Manifest, findi
     before = len(findings.found)
     for folder in folders:
         for file, header in folder.headers.items():
-            name = f'{folder.name}/{file}' if folder.name else file
+            name = folder.prefix + file
             record = manifest.files.get(name)
             if record is not None and record.tensors is not None:
                 _compare_header(name, header, {n: (t.shape, t.dtype) for n, t in record.tensors.items()}, findings)
@@ -133,7 +133,7 @@ def read_files(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, FileSums]:
     """Read and sum up the files ``names`` that are there."""
-    headers = {f'{f.name}/{n}' if f.name else n: h for f in folders for n, h in f.headers.items()}
+    headers = {folder.prefix + name: h for folder in folders for name, h in folder.headers.items()}
     names = [name for name in names if content.files.get(name, -1) >= 0]
     files = [
         FileToRead(content.path / name, content.files[name], headers.get(name), count_non_finite) for name in names

@@ -1,12 +1,7 @@
-"""Checksums of files and of the tensors in them: every byte that was written is read once, by several threads.
-
-Files are mapped, which is faster than reading by the time of a copy, or read, which no failing disk turns into a
-signal that ends the process. What cannot be read is an error of that file either way.
-"""
+"""Checksums of files and of the tensors in them: every byte that was written is read once, by several threads."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.files.holes import Range, find_holes, within
-from xhf_hooks.files.mapped_file import MappedFile, map_or_none
-from xhf_hooks.files.regular_files import open_regular_fd
+from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import checksum
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header
+from xhf_hooks.integrity.file_reader import FileReader
 
 #: A multiple of every element size. Read at once; a job is several of these.
 WINDOW_NBYTES = 1 << 20
@@ -56,26 +50,17 @@ class FileToRead:
     count_non_finite: bool = False
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """The header (or a whole file without tensors), or one tensor."""
+@dataclass
+class _Part:
+    """Bytes of the header (or of a whole file without tensors), or of one tensor: at most a window, or a hole."""
 
-    name: str | None
+    tensor: str | None
     dtype: str
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Bytes of one segment, at most a window."""
-
-    segment: int
-    start: int
-    end: int
-
-
-_PartSum = tuple[_Part, int, int]
+    is_hole: bool = False
+    crc32: int = 0
+    non_finite: int = 0
 
 
 def sum_files(
@@ -89,176 +74,121 @@ def sum_files(
 
     Args:
         threads: The memory is a window for each.
-        drop_cache: Read, and ask the system to take from the disk what it holds in memory (as far as it is written
-            there), holes, too, which is left to the disk to say; for use in a training run.
+        drop_cache: Have everything from the disk; see :class:`.FileReader`.
         on_progress: Called in this thread with bytes done and bytes in all.
 
     Returns:
         One for each file, in the same order.
     """
-    segments = [_segments(file) for file in files]
-    sums = [FileSums() for _ in files]
-    parts: list[list[_PartSum]] = [[] for _ in files]
+    summings = [_Summing(file) for file in files]
     total, done = sum(file.nbytes for file in files), 0
     with ExitStack() as opened:
-        jobs = _jobs(files, segments, sums, opened, drop_cache)
-        for number, nbytes, found, error in threads.run(jobs):
-            if error is not None:
-                sums[number].error = sums[number].error or error
-            parts[number] += found
+        for nbytes in threads.run(_jobs(summings, opened, drop_cache)):
             done += nbytes
             if on_progress is not None:
                 on_progress(done, total)
-    for number, found in enumerate(parts):
-        if sums[number].error is None:
-            _put_together(sums[number], segments[number], found)
-    return sums
+    return [summing.finish() for summing in summings]
 
 
-def _jobs(
-    files: Sequence[FileToRead],
-    segments: Sequence[Sequence[_Segment]],
-    sums: Sequence[FileSums],
-    opened: ExitStack,
-    drop_cache: bool,
-) -> Iterator[Callable[[], tuple[int, int, list[_PartSum], str | None]]]:
-    buffers = threading.local()
-    for number, file in enumerate(files):
-        try:
-            fd = open_regular_fd(file.path)
-        except OSError as error:
-            sums[number].error = error.strerror
-            continue
-        opened.callback(os.close, fd)
-        mapped = None
-        if drop_cache:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
-            mapped = map_or_none(fd, file.nbytes)
-        if mapped is not None:
-            opened.callback(mapped.close)
-        holes = [] if drop_cache else find_holes(fd, file.nbytes, WINDOW_NBYTES)
-        unwritten: list[_Part] = []
-        windows = list(_windows(segments[number], holes, unwritten))
-        if unwritten:
-            sums[number].hole_nbytes = sum(part.end - part.start for part in unwritten)
-            yield partial(_sum_holes, number, unwritten)
+def _jobs(summings: Sequence[_Summing], opened: ExitStack, drop_cache: bool) -> Iterator[Callable[[], int]]:
+    buffers = _Buffers()
+    for summing in summings:
+        windows = summing.open(opened, drop_cache)
+        yield partial(int, summing.sums.hole_nbytes)  # done without reading
         for first in range(0, len(windows), _WINDOWS_PER_JOB):
-            job = windows[first : first + _WINDOWS_PER_JOB]
-            yield partial(_sum_windows, number, fd, mapped, job, segments[number], file.count_non_finite, buffers)
+            yield partial(summing.read, windows[first : first + _WINDOWS_PER_JOB], buffers)
 
 
-def _segments(file: FileToRead) -> list[_Segment]:
-    if file.header is None:
-        return [_Segment(None, '', 0, file.nbytes)]
-    return [
-        _Segment(None, '', 0, file.header.data_start),
-        *(_Segment(entry.name, entry.dtype, entry.start, entry.end) for entry in file.header.entries),
-    ]
+class _Buffers(threading.local):
+    """Each thread's own, for a window."""
+
+    def __init__(self) -> None:
+        self.window = memoryview(bytearray(WINDOW_NBYTES))
 
 
-def _windows(segments: Sequence[_Segment], holes: Sequence[Range], unwritten: list[_Part]) -> Iterator[list[_Part]]:
-    """Consecutive parts, together at most :data:`WINDOW_NBYTES`; no part is empty.
+class _Summing:
+    """One file on its way."""
 
-    Args:
-        unwritten: Gets the parts that lie in holes, of any size.
-    """
-    window: list[_Part] = []
-    nbytes = 0
-    for part, is_hole in _parts(segments, holes):
-        if window and (is_hole or nbytes + part.end - part.start > WINDOW_NBYTES):
-            yield window
-            window, nbytes = [], 0
-        if is_hole:
-            unwritten.append(part)
-        else:
-            window.append(part)
-            nbytes += part.end - part.start
-    if window:
-        yield window
+    def __init__(self, file: FileToRead) -> None:
+        self._file, self.sums = file, FileSums()
+        self._parts: list[_Part] = []
+        self._reader: FileReader | None = None
+
+    def open(self, opened: ExitStack, drop_cache: bool) -> list[list[_Part]]:
+        """What to read: consecutive parts, together at most :data:`WINDOW_NBYTES`; none of a file that is not there."""
+        try:
+            self._reader = FileReader(self._file.path, self._file.nbytes, from_disk=drop_cache)
+        except OSError as error:
+            self.sums.error = error.strerror
+            return []
+        opened.callback(self._reader.close)
+        self._parts = list(_parts(self._file, self._reader.holes))
+        windows: list[list[_Part]] = []
+        room = 0
+        for part in self._parts:
+            nbytes = part.end - part.start
+            if part.is_hole:
+                self.sums.hole_nbytes += nbytes
+                room = 0
+                continue
+            if nbytes > room:
+                windows.append([])
+                room = WINDOW_NBYTES
+            windows[-1].append(part)
+            room -= nbytes
+        return windows
+
+    def read(self, windows: Sequence[Sequence[_Part]], buffers: _Buffers) -> int:
+        """Runs on: a thread. Bytes done."""
+        nbytes = 0
+        try:
+            for window in windows:
+                first, end = window[0].start, window[-1].end
+                with self._reader.view(first, end, buffers.window) as view:
+                    for part in window:
+                        with view[part.start - first : part.end - first] as data:
+                            part.crc32 = checksum.crc32(data)
+                            if self._file.count_non_finite:
+                                part.non_finite = count_non_finite(data, part.dtype)
+                nbytes += end - first
+            self._reader.forget(windows[0][0].start, windows[-1][-1].end)
+        except OSError as error:
+            self.sums.error = self.sums.error or error.strerror or str(error)
+        return nbytes
+
+    def finish(self) -> FileSums:
+        """When all has been read."""
+        sums, header = self.sums, self._file.header
+        if sums.error is not None:
+            return sums
+        sums.tensors = {entry.name: 0 for entry in header.entries} if header is not None else {}
+        for part in self._parts:
+            nbytes = part.end - part.start
+            crc = checksum.crc32_of_zeros(nbytes) if part.is_hole else part.crc32
+            sums.crc32 = checksum.combine(sums.crc32, crc, nbytes)
+            if part.tensor is not None:
+                sums.tensors[part.tensor] = checksum.combine(sums.tensors[part.tensor], crc, nbytes)
+            if part.tensor is not None and part.non_finite:
+                sums.non_finite[part.tensor] = sums.non_finite.get(part.tensor, 0) + part.non_finite
+        return sums
 
 
-def _parts(segments: Sequence[_Segment], holes: Sequence[Range]) -> Iterator[tuple[_Part, bool]]:
-    """All parts in their order, and whether each is in a hole."""
-    for number, segment in enumerate(segments):
-        position = segment.start
-        width = DTYPE_NBYTES.get(segment.dtype, 1)
-        for first, last in (*within(holes, segment.start, segment.end), (segment.end, segment.end)):
+def _parts(file: FileToRead, holes: Sequence[Range]) -> Iterator[_Part]:
+    """All parts in their order; none is empty."""
+    header = file.header
+    segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else file.nbytes)]
+    if header is not None:
+        segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in header.entries]
+    for name, dtype, start, end in segments:
+        position, width = start, DTYPE_NBYTES.get(dtype, 1)
+        for first, last in (*within(holes, start, end), (end, end)):
             # Holes are of pages, and what is counted is of whole elements
-            first += (segment.start - first) % width
-            last -= (last - segment.start) % width
+            first += (start - first) % width
+            last -= (last - start) % width
             if last < first:
                 continue
-            for start in range(position, first, WINDOW_NBYTES):
-                yield _Part(number, start, min(start + WINDOW_NBYTES, first)), False
+            for at in range(position, first, WINDOW_NBYTES):
+                yield _Part(name, dtype, at, min(at + WINDOW_NBYTES, first))
             if last > first:
-                yield _Part(number, first, last), True
+                yield _Part(name, dtype, first, last, is_hole=True)
             position = last
-
-
-def _sum_holes(number: int, parts: Sequence[_Part]) -> tuple[int, int, list[_PartSum], None]:
-    """As :func:`_sum_windows`."""
-    found = [(part, checksum.crc32_of_zeros(part.end - part.start), 0) for part in parts]
-    return number, sum(part.end - part.start for part in parts), found, None
-
-
-def _sum_windows(
-    number: int,
-    fd: int,
-    mapped: MappedFile | None,
-    windows: Sequence[Sequence[_Part]],
-    segments: Sequence[_Segment],
-    counting: bool,
-    buffers: threading.local,
-) -> tuple[int, int, list[_PartSum], str | None]:
-    """Runs on: a thread. File number, bytes done, sums, error."""
-    if not hasattr(buffers, 'data'):
-        buffers.data = memoryview(bytearray(WINDOW_NBYTES))
-    found: list[_PartSum] = []
-    nbytes = 0
-    try:
-        for window in windows:
-            first, end = window[0].start, window[-1].end
-            if mapped is None:
-                view = buffers.data[: end - first]
-                read_exactly(fd, first, view)
-            else:
-                view = mapped.view(first, end)
-            with view:
-                for part in window:
-                    with view[part.start - first : part.end - first] as data:
-                        dtype = segments[part.segment].dtype
-                        non_finite = count_non_finite(data, dtype) if counting else 0
-                        found.append((part, checksum.crc32(data), non_finite))
-            nbytes += end - first
-        if mapped is not None:
-            mapped.forget(windows[0][0].start, windows[-1][-1].end)
-    except OSError as error:
-        return number, nbytes, [], error.strerror or str(error)
-    return number, nbytes, found, None
-
-
-def read_exactly(fd: int, offset: int, out: memoryview) -> None:
-    """Fill ``out`` from ``offset`` on.
-
-    Raises:
-        OSError: The file cannot be read, or ends before.
-    """
-    while len(out):
-        count = os.preadv(fd, [out], offset)
-        if not count:
-            raise OSError(f'the file ends at byte {offset}: it became shorter')
-        out, offset = out[count:], offset + count
-
-
-def _put_together(sums: FileSums, segments: Sequence[_Segment], parts: list[_PartSum]) -> None:
-    parts.sort(key=lambda found: found[0].start)
-    crcs = [0] * len(segments)
-    for part, crc, non_finite in parts:
-        nbytes = part.end - part.start
-        crcs[part.segment] = checksum.combine(crcs[part.segment], crc, nbytes)
-        sums.crc32 = checksum.combine(sums.crc32, crc, nbytes)
-        name = segments[part.segment].name
-        if non_finite and name is not None:
-            sums.non_finite[name] = sums.non_finite.get(name, 0) + non_finite
-    sums.tensors = {segment.name: crc for segment, crc in zip(segments, crcs, strict=True) if segment.name is not None}

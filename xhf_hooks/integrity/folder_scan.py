@@ -45,12 +45,33 @@ class WeightFolder:
     Attributes:
         name: Relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
         path: Where it is.
-        headers: Of the files that are whole, by name in this folder.
+        files: All that are right in it: name to size in bytes.
+        headers: Of the weights that are whole, by name in this folder.
     """
 
     name: str
     path: Path
+    files: dict[str, int]
     headers: dict[str, Header] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        return self.name or '.'
+
+    @property
+    def prefix(self) -> str:
+        """What comes before the names of its files in the checkpoint."""
+        return f'{self.name}/' if self.name else ''
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file; None where it is not there, or damaged, which is told with the other texts."""
+        if name not in self.files:
+            return None
+        try:
+            return strict_json.read(self.path / name)
+        except DamagedError:
+            return None
 
     def loaded(self) -> dict[str, Header]:
         """The files that ``from_pretrained`` reads: one file, or the shards, or all that there is."""
@@ -81,10 +102,13 @@ class FolderContent:
     def weight_files(self) -> list[str]:
         return [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
 
-    def in_folder(self, folder: str) -> list[str]:
-        """Names of the files right in one folder."""
-        prefix = f'{folder}/' if folder else ''
-        return [n[len(prefix) :] for n in self.files if n.startswith(prefix) and '/' not in n[len(prefix) :]]
+    def by_folder(self) -> dict[str, dict[str, int]]:
+        """Folder, relative to the checkpoint, to the files right in it."""
+        found: dict[str, dict[str, int]] = {}
+        for path, nbytes in self.files.items():
+            parent, _, name = path.rpartition('/')
+            found.setdefault(parent, {})[name] = nbytes
+        return found
 
 
 def scan(folder: Path) -> FolderContent:
@@ -152,13 +176,14 @@ def _leads_out(path: Path, root: Path) -> bool:
 def read_headers(content: FolderContent, findings: Findings, only: Collection[str] | None = None) -> list[WeightFolder]:
     """The headers of all weights; those that are damaged are reported and left out."""
     folders: dict[str, WeightFolder] = {}
+    files = content.by_folder()
     n_tensors = 0
     misaligned: list[str] = []
     for name in content.weight_files():
         if only is not None and name not in only:
             continue
         parent, _, file = name.rpartition('/')
-        folder = folders.setdefault(parent, WeightFolder(parent, content.path / parent))
+        folder = folders.setdefault(parent, WeightFolder(parent, content.path / parent, files[parent]))
         try:
             folder.headers[file] = read_header(content.path / name)
         except DamagedError as error:
@@ -174,9 +199,9 @@ def read_headers(content: FolderContent, findings: Findings, only: Collection[st
     return list(folders.values())
 
 
-def check_indexes(content: FolderContent, folder: WeightFolder, findings: Findings) -> None:
+def check_indexes(folder: WeightFolder, findings: Findings) -> None:
     """Each index against the files that it names, and shards against their index."""
-    names = content.in_folder(folder.name)
+    names = folder.files
     indexed: set[str] = set()
     for name in names:
         if name.endswith(INDEX_SUFFIX):

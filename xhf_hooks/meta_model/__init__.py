@@ -1,4 +1,4 @@
-"""The model that a checkpoint belongs to, rebuilt without memory, for the hook's exporters to look at."""
+"""The model that a checkpoint belongs to, rebuilt on the meta device for the exporters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a ``config.json`` may ask for: what the tensors that it describes can account for, and a fixed amount."""
+"""Limits what a ``config.json`` may ask for, by the number of tensors that it describes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ITEMS, _ITEMS_PER_TENSOR = 200_000, 10
 
 @contextmanager
 def limited_modules(n_tensors: int) -> Iterator[None]:
-    """While it is open, this thread cannot build modules without end.
+    """Within it, limit how many modules this thread builds.
 
     Args:
-        n_tensors: That the files hold.
+        n_tensors: In the files.
 
     Raises:
-        DamagedError: What is built within has far more modules and parameters than the files have tensors.
+        DamagedError: Far more modules and parameters are built than the files have tensors.
     """
     most, thread, count = _REGISTERED + _REGISTERED_PER_TENSOR * n_tensors, threading.get_ident(), 0
 
@@ -50,14 +50,14 @@ def limited_modules(n_tensors: int) -> Iterator[None]:
 
 
 def require_modest(config: object, n_tensors: int, where: str) -> None:
-    """Lists and dicts of a config, with those in them, have no more items than a model of so many tensors can use.
+    """Refuse a config whose nested lists and dicts have more items than a model of so many tensors can use.
 
     Args:
-        config: What JSON gives, or a config of transformers.
+        config: Parsed JSON, or a config of transformers.
         where: For the message.
 
     Raises:
-        DamagedError: They have.
+        DamagedError: They have more.
     """
     most, seen, count = _ITEMS + _ITEMS_PER_TENSOR * n_tensors, set(), 0
     todo: list[Any] = [config]

@@ -1,16 +1,15 @@
-"""Builds the model that was trained, without memory, from what describes it.
+"""Builds the trained model on the meta device, from what describes it.
 
 - XTuner's models, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
 - What transformers.Trainer and Axolotl train: the ``config.json`` (and ``adapter_config.json``) in the checkpoint.
-- Anything else that holds one transformers model: the folder given with ``--base``, at the place where the
-  checkpoint's names have it.
+- Anything else that holds one transformers model: the folder given with ``--base``, at the path that the checkpoint's
+  names have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,20 @@ from xhf_hooks.model.tensors import module_tensors, names_by_identity
 #: Fields of an XTuner model's config that are models, and those that adapt them (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
-#: What any model may have: a checkpoint can hold few of its tensors (LoRA, a projector). Mixtures of experts whose
-#: experts are modules of their own register 150,000 modules and parameters.
+#: Limits are at least for so many: a checkpoint can hold few of a model's tensors (LoRA, a projector). Mixtures of
+#: experts whose experts are modules register 150,000 modules and parameters.
 _LEAST_TENSORS = 7000
 
 
 @dataclass
 class MetaModel:
-    """The trained model on the meta device, and where each part of it began.
+    """The trained model on the meta device, and the base models of its parts.
 
     Attributes:
-        described_by: What the user is told that it was built from.
-        bases: Folder that a part was loaded from, and the names of the part's tensors there, by the identity
-            of the meta model's tensors.
-        notes: What the user should know.
+        described_by: What it was built from, for messages.
+        bases: Folder that a part was loaded from, and the names of its tensors there, by the identity of the meta
+            model's tensors.
+        notes: For the user.
     """
 
     module: nn.Module
@@ -49,7 +48,7 @@ class MetaModel:
     notes: list[str] = field(default_factory=list)
 
     def remember_base(self, folder: str, model: nn.Module) -> None:
-        """Before the model is wrapped or adapted: its names are those of the files."""
+        """Called before the model is wrapped or adapted, while its names are those of the files."""
         self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
 
 
@@ -63,8 +62,8 @@ def build_meta_model(
 ) -> MetaModel:
     """The model that a checkpoint belongs to.
 
-    Configs of models are anyone's files: it is built twice, the first time in a process that may take so much and no
-    more. Both times take less than a second for most models.
+    Its configs are untrusted, so it is built twice, first in a process with limited time and memory. Both together take
+    less than a second for most models.
 
     Args:
         config: Of the run.
@@ -73,10 +72,10 @@ def build_meta_model(
         base: Folder or hub name given by the user, instead of what the config or the checkpoint says.
 
     Raises:
-        ConfigError, BaseModelError: Nothing says how it was built, or what does cannot be used.
-        DamagedError: What does asks for too much, or cannot be built.
+        ConfigError, BaseModelError: Nothing says how it was built, or that cannot be used.
+        DamagedError: Its config asks for too much, or cannot be built.
     """
-    build = partial(_build, config, checkpoint, names, base, trust_remote_code)
+    build = _Builder(config, checkpoint, names, base, trust_remote_code).build
     _import_first(config, checkpoint, base)
     with transformers_model.quiet(), limited_modules(max(len(names), _LEAST_TENSORS)):
         in_child(lambda: bool(build()), 'building the model', len(names))
@@ -84,7 +83,7 @@ def build_meta_model(
 
 
 def _import_first(config: RunConfig | None, checkpoint: Path, base: str | None) -> None:
-    """What takes seconds to import, so that it is not imported twice."""
+    """Import what takes seconds here, not in the child and again here."""
     from transformers import AutoConfig, PreTrainedModel  # noqa: F401
 
     model = {} if config is None else config.model or {}
@@ -100,69 +99,110 @@ def _adapted(*folders: str | Path | None) -> Path | None:
     return next((folder for folder in found if (folder / 'adapter_config.json').is_file()), None)
 
 
-def _build(
-    config: RunConfig | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
-) -> MetaModel:
-    if config is not None and config.model is not None and _is_xtuners(config.model):
-        return _of_xtuner(config, config.model, names, base, trust_remote_code)
-    folder = _hugging_face_folder(checkpoint)
-    if base is None and folder is None:
-        found = 'no config was found' if config is None else f'{config.where} has no model that is known here'
-        raise ConfigError(
-            f"{checkpoint}: {found}, and there is no config.json beside it. Name the run's config with --config, or a "
-            f'folder with the config.json of the model with --base'
-        )
-    return _of_transformers(folder, checkpoint, names, base, trust_remote_code)
+@dataclass(frozen=True)
+class _Builder:
+    """The arguments of :func:`build_meta_model`."""
+
+    config: RunConfig | None
+    checkpoint: Path
+    names: Collection[str]
+    base: str | None
+    trust_remote_code: bool
+
+    def build(self) -> MetaModel:
+        config, folder = self.config, _hugging_face_folder(self.checkpoint)
+        if config is not None and config.model is not None and _is_xtuners(config.model):
+            return self._of_xtuner(config.model)
+        if self.base is None and folder is None:
+            found = 'no config was found' if config is None else f'{config.where} has no model that is known here'
+            raise ConfigError(
+                f"{self.checkpoint}: {found}, and there is no config.json beside it. Name the run's config with "
+                f'--config, or a folder with the config.json of the model with --base'
+            )
+        return self._of_transformers(folder)
+
+    def _of_xtuner(self, model: Mapping[str, Any]) -> MetaModel:
+        kind = model['type'].rpartition('.')[2]
+        meta_model = MetaModel(nn.Module(), f'{kind} of {self.config.where}')
+        for name in _MODELS:
+            if not isinstance(model.get(name), Mapping):
+                continue
+            child = self._child(meta_model, model, name)
+            if kind == 'RewardModel' and name == 'llm':
+                child = child.model  # xtuner keeps the backbone alone (model/reward.py)
+            meta_model.module.add_module(name, child)
+        for option, name in _ADAPTERS.items():
+            if isinstance(model.get(option), Mapping) and hasattr(meta_model.module, name):
+                lora = peft_model.lora_config_of(model[option], self.config.where)
+                setattr(meta_model.module, name, peft_model.adapt(getattr(meta_model.module, name), lora))
+        _add_the_rest(meta_model.module, model, self.names)
+        _freeze(meta_model.module, model)
+        return meta_model
+
+    def _child(self, meta_model: MetaModel, model: Mapping[str, Any], name: str) -> nn.Module:
+        options, where = model[name], self.config.where
+        base = self.base if name != 'visual_encoder' else None
+        what = f'model.{name}.pretrained_model_name_or_path'
+        folder = base or str(required(options.get('pretrained_model_name_or_path'), what, where))
+        why = '--base' if base else f'{what} of {where}'
+        parts = str(required(options.get('type'), f'model.{name}.type', where)).split('.')
+        auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
+
+        def edit(hf_config: Any) -> None:
+            transformers_model.apply_options(hf_config, options)
+            if name != 'visual_encoder':
+                _enlarge_context(hf_config, model.get('max_position_embeddings'))
+
+        return self._model_at(meta_model, folder, why, auto_class, edit)
+
+    def _of_transformers(self, folder: Path | None) -> MetaModel:
+        base: str | Path | None = folder if self.base is None else self.base
+        described_by = str(base)
+        adapter, place = None, _adapted(self.base, folder)
+        if place is not None:
+            adapter = peft_model.adapter_config_in(place)
+            if self.base is None or place == Path(self.base):
+                base = adapter.base_model_name_or_path
+            if not isinstance(base, str) or not base:
+                raise BaseModelError(
+                    f'{place}/adapter_config.json names no base model; set base_model_name_or_path in it'
+                )
+            described_by = f'{place}/adapter_config.json and {base}'
+        meta_model = MetaModel(nn.Module(), described_by)
+        model: nn.Module = self._model_at(meta_model, str(base), 'the model')
+        if adapter is not None:
+            model = peft_model.adapt(model, adapter)
+        meta_model.module = _placed(model, _prefix(model, self.names, self.checkpoint, str(base)))
+        return meta_model
+
+    def _model_at(
+        self,
+        meta_model: MetaModel,
+        folder: str,
+        why: str,
+        auto_class: str | None = None,
+        edit: Callable[[Any], None] = lambda config: None,
+    ) -> nn.Module:
+        """The model of the config.json in ``folder``, which becomes one of the meta model's bases.
+
+        Args:
+            edit: Called with the config before the model is built.
+        """
+        trust, n_tensors = self.trust_remote_code, max(len(self.names), _LEAST_TENSORS)
+        hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why, n_tensors=n_tensors)
+        edit(hf_config)
+        model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust)
+        code = transformers_model.own_code(transformers_model.raw_config(folder))
+        if code and not trust:
+            meta_model.notes.append(
+                f'{folder} has code of its own ({", ".join(code)}), which was not run; --trust-remote-code runs it'
+            )
+        meta_model.remember_base(folder, model)
+        return model
 
 
 def _is_xtuners(model: Mapping[str, Any]) -> bool:
     return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
-
-
-def _of_xtuner(
-    config: RunConfig, model: Mapping[str, Any], names: Collection[str], base: str | None, trust_remote_code: bool
-) -> MetaModel:
-    kind = model['type'].rpartition('.')[2]
-    meta_model = MetaModel(nn.Module(), f'{kind} of {config.where}')
-    for name in _MODELS:
-        if not isinstance(model.get(name), Mapping):
-            continue
-        given = base if name != 'visual_encoder' else None
-        child = _child(meta_model, config, model, name, names, given, trust_remote_code)
-        if kind == 'RewardModel' and name == 'llm':
-            child = child.model  # xtuner keeps the backbone alone (model/reward.py)
-        meta_model.module.add_module(name, child)
-    for option, name in _ADAPTERS.items():
-        if isinstance(model.get(option), Mapping) and hasattr(meta_model.module, name):
-            lora = peft_model.lora_config_of(model[option], config.where)
-            setattr(meta_model.module, name, peft_model.adapt(getattr(meta_model.module, name), lora))
-    _add_the_rest(meta_model.module, model, names)
-    _freeze(meta_model.module, model)
-    return meta_model
-
-
-def _child(
-    meta_model: MetaModel,
-    config: RunConfig,
-    model: Mapping[str, Any],
-    name: str,
-    names: Collection[str],
-    base: str | None,
-    trust_remote_code: bool,
-) -> nn.Module:
-    options = model[name]
-    what = f'model.{name}.pretrained_model_name_or_path'
-    folder = base or str(required(options.get('pretrained_model_name_or_path'), what, config.where))
-    why = '--base' if base else f'{what} of {config.where}'
-    parts = str(required(options.get('type'), f'model.{name}.type', config.where)).split('.')
-    auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
-
-    def edit(hf_config: Any) -> None:
-        transformers_model.apply_options(hf_config, options)
-        if name != 'visual_encoder':
-            _enlarge_context(hf_config, model.get('max_position_embeddings'))
-
-    return _model_at(meta_model, folder, why, names, trust_remote_code, auto_class, edit)
 
 
 def _enlarge_context(config: Any, wanted: Any) -> None:
@@ -179,13 +219,13 @@ def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection
         hidden = module.llm.config.get_text_config().hidden_size
         module.v_head = nn.Linear(hidden, 1, bias=False, device='meta')
     if 'ref_llm' in children and not hasattr(module, 'ref_llm'):
-        module.ref_llm = nn.Module()  # a copy of llm that does not go out; its tensors are left out by name
+        module.ref_llm = nn.Module()  # a copy of llm that is not exported; its tensors are left out by name
     if 'visual_encoder' in model:
         module.add_module('projector', _projector(module, model))
 
 
 def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
-    """XTuner's own class, which goes out with the weights."""
+    """XTuner's own class, whose code is written with the weights."""
     config_class, model_class = _projector_classes()
     depth = model.get('projector_depth', 2)
     sizes = dict(
@@ -198,10 +238,10 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _projector_classes() -> tuple[Any, Any]:
-    """Of its config, and of itself.
+    """XTuner's classes of its config and of itself.
 
     Raises:
-        ConfigError: XTuner is not here.
+        ConfigError: XTuner is not installed.
     """
     import pkgutil
 
@@ -211,67 +251,18 @@ def _projector_classes() -> tuple[Any, Any]:
         model_class = pkgutil.resolve_name(f'{owner}:ProjectorModel')
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"a LLaVAModel goes out with the code of its projector, which is xtuner's, and that cannot be imported "
+            f"a LLaVAModel is written with xtuner's code of its projector, which cannot be imported "
             f'({error}); convert where xtuner is installed'
         ) from None
     return config_class, model_class
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """As LLaVAModel does; adapters are trained all the same."""
+    """As LLaVAModel does; adapters stay trainable."""
     for name in ('llm', 'visual_encoder'):
         if model.get(f'freeze_{name}') is True:
             for path, parameter in getattr(module, name).named_parameters():
                 parameter.requires_grad_('lora_' in path)
-
-
-def _of_transformers(
-    folder: Path | None, checkpoint: Path, names: Collection[str], base: str | None, trust_remote_code: bool
-) -> MetaModel:
-    described_by = folder if base is None else base
-    adapter, place = None, _adapted(base, folder)
-    if place is not None:
-        adapter = peft_model.adapter_config_in(place)
-        if base is None or place == Path(base):
-            base = adapter.base_model_name_or_path
-        if not isinstance(base, str) or not base:
-            raise BaseModelError(f'{place}/adapter_config.json names no base model; set base_model_name_or_path in it')
-        described_by = f'{place}/adapter_config.json and {base}'
-    source = str(base if base is not None else folder)
-    meta_model = MetaModel(nn.Module(), str(described_by))
-    model: nn.Module = _model_at(meta_model, source, 'the model', names, trust_remote_code)
-    if adapter is not None:
-        model = peft_model.adapt(model, adapter)
-    meta_model.module = _placed(model, _prefix(model, names, checkpoint, source))
-    return meta_model
-
-
-def _model_at(
-    meta_model: MetaModel,
-    folder: str,
-    why: str,
-    names: Collection[str],
-    trust_remote_code: bool,
-    auto_class: str | None = None,
-    edit: Callable[[Any], None] = lambda config: None,
-) -> nn.Module:
-    """The model of the config.json in ``folder``, one of the meta model's bases from now on.
-
-    Args:
-        edit: Its config, before it is built.
-    """
-    hf_config = transformers_model.load_config(
-        folder, trust_remote_code=trust_remote_code, why=why, n_tensors=max(len(names), _LEAST_TENSORS)
-    )
-    edit(hf_config)
-    model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust_remote_code)
-    code = transformers_model.own_code(transformers_model.raw_config(folder))
-    if code and not trust_remote_code:
-        meta_model.notes.append(
-            f'{folder} has code of its own ({", ".join(code)}), which was not run; --trust-remote-code runs it'
-        )
-    meta_model.remember_base(folder, model)
-    return model
 
 
 def _hugging_face_folder(checkpoint: Path) -> Path | None:
@@ -283,7 +274,7 @@ def _hugging_face_folder(checkpoint: Path) -> Path | None:
 
 
 def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:
-    """What the checkpoint's names of the model's tensors begin with: '' for the model itself, or ``'llm.'``."""
+    """The prefix of the model's tensors in the checkpoint: '' for the model itself, or such as ``'llm.'``."""
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
     found: dict[str, int] = {}
     for name in own[:50]:
@@ -302,7 +293,7 @@ def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: 
 
 
 def _placed(model: nn.Module, prefix: str) -> nn.Module:
-    """The model at its path in a module that holds nothing else."""
+    """A module with the model at its path and nothing else."""
     for name in reversed(prefix.split('.')[:-1]):
         outer = nn.Module()
         outer.add_module(name, model)

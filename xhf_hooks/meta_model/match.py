@@ -1,4 +1,4 @@
-"""Brings a meta model and a checkpoint together: names, shapes, dtypes, ties, and what the base model has."""
+"""Matches a meta model and a checkpoint: names, shapes, dtypes, ties, and tensors of the base model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ def match_checkpoint(
 ) -> tuple[JoinedSource, list[str]]:
     """A source whose names are the meta model's, and a meta model whose shapes and dtypes are the source's.
 
-    What the checkpoint does not hold and the base model does is read from there; what neither holds is left for
-    the exporter to miss.
+    Tensors that the checkpoint lacks are read from the base model; the exporter reports those that both lack.
 
     Args:
-        trained_dtype: What training cast the base model to; None kept its dtypes.
+        trained_dtype: The dtype to which training cast the base model; None where it did not.
 
     Returns:
-        The source, and what to say about it in the log.
+        The source, and log messages.
 
     Raises:
-        BaseModelError: The meta_model is not the model that was trained.
+        BaseModelError: The meta model is not the model that was trained.
     """
     spec_of = {name: spec for spec in source.specs() for name in (spec.name, *spec.aliases)}
     base = _BaseWeights(meta_model, trained_dtype)
@@ -74,7 +73,7 @@ def match_checkpoint(
 
 
 class _BaseWeights:
-    """Opened when the first tensor is missing.
+    """The weights of base models, opened when the first tensor is needed.
 
     Attributes:
         n_found: Tensors that are read from there.
@@ -116,7 +115,7 @@ class _BaseWeights:
 
 
 def _embeddings(module: nn.Module) -> set[int]:
-    """Identities of the weights whose rows are the vocabulary: training may have added some."""
+    """Identities of the weights with a row for each token: training may have added some."""
     found = set()
     for child in module.modules():
         for get in ('get_input_embeddings', 'get_output_embeddings'):
@@ -136,7 +135,7 @@ def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
 
 
 def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: MetaModel) -> None:
-    """Tensors that the model ties must be one in the checkpoint, or equal (as torch.save stores them on a GPU run)."""
+    """Tied tensors must be one in the checkpoint, or equal (torch.save stores them so on a GPU run)."""
     for other in held[1:]:
         if not _same_bytes(held[0], other, source):
             raise BaseModelError(
@@ -161,14 +160,14 @@ def _same_bytes(one: TensorSpec, other: TensorSpec, source: FileSource) -> bool:
 
 
 def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """The tensor keeps its identity, by which ties are known."""
+    """Change shape and dtype in place: ties go by identity."""
     dtype = TORCH_DTYPES[spec.dtype]
     if tensor.dtype != dtype or tuple(tensor.shape) != spec.shape:
         tensor.data = torch.empty(spec.shape, dtype=dtype, device='meta')
 
 
 def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str]) -> list[str]:
-    """Raise for a checkpoint of another model; else notes on what stays behind."""
+    """Raise for a checkpoint of another model; else notes on what is not exported."""
     if other_shape:
         raise BaseModelError(
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'

@@ -1,4 +1,4 @@
-"""peft adapters around a model without memory."""
+"""peft adapters on a meta model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
         raise ConfigError(f'{where}: peft has no LoraConfig option {unknown}; install the version that trained it')
     try:
         return LoraConfig(**given)
-    except Exception as error:  # the text of a config: whatever peft's classes raise, it cannot be used
+    except Exception as error:  # untrusted: peft's classes may raise anything
         raise ConfigError(f'{where}: peft refuses the options of lora ({in_one_line(error)})') from None
 
 
@@ -52,7 +52,7 @@ def adapter_config_in(folder: Path) -> PeftConfig:
     try:
         require_regular(folder)
         found = PeftConfig.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # anyone's data
+    except Exception as error:  # untrusted
         raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None
     if not isinstance(found, LoraConfig):
         kind = str(found.peft_type).rpartition('.')[2][:40]
@@ -78,7 +78,7 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
     if wanted.target_modules is None:
         wanted.target_modules = _all_linear_names(model)
     initialised = wanted.init_lora_weights
-    wanted.init_lora_weights = False  # there is nothing to initialise, or to decompose
+    wanted.init_lora_weights = False  # there are no weights to initialise or decompose
     try:
         with torch.device('meta'):
             adapted = get_peft_model(model, wanted)

@@ -14,14 +14,14 @@ from xhf_hooks.meta_model.parse_config import Unread, parse_config
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A config's fields, and where they come from, for the messages."""
+    """A config's fields, and where they come from, for messages."""
 
     where: str
     fields: Mapping[str, Any]
 
     @property
     def model(self) -> Mapping[str, Any] | None:
-        """The field ``model``, if it says of what kind it is."""
+        """The field ``model``, if it has a ``type``."""
         model = self.fields.get('model')
         return model if isinstance(model, Mapping) and isinstance(model.get('type'), str) else None
 
@@ -44,7 +44,7 @@ class RunConfig:
 
 
 def _is_named(config: Any, name: str) -> bool:
-    """Whether it is the config of this class, by its name alone or with its module."""
+    """Whether it is the config of a class of this name, in any module."""
     kind = config.get('type') if isinstance(config, Mapping) else None
     return isinstance(kind, str) and kind.rpartition('.')[2] == name
 

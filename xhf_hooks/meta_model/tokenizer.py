@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.hf_assets import TOKENIZER_FILES, base_file, load_tokenizer
-from xhf_hooks.exporters.xtuner import chat_template
+from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.parse_config import parse_config
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.transformers_model import in_one_line, quiet
@@ -24,7 +24,8 @@ _OPTIONS = (
     *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
     *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
 )
-#: What sets how much is built: 50 MB are more than any vocabulary takes, and no count in the small files has 7 digits.
+#: Beyond these a tokenizer is tried in a limited process first: real vocabularies take less than 50 MB, and no count in
+#: the small files has 7 digits.
 _SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
 _SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
 _HUGE_ID = re.compile(rb':\s*[1-9]\d{6}')
@@ -32,10 +33,10 @@ _HUGE, _NO_LIMIT = re.compile(rb'(?<![\d.])[1-9]\d{6}'), re.compile(rb'"model_ma
 _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
 
 
-def find_tokenizer(
+def tokenizer_of_run(
     config: RunConfig | None, exporter: Exporter, base: str | None, *, trust_remote_code: bool
-) -> tuple[Any | None, list[int], list[str]]:
-    """The tokenizer to write, the tokens that end an answer, and warnings for the log.
+) -> tuple[Any | None, Sequence[int], list[str]]:
+    """The tokenizer to write, the EOS token ids of its answers, and warnings for the log.
 
     Args:
         base: Given by the user, instead of what the config names.
@@ -47,12 +48,8 @@ def find_tokenizer(
     if config is None:
         return tokenizer, [], warnings
     try:
-        found = chat_template.template_of_config(_with_templates(config.fields))
-        if found is None:
-            return tokenizer, [], warnings
-        name, template = found
-        tokenizer, messages = chat_template.apply_to_tokenizer(tokenizer, template, name)
-        return tokenizer, chat_template.eos_token_ids(tokenizer, template), [*warnings, *messages]
+        tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, _with_templates(config.fields))
+        return tokenizer, eos_token_ids, [*warnings, *messages]
     except OptionError as error:
         return tokenizer, [], [*warnings, f'the chat template of training is not written: {error}']
 
@@ -71,7 +68,7 @@ def _load(
             return load(), []
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # its files are anyone's data; a panic in Rust is no Exception
+    except BaseException as error:  # its files are untrusted; a panic in Rust is no Exception
         if isinstance(error, ImportError) or 'trust_remote_code' not in str(error):
             raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
         return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
@@ -80,7 +77,7 @@ def _load(
 def _try(load: Callable[[], Any | None]) -> None:
     tokenizer = load()
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:  # its library writes a line for each id up to the largest
+        with tempfile.TemporaryDirectory() as folder:  # the library writes a line for each id up to the largest
             tokenizer.save_pretrained(folder)
 
 
@@ -91,9 +88,9 @@ def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, tr
 
 
 def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
-    """The size of a tokenizer's files where it, or a number in them, is beyond what real ones have; else None.
+    """The size of a tokenizer's files where it, or a number in them, exceeds that of real ones; else None.
 
-    Loading one takes up to a second, so that it is not done twice without need.
+    Loading takes up to a second, so it is only done twice where needed.
     """
     nbytes, suspect = 0, False
     for name in (*TOKENIZER_FILES, *_SMALL_FILES):
@@ -120,7 +117,7 @@ def _with_options(tokenizer: Any, config: RunConfig | None) -> Any:
 
 
 def _with_templates(value: Any, key: str = '') -> Any:
-    """A copy of the config with XTuner's templates in the place of their names.
+    """A copy of the config with XTuner's templates instead of their names.
 
     Raises:
         OptionError: The name is not one of XTuner's, or XTuner is not installed.
@@ -139,7 +136,7 @@ def _with_templates(value: Any, key: str = '') -> Any:
 
 
 def _xtuner_templates() -> Mapping[str, Any]:
-    """XTuner's PROMPT_TEMPLATE, read and not imported, which would take many seconds."""
+    """XTuner's PROMPT_TEMPLATE, parsed: importing it would take many seconds."""
     found = find_spec('xtuner')
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         file = Path(folder) / 'utils' / 'templates.py'

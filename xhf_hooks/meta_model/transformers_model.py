@@ -19,8 +19,8 @@ from xhf_hooks.meta_model.bounds import require_modest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: Arguments of ``from_pretrained`` that say how weights are loaded, not what the model is; and what must not come
-#: from a config that is anybody's text.
+#: Arguments of ``from_pretrained`` that say how weights are loaded, not what the model is; and those that must not come
+#: from an untrusted config.
 _NOT_OF_THE_CONFIG = ('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path')
 _NEVER_RECORDED = ('quantization_config', 'architectures', 'use_cache')
 _MOST_NBYTES = 100 * 10**6
@@ -44,11 +44,13 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int)
     raw = raw_config(base)
     require_modest(raw, n_tensors, f'{base}/config.json')
     try:
+        if base_file(base, 'config.json') is None:  # transformers < 5 would guess the model from the folder's name
+            raise FileNotFoundError('there is no such file')
         require_regular(base)
         config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
     except (XhfError, MemoryError):
         raise
-    except Exception as error:  # a config.json is anyone's data: whatever its class raises, it cannot be used
+    except Exception as error:  # a config.json is untrusted: its class may raise anything
         remedy = '--base has to name a folder with the model that training started from'
         if 'trust_remote_code' in str(error):
             remedy = 'if you trust that code, add --trust-remote-code'
@@ -58,7 +60,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int)
 
 
 def raw_config(base: object) -> dict[str, Any]:
-    """What the config.json at ``base`` holds; {} where there is none, or none that can be read.
+    """The content of the config.json at ``base``; {} where there is none that can be read.
 
     Raises:
         DamagedError: It is larger than any config.
@@ -92,7 +94,7 @@ def own_code(*configs: Mapping[str, Any]) -> list[str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What a library says, shortened, with the kind of error where that says more."""
+    """A library's message, shortened, with the kind of error where the text is too short."""
     line = ' '.join(str(error).split())
     line = line if len(line) > _CLEAR else f'{type(error).__name__}: {line}'.rstrip(': ')
     return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
@@ -100,7 +102,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While it is open, transformers says nothing: it quotes what files hold, and what matters is an error."""
+    """Within it transformers logs nothing: it quotes the files, and what matters is raised."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -114,7 +116,7 @@ def quiet() -> Iterator[None]:
 
 
 def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
-    """Further arguments of ``from_pretrained`` that are fields of the config, as ``rope_scaling``."""
+    """Apply arguments of ``from_pretrained`` that are fields of the config, such as ``rope_scaling``."""
     for name, value in options.items():
         known = hasattr(config, name) and not name.startswith('_')
         is_plain = isinstance(value, (str, int, float, bool, dict, list, type(None)))
@@ -123,7 +125,7 @@ def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
 
 
 def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model without memory.
+    """The model on the meta device.
 
     Args:
         auto_class: Such as ``'AutoModelForCausalLM'``, or a class of transformers; None takes the config's
@@ -159,12 +161,12 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
                 model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
             else:
                 model = kind(config)
-        config.to_json_string()  # it goes out with the weights
+        config.to_json_string()  # it is written with the weights
     except (XhfError, MemoryError):
         raise
     except ImportError as error:
         raise BaseModelError(f'{base}: its model needs a package that is missing ({in_one_line(error)})') from None
-    except Exception as error:  # a config.json is anyone's data: whatever its class raises, it builds nothing
+    except Exception as error:  # a config.json is untrusted: its class may raise anything
         raise DamagedError(f'{base}: no model can be built from config.json ({in_one_line(error)})') from None
     _use_generation_config(model, base)
     return model
@@ -183,7 +185,7 @@ def _go_together(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
 
 
 def first_architecture(architectures: Any) -> str | None:
-    """Of a config's field, which may be anything."""
+    """The first name in a config's field, which may be anything."""
     found = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else None
     return found if isinstance(found, str) else None
 
@@ -229,5 +231,5 @@ def _use_generation_config(model: PreTrainedModel, base: str) -> None:
         return
     try:
         model.generation_config = GenerationConfig.from_pretrained(base, local_files_only=True)
-    except Exception as error:  # it is anyone's data, too
+    except Exception as error:  # untrusted, too
         raise DamagedError(f'{base}: no usable generation_config.json ({in_one_line(error)})') from None

@@ -45,6 +45,14 @@ def without_wrappers(path: str) -> str:
     return _WRAPPERS.sub('', path).removeprefix('.')
 
 
+def input_embedding(model: nn.Module) -> torch.Tensor | None:
+    """The weight of a transformers model's input embedding; None where it has no token embeddings."""
+    try:
+        return getattr(model.get_input_embeddings(), 'weight', None)
+    except (NotImplementedError, AttributeError):
+        return None
+
+
 def model_class(model: nn.Module) -> type[nn.Module]:
     """The class that the model was built of; ``fully_shard`` gives a model a class of its own.
 

@@ -1,4 +1,4 @@
-"""The trained model without what training has put around it."""
+"""The trained model without the wrappers of training."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A trained model without what training has put around it.
+    """A trained model without its wrappers.
 
     Attributes:
-        model: The bare module, with the names of its own.
-        root: What the source reads: the outermost FSDP1 wrapper, which holds tensors of its own, or the model.
-        facts: What the manifest says of it.
+        model: The bare module.
+        root: What the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
+        facts: For the manifest.
         engine: DeepSpeed's, if it was given.
     """
 
@@ -28,10 +28,10 @@ class Unwrapped:
 
 
 def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
-    """Look into a DeepSpeed engine, DDP, FSDP1 or torch.compile, around each other or alone.
+    """Remove a DeepSpeed engine, DDP, FSDP1 and torch.compile, nested in any order.
 
     Args:
-        other_wrappers: Classes that hold the model as ``module``, too.
+        other_wrappers: Further classes that hold the model as ``module``.
     """
     wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     facts: dict[str, Any] = {'engine': 'torch'}

@@ -17,7 +17,7 @@ import torch
 
 from xhf_hooks.errors import ChangedError, CheckpointError
 from xhf_hooks.files.regular_files import open_regular_fd
-from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.dtypes import TORCH_DTYPES, count_overflows
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.pieces import Piece, StoredTensor
 
@@ -32,7 +32,7 @@ class PieceReader:
     """Opens files when they are first read, and keeps them open. Any number of threads may read."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, _OpenFile] = {}
+        self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
         self._whole_lock = threading.Lock()
@@ -41,6 +41,10 @@ class PieceReader:
     def __reduce__(self) -> tuple[type[PieceReader], tuple[()]]:
         """Another process opens the files itself."""
         return PieceReader, ()
+
+    def __del__(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
 
     def read_into(
         self,
@@ -75,7 +79,7 @@ class PieceReader:
             else:
                 part = self._elements(piece, first, count, 'part')
                 target.copy_(part if through in (None, part.dtype, target.dtype) else part.to(through))
-                overflows += _overflows(part, target)
+                overflows += count_overflows(part, target)
             if beside is not None:
                 self._require_rounded(part, start + done, beside)
             done += count
@@ -111,14 +115,16 @@ class PieceReader:
         """Read the elements from ``first`` on, as they are in the file."""
         data = memoryview(out.view(torch.uint8).numpy())
         offset = piece.offset + first * DTYPE_NBYTES[piece.dtype]
-        fd = self._open(piece.file).fd
+        fd = self._open(piece.file)
         while len(data):
             try:
                 count = os.preadv(fd, [data], offset)
             except OSError as error:
                 raise CheckpointError(f'{piece.file}: cannot be read any more ({error.strerror})') from error
             if not count:
-                raise _changed(piece.file)
+                raise ChangedError(
+                    f'{piece.file}: has become shorter while it was read; convert a copy that nobody writes'
+                )
             data, offset = data[count:], offset + count
 
     def _strided(
@@ -157,24 +163,14 @@ class PieceReader:
                 self._last_whole = piece, data
             return self._last_whole[1]
 
-    def _open(self, file: Path) -> _OpenFile:
+    def _open(self, file: Path) -> int:
         with self._lock:
-            if file not in self._files:
+            if file not in self._fds:
                 try:
-                    self._files[file] = _OpenFile(open_regular_fd(file))
+                    self._fds[file] = open_regular_fd(file)
                 except OSError as error:
                     raise CheckpointError(f'{file}: cannot be read any more ({error.strerror})') from error
-            return self._files[file]
-
-
-class _OpenFile:
-    """A descriptor that is closed when nobody refers to it any more."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
+            return self._fds[file]
 
 
 def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[Piece, int, int]]:
@@ -199,10 +195,6 @@ def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
-def _changed(file: Path) -> ChangedError:
-    return ChangedError(f'{file}: has become shorter while it was read; convert a copy that nobody writes')
-
-
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of 16-bit or fp32 numbers; not-a-numbers are alike."""
     bits = torch.int32 if one.dtype == torch.float32 else torch.int16
@@ -210,16 +202,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     differ = one.view(bits) != other.view(bits)
     return bool((one[differ].isnan() & other[differ].isnan()).all())
-
-
-def _overflows(source: torch.Tensor, target: torch.Tensor) -> int:
-    """Finite elements of ``source`` that are infinite in ``target``."""
-    if not (source.is_floating_point() and target.is_floating_point()):
-        return 0
-    largest = torch.finfo(target.dtype).max
-    if largest >= torch.finfo(source.dtype).max:
-        return 0
-    low, high = torch.aminmax(source)
-    if -largest <= low and high <= largest:  # several times faster than to look for infinities
-        return 0
-    return int(target.isinf().sum()) - int(source.isinf().sum())

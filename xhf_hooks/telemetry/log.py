@@ -1,4 +1,4 @@
-"""What is told to the log, whatever trains the model."""
+"""The log lines of a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 
 
 class RunLog(logging.LoggerAdapter):
-    """A logger whose lines begin with the name of what speaks.
+    """A logger whose lines begin with a name.
 
     Args:
-        only_errors: Leave the rest out, as other ranks than 0 do.
+        only_errors: Drop the rest, as on other ranks than 0.
     """
 
     def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
@@ -46,12 +46,12 @@ def log_preparations(
     left_out: Sequence[str],
     notes: Sequence[str],
 ) -> None:
-    """One line that says what will be saved, when, how and where; more where something is left out.
+    """One line with what will be saved, when, how and where; more where something is left out.
 
     Args:
-        extra_nbytes: Memory that a save takes on the busiest rank, about.
+        extra_nbytes: Estimated extra memory of a save on the busiest rank.
         left_out: Tensors that are not exported.
-        notes: What else the exporter says.
+        notes: Of the exporter.
     """
     log.info(
         f'{len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
@@ -65,7 +65,7 @@ def log_preparations(
 
 
 def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
-    """What a save cost, and what it warns of."""
+    """The cost and the warnings of a save."""
     cost = committed.cost
     for warning in committed.warnings:
         log.warning(warning)
@@ -82,7 +82,7 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
 
 
 def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
-    """What a save cost, by name, for a visualizer."""
+    """The cost of a save, by name, for a visualizer."""
     cost = committed.cost
     stages = {f'hf_checkpoint/{stage}_seconds': seconds for stage, seconds in cost.stage_secs.items()}
     free = {'before': cost.free_before_nbytes, 'after': cost.free_after_nbytes}
@@ -98,7 +98,7 @@ def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
 
 
 class ProgressLog:
-    """A log line every half minute of a save. Called with bytes written and bytes in all."""
+    """Logs every half minute of a save. Called with bytes written and bytes in total."""
 
     interval_secs = 30.0
 
@@ -113,7 +113,7 @@ class ProgressLog:
 
 
 class StallWatch:
-    """Warns, once, when saves take more of the training than they should."""
+    """Warns, once, when saves stall training for too long."""
 
     most_of_time = 0.1
 
@@ -123,17 +123,17 @@ class StallWatch:
         self._last_began: float | None = None
 
     def saved(self, began: float) -> None:
-        """A save of the schedule has let training go on.
+        """Training goes on after a scheduled save.
 
         Args:
-            began: ``time.monotonic()`` when training stopped for it.
+            began: ``time.monotonic()`` when training stopped.
         """
         stalled, last, self._last_began = time.monotonic() - began, self._last_began, began
         if last is None or self._warned or stalled <= self.most_of_time * (began - last):
             return
         self._warned = True
         self._log.warning(
-            f'training stood still for {stalled:.1f} s of the {began - last:.1f} s between two saves, '
+            f'training stalled for {stalled:.1f} s of the {began - last:.1f} s between two saves, '
             f'{stalled / (began - last):.0%}: {self._advice()}'
         )
 

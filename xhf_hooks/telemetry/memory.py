@@ -1,4 +1,4 @@
-"""How much memory a save takes from this process, and giving it back."""
+"""How much memory a save takes, and how it is returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STATM = Path('/proc/self/statm')
 
 
 class MemoryMeter:
-    """Extra anonymous memory since its creation, in bytes, as far as :meth:`sample` was called at the peaks."""
+    """Extra anonymous memory since its creation, in bytes; peaks count where :meth:`sample` was called."""
 
     def __init__(self) -> None:
         self._start = _anonymous_nbytes()
@@ -24,11 +24,10 @@ class MemoryMeter:
 
 
 def return_freed_memory() -> None:
-    """Hand what was freed back to the system.
+    """Return freed memory to the system.
 
-    glibc keeps the freed pages of each thread's arena for later, and gloo's threads have arenas of their
-    own: without this a save of many tensors keeps several times the memory that it uses. Elsewhere nothing
-    happens.
+    glibc keeps the freed pages of each thread's arena, and gloo's threads have arenas of their own: without this a save
+    of many tensors keeps several times the memory that it uses. Without glibc nothing happens.
     """
     trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
     if trim is not None:

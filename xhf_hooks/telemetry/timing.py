@@ -1,4 +1,4 @@
-"""Where the time of one save goes, on this rank."""
+"""The time of one save on this rank, by stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SaveClock:
     """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
 
     Args:
-        prepare_secs: What of it has passed already, before there was anything to save.
+        prepare_secs: Time that the save took before this was made.
 
     Attributes:
         stage_secs: Seconds by stage, in the order in which they were entered.
@@ -35,7 +35,7 @@ class SaveClock:
             self.stage_secs[name] = self.stage_secs.get(name, 0.0) + time.perf_counter() - started
 
     def training_goes_on(self) -> None:
-        """What follows stalls nobody."""
+        """What follows no longer stalls training."""
         self._stalled_secs = self.seconds
 
     @property
@@ -45,5 +45,5 @@ class SaveClock:
 
     @property
     def stalled_secs(self) -> float:
-        """For how long training has stood still."""
+        """How long training has stalled."""
         return self.seconds if self._stalled_secs is None else self._stalled_secs

@@ -6,15 +6,16 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.errors import CheckpointError, ConfigError, DamagedError, XhfError
-from xhf_hooks.format import strict_json
+from xhf_hooks.errors import CheckpointError, ConfigError, XhfError
 from xhf_hooks.format.safetensors import FLOAT_DTYPES, HeaderEntry
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
-from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder, read_headers, scan
-from xhf_hooks.verify.expected import expected_adapter
+from xhf_hooks.integrity.folder_scan import WeightFolder, read_headers, scan
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 #: Names that peft's ``get_peft_model_state_dict`` writes; an embedding's have no ``.weight``.
 _PAIR = re.compile(r'(?P<module>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B)(?:\.weight)?')
@@ -22,16 +23,15 @@ _PREFIX = 'base_model.model.'  # what peft's names have before the base model's
 _OTHER_HALF = {'A': 'B', 'B': 'A', 'embedding_A': 'embedding_B', 'embedding_B': 'embedding_A'}
 
 
-def check_adapter(content: FolderContent, folder: WeightFolder, findings: Findings) -> None:
+def check_adapter(folder: WeightFolder, findings: Findings) -> None:
     """Ranks, pairs and modules of one adapter."""
-    where = folder.name or '.'
-    if 'adapter_config.json' not in content.in_folder(folder.name):
+    where = folder.where
+    if 'adapter_config.json' not in folder.files:
         findings.problem('adapter', f'{where}: adapter_model.safetensors, and no adapter_config.json')
         return
-    try:
-        config = strict_json.read(folder.path / 'adapter_config.json')
-    except DamagedError:
-        return  # reported with the texts
+    config = folder.read_json('adapter_config.json')
+    if config is None:
+        return
     if not isinstance(config.get('peft_type'), str):
         findings.problem('adapter', f'{where}: peft_type is {str(config.get("peft_type"))[:40]}, expected a name')
         return
@@ -48,10 +48,16 @@ def check_adapter(content: FolderContent, folder: WeightFolder, findings: Findin
     wrong = [text for (module, kind), entry in pairs.items() if (text := _other_rank(module, kind, entry, config))]
     if wrong:
         findings.problem('adapter', f'{where}: ranks that adapter_config.json does not give: {some(wrong)}')
-    for problem in (*_bad_fields(config, folder), *_other_shapes(pairs, config)):
+    bad, lora = _bad_fields(config, folder), None
+    if not bad:
+        try:
+            lora = _peft_config(folder.path)
+        except ConfigError as error:
+            bad = [(str(error).splitlines() or ['peft cannot read its adapter_config.json'])[0][:300]]
+    for problem in (*bad, *_other_shapes(pairs, config)):
         findings.problem('adapter', f'{where}: {problem}')
-    if len(findings.found) == before:
-        for problem in _loaded_otherwise(folder, config):
+    if len(findings.found) == before and lora is not None:
+        for problem in _loaded_otherwise(folder, config, lora):
             findings.problem('adapter', f'{where}: {problem}')
     if len(findings.found) == before:
         findings.ok('adapter', f'{where}: {len(pairs) // 2} LoRA pairs of rank {config.get("r")}')
@@ -84,21 +90,23 @@ def _bad_fields(config: Mapping[str, Any], folder: WeightFolder) -> list[str]:
     lacking = [str(name) for name in saved or () if not any(f'.{name}.' in path for path in paths)]
     if lacking:
         bad.append(f'modules_to_save names {some(lacking)}, of which there is no tensor')
-    return bad if bad else _refused_by_peft(folder.path)
+    return bad
 
 
-def _refused_by_peft(folder: Path) -> list[str]:
+def _peft_config(folder: Path) -> PeftConfig | None:
+    """adapter_config.json as peft reads it; None where peft is not installed.
+
+    Raises:
+        ConfigError: peft cannot read it.
+    """
     from xhf_hooks.meta_model.peft_model import adapter_config_in
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # of options that this version does not know
-            adapter_config_in(folder)
-    except ConfigError as error:
-        return [(str(error).splitlines() or ['peft cannot read its adapter_config.json'])[0][:300]]
+            return adapter_config_in(folder)
     except ImportError:  # of peft
-        return []
-    return []
+        return None
 
 
 def _other_shapes(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[str, Any]) -> list[str]:
@@ -121,17 +129,19 @@ def _other_shapes(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[
     return [f'pairs that do not fit: {some(wrong)}'] if wrong else []
 
 
-def _loaded_otherwise(folder: WeightFolder, config: Mapping[str, Any]) -> list[str]:
+def _loaded_otherwise(folder: WeightFolder, config: Mapping[str, Any], lora: PeftConfig) -> list[str]:
     """What peft makes of adapter_config.json and the base model beside it, against the tensors of the folder."""
+    from xhf_hooks.verify.expected import expected_adapter
+
     base = config.get('base_model_name_or_path')
     if config.get('task_type') not in (None, 'CAUSAL_LM') or not isinstance(base, str) or not _is_folder(base):
         return []  # other tasks put a head of their own onto the base model
     tensors = folder.tensors()
     try:
-        expected = expected_adapter(folder.path, base, len(tensors))
+        expected = expected_adapter(lora, base, len(tensors))
     except ConfigError as error:
         return [str(error)[:300]]
-    except (XhfError, ImportError):  # the base model is no model of causal language, or is not whole: not ours to judge
+    except XhfError:  # the base model is no model of causal language, or is not whole: not ours to judge
         return []
     found = {name: entry.shape for name, entry in tensors.items() if '.lora_' in name}
     wanted = {name: shape for name, shape in expected.items() if '.lora_' in name and 'embedding' not in name}

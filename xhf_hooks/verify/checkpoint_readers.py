@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from xhf_hooks.convert import Conversion
 from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.planning.types import Group, Placement
-from xhf_hooks.sources.file_source import FileSource
+from xhf_hooks.planning.types import Group, Placement, TensorSpec
+from xhf_hooks.sources.file_source import FileSource, renamed
 from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
-from xhf_hooks.verify.model_reader import ModelReader, TensorInfo
+from xhf_hooks.verify.model_reader import ModelReader
 
 
 class ConvertedReader(ModelReader):
@@ -24,26 +26,24 @@ class ConvertedReader(ModelReader):
 
     def __init__(self, conversion: Conversion, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
         self.label, self.notes, self.ties = label, list(notes), ties
-        self._conversion, self._meter = conversion, MemoryMeter()
-        self._places: dict[str, tuple[Group, Placement]] = {}
+        self._source, self._use_fp32_master = conversion.source, conversion.use_fp32_master
         self._made: dict[str, memoryview] = {}
-        for group in (*conversion.plan.sliced, *conversion.plan.gathered):
-            for placement in group.placements:
-                self._places[_name(placement)] = (group, placement)
-        self.tensors = {name: TensorInfo(p.shape, p.dtype, p.nbytes) for name, (_, p) in self._places.items()}
+        groups = (*conversion.plan.sliced, *conversion.plan.gathered)
+        self._places = {_name(placement): (group, placement) for group in groups for placement in group.placements}
+        self.tensors = {name: TensorSpec(name, p.shape, p.dtype) for name, (_, p) in self._places.items()}
 
-    def read(self, name: str, start: int, out: memoryview) -> None:
+    def view(self, name: str, start: int, end: int, buffer: memoryview) -> memoryview:
         group, placement = self._places[name]
         if not group.is_contiguous:
-            out[:] = self._made[name][start : start + len(out)]
-            return
-        first = placement.source_offset + start // DTYPE_NBYTES[placement.dtype]
-        source, masters = self._conversion.source, self._conversion.use_fp32_master
-        source.read_into(group.reads[0].name, first, out, placement.dtype, use_fp32_master=masters)
+            return self._made[name][start:end]
+        out, first = buffer[: end - start], placement.source_offset + start // DTYPE_NBYTES[placement.dtype]
+        read = group.reads[0].name
+        self._source.read_into(read, first, out, placement.dtype, use_fp32_master=self._use_fp32_master)
+        return out
 
     def made_together(self, name: str) -> tuple[str, ...]:
         group, _ = self._places[name]
-        return () if group.is_contiguous else tuple(_name(placement) for placement in group.placements)
+        return () if group.is_contiguous else tuple(map(_name, group.placements))
 
     @contextmanager
     def held(self, names: Sequence[str]) -> Iterator[None]:
@@ -55,15 +55,13 @@ class ConvertedReader(ModelReader):
         finally:
             self._made.clear()
 
-    def close(self) -> None:
-        self._made.clear()
-
     def _make(self, group: Group) -> None:
-        import torch
-
-        reads, masters = [spec.name for spec in group.reads], self._conversion.use_fp32_master
-        with self._conversion.source.gathered(reads, wanted=reads, use_fp32_master=masters) as tensors, torch.no_grad():
-            chunks = group_chunks(group, tensors, 0, host_bytes, self._meter)
+        reads = [spec.name for spec in group.reads]
+        with (
+            self._source.gathered(reads, wanted=reads, use_fp32_master=self._use_fp32_master) as tensors,
+            torch.no_grad(),
+        ):
+            chunks = group_chunks(group, tensors, 0, host_bytes, MemoryMeter())
             self._made |= {_name(chunk.placement): chunk.data for chunk in chunks}
 
 
@@ -76,20 +74,18 @@ class NamedReader(ModelReader):
 
     def __init__(self, source: FileSource, label: str, notes: Sequence[str], prefix: str = '') -> None:
         self.label, self.notes = label, list(notes)
-        self._source, self._names = source, {}
+        self._source = source
+        self._names = {spec.name.removeprefix(prefix): spec.name for spec in source.specs()}
         self.tensors, self.ties = {}, {}
         for spec in source.specs():
-            name = spec.name.removeprefix(prefix)
-            self._names[name] = spec.name
-            self.tensors[name] = TensorInfo(spec.shape, spec.dtype, spec.nbytes)
-            self.ties |= {alias.removeprefix(prefix): name for alias in spec.aliases}
+            name, *aliases = (name.removeprefix(prefix) for name in (spec.name, *spec.aliases))
+            self.tensors[name] = renamed(spec, [name])
+            self.ties |= dict.fromkeys(aliases, name)
 
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        dtype = self.tensors[name].dtype
+    def view(self, name: str, start: int, end: int, buffer: memoryview) -> memoryview:
+        out, dtype = buffer[: end - start], self.tensors[name].dtype
         self._source.read_into(self._names[name], start // DTYPE_NBYTES[dtype], out, dtype, use_fp32_master=False)
-
-    def close(self) -> None:
-        """Its files are closed when nothing refers to them."""
+        return out
 
 
 def common_prefixes(names: Sequence[str], others: Sequence[str], *, strip_others: bool) -> tuple[str, str]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
+from xhf_hooks.exporters import exporter_for
 from xhf_hooks.format import strict_json
+from xhf_hooks.meta_model import peft_model, transformers_model
+from xhf_hooks.meta_model.bounds import limited_modules
+from xhf_hooks.meta_model.trial import in_child
+from xhf_hooks.model.tensors import names_by_identity
+from xhf_hooks.sources import source_for
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+T = TypeVar('T')
 
 #: A LoRA checkpoint holds few of the tensors of its model.
 _TENSORS_OF_A_BASE = 7000
@@ -48,18 +60,11 @@ def expected_model(folder: Path, n_tensors: int, *, trust_remote_code: bool) -> 
         DamagedError: It does, and refuses the config.
         ModelError: It can, and our exporter does not know what it saves.
     """
-    from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (here, and not in each process)
-
-    from xhf_hooks import exporters, sources  # noqa: F401
-    from xhf_hooks.meta_model import bounds, transformers_model, trial
-
-    with transformers_model.quiet(), bounds.limited_modules(n_tensors):
-        return trial.in_child(
-            lambda: _expected(folder, n_tensors, trust_remote_code), 'building the model of config.json', n_tensors
-        )
+    task = partial(_expected, folder, n_tensors, trust_remote_code)
+    return _in_child(task, 'building the model of config.json', n_tensors)
 
 
-def expected_adapter(folder: Path, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
+def expected_adapter(lora: PeftConfig, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
     """The tensors that peft saves of a LoRA adapter, put onto its base model on the meta device, in such a process.
 
     Args:
@@ -67,40 +72,31 @@ def expected_adapter(folder: Path, base: str, n_tensors: int) -> dict[str, tuple
         n_tensors: Of the adapter.
 
     Raises:
-        ConfigError: peft refuses adapter_config.json for this base model.
+        ConfigError: peft refuses the adapter for this base model.
         XhfError: The base model cannot be built.
     """
+    allowed = max(n_tensors, _TENSORS_OF_A_BASE)
+    task = partial(_expected_adapter, lora, base, allowed)
+    return _in_child(task, 'adapting the base model by adapter_config.json', allowed)
+
+
+def _in_child(task: Callable[[], T], what: str, n_tensors: int) -> T:
     from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (here, and not in each process)
 
-    from xhf_hooks import exporters, sources  # noqa: F401
-    from xhf_hooks.meta_model import bounds, transformers_model, trial
-
-    allowed = max(n_tensors, _TENSORS_OF_A_BASE)
-    with transformers_model.quiet(), bounds.limited_modules(allowed):
-        return trial.in_child(
-            lambda: _expected_adapter(folder, base, allowed), 'adapting the base model by adapter_config.json', allowed
-        )
+    with transformers_model.quiet(), limited_modules(n_tensors):
+        return in_child(task, what, n_tensors)
 
 
-def _expected_adapter(folder: Path, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
-    from xhf_hooks.exporters import exporter_for
-    from xhf_hooks.meta_model import peft_model, transformers_model
-    from xhf_hooks.sources import source_for
-
+def _expected_adapter(lora: PeftConfig, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
     config = transformers_model.load_config(base, trust_remote_code=False, why='the base model', n_tensors=n_tensors)
     model = transformers_model.build(config, 'AutoModelForCausalLM', trust_remote_code=False)
-    adapted = peft_model.adapt(model, peft_model.adapter_config_in(folder))
+    adapted = peft_model.adapt(model, lora)
     entries = exporter_for(adapted, None, lora='adapter').entries(source_for(adapted).specs(), None)
     return {entry.hf_name: entry.shape for entry in entries}
 
 
 def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> ExpectedModel:
     from transformers import PreTrainedModel
-
-    from xhf_hooks.exporters import exporter_for
-    from xhf_hooks.meta_model import transformers_model
-    from xhf_hooks.model.tensors import names_by_identity
-    from xhf_hooks.sources import source_for
 
     try:
         config = transformers_model.load_config(

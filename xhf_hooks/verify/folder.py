@@ -74,7 +74,7 @@ def verify_folder(
     if manifest is not None:
         against.compare_headers(folders, manifest, findings)
     for folder in folders:
-        check_indexes(content, folder, findings)
+        check_indexes(folder, findings)
         find_duplicates(folder, findings)
     _look_for_lost_shards(content, folders, findings)
     check_texts(content, findings)
@@ -169,20 +169,20 @@ def _check_models(
         try:
             require_regular(folder.path)
         except OSError as error:
-            findings.unchecked('config', f'{folder.name or "."}: left alone: {error.filename}: {error.strerror}')
+            findings.unchecked('config', f'{folder.where}: left alone: {error.filename}: {error.strerror}')
             continue
         if any(name.startswith('adapter_model') for name in folder.headers):
-            check_adapter(content, folder, findings)
+            check_adapter(folder, findings)
             continue
-        if 'adapter_config.json' in content.in_folder(folder.name):
+        if 'adapter_config.json' in folder.files:
             findings.problem(
                 'config',
-                f'{folder.name or "."}: adapter_config.json lies beside model weights: from_pretrained takes it '
+                f'{folder.where}: adapter_config.json lies beside model weights: from_pretrained takes it '
                 f'all for an adapter; remove it',
             )
         if not model:
-            findings.unchecked('config', f'{folder.name or "."}: config, ties and tokenizer were not looked at')
+            findings.unchecked('config', f'{folder.where}: config, ties and tokenizer were not looked at')
         elif findings.has_problem('headers'):
-            findings.unchecked('config', f'{folder.name or "."}: headers are damaged')
+            findings.unchecked('config', f'{folder.where}: headers are damaged')
         else:
-            check_model(content, folder, sums, findings, trust_remote_code=trust_remote_code)
+            check_model(folder, sums, findings, trust_remote_code=trust_remote_code)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
 from xhf_hooks.format import strict_json
@@ -13,9 +12,11 @@ from xhf_hooks.integrity.checksums import FileSums
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
 from xhf_hooks.verify.config_kinds import wrong_kinds
-from xhf_hooks.verify.expected import ExpectedModel, expected_model
 from xhf_hooks.verify.model_reader import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
 from xhf_hooks.verify.vocabulary import check_vocabulary
+
+if TYPE_CHECKING:
+    from xhf_hooks.verify.expected import ExpectedModel
 
 
 def check_texts(content: FolderContent, findings: Findings) -> None:
@@ -34,7 +35,6 @@ def check_texts(content: FolderContent, findings: Findings) -> None:
 
 
 def check_model(
-    content: FolderContent,
     folder: WeightFolder,
     sums: Mapping[str, FileSums],
     findings: Findings,
@@ -46,20 +46,21 @@ def check_model(
     Args:
         sums: Checksums of the weights by path in the checkpoint; {} when nothing was read.
     """
-    where = folder.name or '.'
-    if 'config.json' not in content.in_folder(folder.name):
+    where = folder.where
+    if 'config.json' not in folder.files:
         findings.unchecked('config', f'{where}: no config.json beside the weights')
         return
-    try:
-        config = strict_json.read(folder.path / 'config.json')
-    except DamagedError:
-        return  # reported with the texts
+    config = folder.read_json('config.json')
+    if config is None:
+        return
     tensors = folder.tensors()
     expected, rows = None, None
     wrong = wrong_kinds(config)
     if wrong:
         findings.problem('config', f'{where}: config.json: {some(wrong)}')
     else:
+        from xhf_hooks.verify.expected import expected_model  # torch and transformers: when they are needed
+
         try:
             expected = expected_model(folder.path, len(tensors), trust_remote_code=trust_remote_code)
         except (BaseModelError, ModelError, PlanError) as error:
@@ -72,26 +73,20 @@ def check_model(
     else:
         rows = _rows_by_name(folder)
     _check_ties(where, config, expected, folder, sums, findings)
-    if 'generation_config.json' in content.in_folder(folder.name):
-        with suppress(DamagedError):  # reported with the texts
-            wrong = wrong_kinds(strict_json.read(folder.path / 'generation_config.json'))
-            if wrong:
-                findings.problem('config', f'{where}: generation_config.json: {some(wrong)}')
+    wrong = wrong_kinds(folder.read_json('generation_config.json') or {})
+    if wrong:
+        findings.problem('config', f'{where}: generation_config.json: {some(wrong)}')
     if not trust_remote_code:
-        _tell_of_code(content, folder, config, findings)
-    check_vocabulary(content, folder, rows, findings, trust_remote_code=trust_remote_code)
+        _tell_of_code(folder, config, findings)
+    check_vocabulary(folder, rows, findings, trust_remote_code=trust_remote_code)
 
 
-def _tell_of_code(content: FolderContent, folder: WeightFolder, config: Mapping[str, Any], findings: Findings) -> None:
+def _tell_of_code(folder: WeightFolder, config: Mapping[str, Any], findings: Findings) -> None:
     from xhf_hooks.meta_model.transformers_model import own_code
 
-    configs = [config]
-    if 'tokenizer_config.json' in content.in_folder(folder.name):
-        with suppress(DamagedError):  # reported with the texts
-            configs.append(strict_json.read(folder.path / 'tokenizer_config.json'))
-    files = own_code(*configs)
+    files = own_code(config, folder.read_json('tokenizer_config.json') or {})
     if files:
-        findings.note('code', f'{folder.name or "."}: has code of its own ({", ".join(files)}), which was not run')
+        findings.note('code', f'{folder.where}: has code of its own ({", ".join(files)}), which was not run')
 
 
 def _compare_shapes(where: str, expected: ExpectedModel, folder: WeightFolder, findings: Findings) -> None:
@@ -154,7 +149,7 @@ def _check_ties(
 def _tensor_sums(folder: WeightFolder, sums: Mapping[str, FileSums]) -> dict[str, int]:
     found: dict[str, int] = {}
     for file in folder.loaded():
-        read = sums.get(f'{folder.name}/{file}' if folder.name else file)
+        read = sums.get(folder.prefix + file)
         found |= read.tensors if read is not None else {}
     return found
 

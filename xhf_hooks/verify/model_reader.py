@@ -2,80 +2,54 @@
 
 from __future__ import annotations
 
-import math
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.files.holes import Range, find_holes, within
-from xhf_hooks.files.mapped_file import MappedFile, map_or_none
-from xhf_hooks.files.regular_files import open_regular_fd
+from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header, read_header
 from xhf_hooks.format.text import size_text
-from xhf_hooks.integrity.checksums import read_exactly
+from xhf_hooks.integrity.file_reader import FileReader
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import read_headers, scan
+from xhf_hooks.planning.types import TensorSpec
 
 INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
 OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
-_LEAST_HOLE_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor that can be read."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-
-    @property
-    def n_elements(self) -> int:
-        return math.prod(self.shape)
 
 
 class ModelReader(ABC):
     """A model on disk. Reading is safe from several threads.
 
     Attributes:
-        tensors: What it holds, in file order.
+        tensors: What it holds by name, in file order.
         ties: Name to another name of the same tensor, which is in :attr:`tensors`.
         label: Where it is and what kind, for people.
         notes: What the user should know.
     """
 
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorSpec]
     ties: dict[str, str]
     label: str
     notes: list[str]
 
     @abstractmethod
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        """Fill ``out`` with the tensor's row-major bytes from ``start`` on.
+    def view(self, name: str, start: int, end: int, buffer: memoryview) -> memoryview:
+        """The tensor's row-major bytes from ``start`` to ``end``, where they lie or in ``buffer``.
 
         Raises:
-            OSError, XhfError: It cannot be read.
+            OSError, XhfError: They cannot be read.
         """
-
-    def view(self, name: str, start: int, end: int) -> memoryview | None:
-        """The tensor's bytes from ``start`` to ``end`` where they lie; None when they have to be read.
-
-        Raises:
-            OSError: They cannot be read.
-        """
-        return None
 
     def forget(self, name: str, start: int, end: int) -> None:
         """Such a view has been released, and is not needed again soon."""
         return None
 
     def holes(self, name: str) -> list[Range]:
-        """Bytes of the tensor that were never written, from and to: they are zeros, and need not be read."""
+        """Elements of the tensor that were never written, from and to: they are zeros, and need not be read."""
         return []
 
     def made_together(self, name: str) -> tuple[str, ...]:
@@ -87,9 +61,9 @@ class ModelReader(ABC):
         """While it is open, reading these that are made together costs no second making."""
         yield
 
-    @abstractmethod
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; those of a source are closed when nothing refers to them."""
+        return None
 
 
 class SafetensorsReader(ModelReader):
@@ -101,19 +75,12 @@ class SafetensorsReader(ModelReader):
 
     def __init__(self, path: Path) -> None:
         self.tensors, self.ties, self.notes = {}, {}, []
-        self._places: dict[str, tuple[int, int]] = {}
-        self._fds: list[int] = []
-        self._maps: dict[int, MappedFile] = {}
-        self._holes: dict[int, list[Range]] = {}
-        headers = self._headers_of_file(path) if path.is_file() else self._headers_of_folder(path)
-        for prefix, header in headers:
-            fd = open_regular_fd(header.path)
-            self._fds.append(fd)
-            mapped = map_or_none(fd, header.nbytes)
-            if mapped is not None:
-                self._maps[fd] = mapped
-            self._holes[fd] = find_holes(fd, header.nbytes, _LEAST_HOLE_NBYTES)
-            unwritten = sum(end - start for start, end in self._holes[fd])
+        self._files: list[FileReader] = []
+        self._places: dict[str, tuple[FileReader, int]] = {}
+        for prefix, header in _headers_of_file(path) if path.is_file() else _headers_of_folder(path):
+            file = FileReader(header.path, header.nbytes)
+            self._files.append(file)
+            unwritten = sum(end - start for start, end in file.holes)
             if unwritten:
                 size, total = size_text(unwritten), size_text(header.nbytes)
                 self.notes.append(f'{header.path}: {size} of {total} are holes: never written, and read as zeros')
@@ -125,57 +92,52 @@ class SafetensorsReader(ModelReader):
                     raise CheckpointError(
                         f'{path}: {name[:200]} is there twice; check the folder with verify.py {path}'
                     )
-                self.tensors[name] = TensorInfo(entry.shape, entry.dtype, entry.end - entry.start)
-                self._places[name] = (fd, entry.start)
+                self.tensors[name] = TensorSpec(name, entry.shape, entry.dtype)
+                self._places[name] = (file, entry.start)
         self.ties = _ties(path, self.tensors)
-        self.label = f'{path} ({len(self.tensors)} tensors, {_dtypes(self.tensors)})'
+        dtypes = ', '.join(sorted({tensor.dtype for tensor in self.tensors.values()})) or 'none'
+        self.label = f'{path} ({len(self.tensors)} tensors, {dtypes})'
 
-    @staticmethod
-    def _headers_of_file(path: Path) -> list[tuple[str, Header]]:
-        try:
-            return [('', read_header(path))]
-        except DamagedError as error:
-            raise CheckpointError(str(error)) from None
-
-    @staticmethod
-    def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
-        findings = Findings()
-        content = scan(path)
-        for name, kind in content.special.items():
-            raise CheckpointError(f'{path / name}: {kind}, not a regular file')
-        folders = read_headers(content, findings)
-        if findings.has_problem():
-            raise CheckpointError(findings.texts('problem')[0])
-        return [(f'{f.name}/' if f.name else '', header) for f in folders for header in f.loaded().values()]
-
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        fd, offset = self._places[name]
-        read_exactly(fd, offset + start, out)
-
-    def view(self, name: str, start: int, end: int) -> memoryview | None:
-        fd, offset = self._places[name]
-        return self._maps[fd].view(offset + start, offset + end) if fd in self._maps else None
+    def view(self, name: str, start: int, end: int, buffer: memoryview) -> memoryview:
+        file, offset = self._places[name]
+        return file.view(offset + start, offset + end, buffer)
 
     def holes(self, name: str) -> list[Range]:
-        fd, offset = self._places[name]
-        end = offset + self.tensors[name].nbytes
-        return [(first - offset, last - offset) for first, last in within(self._holes[fd], offset, end)]
+        file, offset = self._places[name]
+        tensor = self.tensors[name]
+        width = DTYPE_NBYTES[tensor.dtype]
+        holes = within(file.holes, offset, offset + tensor.nbytes)
+        found = [(-(-(start - offset) // width), (end - offset) // width) for start, end in holes]
+        return [(start, end) for start, end in found if start < end]
 
     def forget(self, name: str, start: int, end: int) -> None:
-        fd, offset = self._places[name]
-        if fd in self._maps:
-            self._maps[fd].forget(offset + start, offset + end)
+        file, offset = self._places[name]
+        file.forget(offset + start, offset + end)
 
     def close(self) -> None:
-        for mapped in self._maps.values():
-            mapped.close()
-        self._maps.clear()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        while self._files:
+            self._files.pop().close()
 
 
-def _ties(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, str]:
+def _headers_of_file(path: Path) -> list[tuple[str, Header]]:
+    try:
+        return [('', read_header(path))]
+    except DamagedError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
+    """With what comes before the names of its tensors."""
+    findings, content = Findings(), scan(path)
+    for name, kind in content.special.items():
+        raise CheckpointError(f'{path / name}: {kind}, not a regular file')
+    folders = read_headers(content, findings)
+    if findings.has_problem():
+        raise CheckpointError(findings.texts('problem')[0])
+    return [(folder.prefix, header) for folder in folders for header in folder.loaded().values()]
+
+
+def _ties(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Of a config.json that ties the embeddings: the one that is stored once stands for both."""
     try:
         config = strict_json.read(path / 'config.json')
@@ -188,7 +150,3 @@ def _ties(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, str]:
     if inputs:
         return dict.fromkeys(OUTPUT_EMBEDDINGS, inputs[0])
     return {f'model.{name}': outputs[0] for name in INPUT_EMBEDDINGS}
-
-
-def _dtypes(tensors: dict[str, TensorInfo]) -> str:
-    return ', '.join(sorted({tensor.dtype for tensor in tensors.values()})) or 'none'

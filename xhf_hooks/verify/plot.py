@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, TensorVerdict
+from xhf_hooks.verify.comparison import DIFFERENT, IDENTICAL, ROUNDING, Comparison, TensorVerdict
 
 _LAYER = re.compile(r'(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)\.')
 _COLORS = {IDENTICAL: '#7f7f7f', ROUNDING: '#1f77b4', DIFFERENT: '#d62728'}

@@ -9,7 +9,7 @@ from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
-from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
+from xhf_hooks.integrity.folder_scan import WeightFolder
 
 #: Their size says how much there is to load.
 _VOCABULARIES = frozenset(
@@ -30,28 +30,24 @@ class _Vocabulary:
     needs_more: bool = False
 
 
-def check_vocabulary(
-    content: FolderContent, folder: WeightFolder, rows: int | None, findings: Findings, *, trust_remote_code: bool
-) -> None:
+def check_vocabulary(folder: WeightFolder, rows: int | None, findings: Findings, *, trust_remote_code: bool) -> None:
     """Tokenizer and generation_config.json of one folder.
 
     Args:
         rows: Of the input embedding; None when it is not known.
     """
-    where, names = folder.name or '.', content.in_folder(folder.name)
-    has_tokenizer = bool(_TOKENIZER_FILES.intersection(names))
+    where = folder.where
+    has_tokenizer = bool(_TOKENIZER_FILES.intersection(folder.files))
     if rows is None:
         if has_tokenizer:
             findings.unchecked('tokenizer', f'{where}: the size of the vocabulary is not known')
         return
     for name in ('generation_config.json', 'config.json'):
-        if name in names:
-            _check_special_ids(folder, name, rows, findings)
+        _check_special_ids(folder, name, rows, findings)
     if not has_tokenizer:
         findings.unchecked('tokenizer', f'{where}: there is none')
         return
-    prefix = f'{folder.name}/' if folder.name else ''
-    nbytes = sum(max(0, content.files[prefix + name]) for name in _VOCABULARIES.intersection(names))
+    nbytes = sum(max(0, folder.files[name]) for name in _VOCABULARIES.intersection(folder.files))
     try:
         found = _in_child(folder.path, rows, min(nbytes, strict_json.MOST_NBYTES), trust_remote_code)
     except DamagedError as error:
@@ -61,12 +57,8 @@ def check_vocabulary(
 
 
 def _check_special_ids(folder: WeightFolder, name: str, rows: int, findings: Findings) -> None:
-    try:
-        config = strict_json.read(folder.path / name)
-    except DamagedError:
-        return  # reported with the texts
     wrong = []
-    for key, value in config.items():
+    for key, value in (folder.read_json(name) or {}).items():
         if key.endswith('_token_id'):
             ids = value if isinstance(value, list) else [value]
             wrong += [f'{key} {i}' for i in ids if type(i) is int and not -1 <= i < rows]  # -1: none, in old configs

@@ -24,7 +24,7 @@ from tests.e2e.xtuner_stack.launches import (
 )
 from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.llava import N_PATCHES, VOCAB_SIZE, save_bases
+from tests.helpers.zoo.llava import N_PATCHES, VOCAB_SIZE, save_bases
 
 CONFIG = Path(__file__).with_name('llava_config.py')
 LAST = 2

@@ -70,7 +70,7 @@ def test_one_file_has_no_index(folder):
     assert {path.name for path in folder.final.iterdir()} == {'model.safetensors', MANIFEST_NAME}
 
 
-def test_sidecar_files_are_committed_too(folder):
+def test_hf_assets_are_committed_too(folder):
     plan = tiny_plan()
     receipts = stage(folder, plan, 1)
     (folder.staging / 'config.json').write_text('{}')

@@ -83,6 +83,6 @@ def test_a_thread_that_ends_without_a_word(threads, monkeypatch):
     def fail():
         raise ValueError
 
-    with pytest.raises(MemoryError, match='a thread has ended'):
+    with pytest.raises(MemoryError, match='a thread ran out of memory'):
         list(threads.run([fail, lambda: 1]))
     assert list(threads.run([])) == []

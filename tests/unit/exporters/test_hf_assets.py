@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 
 
 def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
-    """Writes the sidecar as a save does; returns the warnings."""
+    """Writes the HF assets as a save does; returns the warnings."""
     folder.mkdir(exist_ok=True)
     exporter = HuggingFaceExporter(model, None)
     exporter.entries(source_for(model).specs(), dtype)

@@ -14,9 +14,9 @@ from transformers import AutoModel, AutoTokenizer, CLIPVisionModel, LlamaForCaus
 from tests.helpers.adapted import around
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder
-from tests.helpers.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
 from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
+from tests.helpers.zoo.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
 from xhf_hooks.config.checks import dtype_code
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for

@@ -222,7 +222,7 @@ def test_trained_outside_the_adapter(tmp_path):
 def test_base_model_is_gone(tmp_path):
     model = adapted('llama')
     model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'gone')
-    assert f'the base model {tmp_path / "gone"} is not there' in refusal(model)
+    assert f'the base model {tmp_path / "gone"} is missing' in refusal(model)
 
 
 def test_base_model_has_another_vocabulary(tmp_path):

@@ -13,7 +13,7 @@ from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.computed import derive
+from xhf_hooks.exporters.computed import with_computed
 from xhf_hooks.exporters.lora.merge import WeightMerge
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
@@ -91,7 +91,7 @@ def test_merge_before_a_conversion():
     tensors = {'w': torch.randn(4, 3), 'a': torch.randn(2, 3), 'b': torch.randn(4, 2), 'v': torch.randn(4, 3)}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     entry = ExportEntry('stacked', (2, 4, 3), 'F32', ('w', 'v'), lambda t: {'stacked': torch.stack([t['w'], t['v']])})
-    (derived,) = derive([entry], {'w': merge})
+    (derived,) = with_computed([entry], {'w': merge})
     assert derived.reads == ('w', 'v', 'a', 'b')
     made = derived.combine(tensors)
     expected = tensors['w'] + tensors['b'] @ tensors['a'] * 2.0

@@ -15,8 +15,8 @@ from transformers import AutoModel, PreTrainedModel
 from tests.helpers.adapted import adapt, around
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder
-from tests.helpers.internvl import CODE, load_internvl
 from tests.helpers.remote_code import use_modules_cache
+from tests.helpers.zoo.internvl import CODE, load_internvl
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import (
     HuggingFaceExporter,

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers import frontends as doors
 from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.frontends import verify_folder
+from tests.helpers.zoo.llamas import odd_llama
 
 pytestmark = pytest.mark.modern_only
 
@@ -53,7 +54,7 @@ def trainer_of(cfg: dict[str, Any]) -> Any:
         report_to=[],
         disable_tqdm=True,
     )
-    return Trainer(model=doors.tiny_llama(), args=args, train_dataset=doors.Sequences())
+    return Trainer(model=odd_llama(), args=args, train_dataset=doors.Sequences())
 
 
 @pytest.mark.parametrize('options', [None, {'save_strategy': 'steps', 'save_steps': 2, 'max_keep_ckpts': 2}])

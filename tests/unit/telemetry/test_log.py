@@ -37,7 +37,7 @@ def test_saves_that_take_too_much_of_training_are_warned_of_once(log, caplog, in
     assert not caplog.messages
     watch.saved(save_of(20))
     (message,) = caplog.messages
-    assert message.startswith('Door: training stood still for 20.0 s of the 100.0 s between two saves, 20%: set ')
+    assert message.startswith('Door: training stalled for 20.0 s of the 100.0 s between two saves, 20%: set ')
     assert option in message
     watch.saved(save_of(20) + 100)
     assert len(caplog.messages) == 1

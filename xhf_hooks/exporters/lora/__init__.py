@@ -1,1 +1,1 @@
-"""LoRA models: as an adapter, merged, or both; and adapters inside of larger models."""
+"""LoRA models: as an adapter, merged, or both; and adapters inside larger models."""

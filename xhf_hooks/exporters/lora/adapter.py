@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import specs_below
-from xhf_hooks.format.dtypes import is_float
-from xhf_hooks.model.tensors import model_class, module_tensors, without_wrappers
+from xhf_hooks.exporters.base import specs_below, unchanged_entries
+from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
@@ -20,21 +19,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 #: peft's SAFETENSORS_WEIGHTS_NAME; it reads this one file.
-_ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
+ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 
 
 class AdapterExporter:
     """``adapter_config.json``, ``adapter_model.safetensors`` and the model card of one adapter.
 
-    Which tensors belong to it, and under which names (``modules_to_save``, trained biases, embeddings of a
-    resized vocabulary), is peft's ``get_peft_model_state_dict`` to say. It only picks and renames what it is
-    given, so it is given specs instead of tensors.
+    peft's ``get_peft_model_state_dict`` selects and renames its tensors (``modules_to_save``, trained biases, resized
+    embeddings). It only looks at names, so it gets specs instead of tensors.
 
     Args:
         path: Of the PeftModel in the trained model.
         adapter: Its name in the PeftModel. The files do not mention it.
-        alone: No merged model goes out with it; :meth:`entries` then raises a ModelError when a trained tensor
-            would be lost, or when the base model is gone.
+        alone: No merged model is written with it; :meth:`entries` then raises a ModelError when a trained tensor
+            would be lost, or the base model is missing.
     """
 
     n_parameters = None
@@ -44,7 +42,7 @@ class AdapterExporter:
         self._path, self._peft_model, self._adapter, self._alone = path, peft_model, adapter, alone
         self._model = peft_model.get_base_model()
         self._config = peft_model.peft_config[adapter]
-        self.base_dir = getattr(self._model.config, '_name_or_path', '') or ''
+        self.base_dir = hf_assets.base_dir_of(self._model)
         self.left_out: tuple[str, ...] = ()
         self._embedding_rows: int | None = None  # known after entries() when alone
 
@@ -60,19 +58,7 @@ class AdapterExporter:
         if self._alone:
             self._require_complete(specs, read)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
-        return self._entries_of(found, dtype)
-
-    def _entries_of(self, found: Mapping[str, TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        return [
-            ExportEntry(
-                name,
-                spec.shape,
-                dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
-                (spec.name,),
-                file_set=_ADAPTER_FILES,
-            )
-            for name, spec in found.items()
-        ]
+        return unchanged_entries(found, dtype, ADAPTER_FILES)
 
     def _require_complete(self, specs: Sequence[TensorSpec], in_adapter: set[str]) -> None:
         trained = {name for name, tensor in module_tensors(self._peft_model) if tensor.requires_grad}
@@ -84,7 +70,7 @@ class AdapterExporter:
             )
         base = Path(self._recorded_base() or '.')
         if base.is_absolute() and not base.is_dir():
-            raise ModelError(f'the base model {base} is not there, and without it nothing loads the adapter')
+            raise ModelError(f'the base model {base} is missing, and without it nothing loads the adapter')
         embeddings = self._embeddings(specs)
         self._embedding_rows = None if embeddings is None else embeddings.shape[0]
         base_rows = hf_assets.recorded_vocab_size(self._recorded_base() or '')
@@ -98,26 +84,21 @@ class AdapterExporter:
 
     def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:
         """The input embeddings, unless an adapter or a copy took their place."""
-        try:
-            weight = getattr(self._model.get_input_embeddings(), 'weight', None)
-        except (NotImplementedError, AttributeError):  # a model without token embeddings
-            return None
-        own = specs_below(self._path, specs)
+        weight, own = input_embedding(self._model), specs_below(self._path, specs)
         return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
 
     def base_tokenizer(self) -> Any | None:
-        """The tokenizer of the base model. Runs on: rank 0."""
-        trusted = hf_assets.is_remote_code(self._model)
-        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=trusted)
+        """As :meth:`xhf_hooks.exporters.base.Exporter.base_tokenizer`."""
+        return hf_assets.base_tokenizer_of(self._model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         """Write all but the weights. Runs on: rank 0."""
         self._peft_model.create_or_update_model_card(str(folder))
-        config = copy.copy(self._config)  # not a deep copy: a set may list its members in another order then
+        config = copy.copy(self._config)  # a deep copy could change the order of sets
         config.base_model_name_or_path = self._recorded_base()
         config.inference_mode = True
         auto_mapping = None
-        if config.task_type is None:  # then peft's AutoPeftModel needs to know what to build
+        if config.task_type is None:  # AutoPeftModel reads the class from here then
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from xhf_hooks.exporters.composite import PartsExporter
+from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import pretrained_in
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.merge import MergedExporter, base_path
@@ -15,13 +15,13 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from peft import PeftModel
 
-#: Where the adapter goes beside a merged model. Not into the same folder: from_pretrained takes a folder with
-#: an adapter_config.json for an adapter, and would load the base model and apply the adapter to it.
+#: Where the adapter is written beside a merged model. In the same folder, from_pretrained would take it for an adapter
+#: and load the base model.
 ADAPTER_FOLDER = 'adapter'
 
 
 @EXPORTERS.register_module()
-class LoraExporter(PartsExporter):
+class LoraExporter(CompositeExporter):
     """The adapter, the merged model, or the merged model with the adapter in a folder of its own.
 
     Args:
@@ -57,12 +57,12 @@ class LoraExporter(PartsExporter):
 
 
 def _find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:
-    """The path and the PeftModel to export, by the rules for a PreTrainedModel; None when that is another."""
+    """The path and the PeftModel to export, by the rules of find_pretrained; None when another model is."""
     found = adapters_in(model)
     if module is not None:
         return next(((p, m) for p, m in found.items() if module in (p, base_path(p))), None)
     pretrained = pretrained_in(model)
-    # One inside a PreTrainedModel is a part of it: the whole is to be exported
+    # One inside a PreTrainedModel is a part of it, which is exported as a whole
     found = {p: m for p, m in found.items() if not any(p.startswith(f'{q}.'.removeprefix('.')) for q in pretrained)}
     if 'llm' in found and 'llm' not in pretrained:
         return 'llm', found['llm']

@@ -25,9 +25,8 @@ class WeightMerge:
     """``W + scaling * B A`` of one weight, in fp32 (or wider), not rounded; the live model is only read.
 
     The operations are those of peft's ``get_delta_weight`` and ``merge``, and of its DoRA variants
-    (``tuners/lora/layer.py``, ``variants.py``, ``dora.py``), so that an fp32 linear layer comes out with
-    peft's bits. peft rounds a 16-bit model's product, sum and norm one after the other; here the result is
-    rounded once, when it is written.
+    (``tuners/lora/layer.py``, ``variants.py``, ``dora.py``), so that fp32 linear layers equal peft's bit for bit. For
+    16-bit models peft rounds product, sum and norm; here the result is rounded once, when it is written.
 
     Attributes:
         base, lora_a, lora_b, magnitude: Names in the source. ``(out, in, ...)``, ``(rank, in, ...)``,
@@ -50,7 +49,7 @@ class WeightMerge:
         weight = tensors[self.base]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         a, b = (tensors[name].to(dtype).flatten(1) for name in (self.lora_a, self.lora_b))
-        merged = (b @ a).mul_(self.scaling)  # in place from here on: this is all the memory that merging takes
+        merged = (b @ a).mul_(self.scaling)  # in place from here on, to need no more memory
         merged += weight.T if self.transposed else weight.flatten(1)
         if self.magnitude is not None:
             factor = tensors[self.magnitude].to(dtype).flatten() / torch.linalg.norm(merged, dim=1)
@@ -77,15 +76,15 @@ class BiasMerge:
 
 
 def base_path(path: str) -> str:
-    """Of the base model in the trained model, for the PeftModel at ``path``."""
+    """The path of the base model of the PeftModel at ``path``."""
     return f'{path}.base_model.model'.removeprefix('.')
 
 
 def require_not_quantized(base_model: nn.Module) -> None:
-    """Merging needs weights that can be added to.
+    """Refuse to merge into quantized weights.
 
     Raises:
-        ModelError: They cannot.
+        ModelError: They are.
     """
     quantized = quantization_of(base_model)
     if quantized is not None:
@@ -97,9 +96,6 @@ def require_not_quantized(base_model: nn.Module) -> None:
 
 class MergedExporter(HuggingFaceExporter):
     """What ``merge_and_unload`` followed by ``save_pretrained`` writes.
-
-    To everything but the last step a merged weight is its base weight under another name, so it is named,
-    compared, converted and planned like the weights of any other model.
 
     Args:
         path: Of the PeftModel in the trained model.
@@ -126,8 +122,8 @@ class MergedExporter(HuggingFaceExporter):
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         own = super()._own_names(specs)
-        self._derived = {}
-        kept_below = {path: base_path(path) for path in self._adapters if path}  # what stays of a wrapper, by its path
+        self._computed = {}
+        kept_below = {path: base_path(path) for path in self._adapters if path}  # by path of the wrapper
         merged: set[str] = set()
         for wrapped_path, module in self._model.named_modules(remove_duplicate=False):
             path = without_wrappers(wrapped_path)
@@ -138,14 +134,14 @@ class MergedExporter(HuggingFaceExporter):
                 kept_below[path] = f'{path}.modules_to_save.{self._adapter_at(path)}'
             elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 raise _unknown(path, module)
-        _require_only(merged, own, self._derived)
+        _require_only(merged, own, self._computed)
         return dict(_stripped(own, kept_below))
 
     def _adapter_at(self, path: str) -> str:
         return next(name for above, name in self._adapters.items() if not above or path.startswith(f'{above}.'))
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        """``modules_to_save`` gives tied embeddings weights of their own; loading must not tie them again."""
+        """``modules_to_save`` unties tied embeddings; loading must not tie them again."""
         config = super()._exported_config(own, dtype)
         outputs = self._model.get_output_embeddings()
         if outputs is not None and self._model.get_input_embeddings().weight is not outputs.weight:
@@ -155,7 +151,7 @@ class MergedExporter(HuggingFaceExporter):
         return config
 
     def _note_merges(self, path: str, layer: LoraLayer, own: dict[str, TensorSpec]) -> set[str]:
-        """Remember how the tensors of an adapted layer are made; the relative names of those that are."""
+        """Record how the tensors of an adapted layer are merged; returns their relative names."""
         from peft.tuners.lora import layer as kinds
 
         adapter = self._adapter_at(path)
@@ -185,20 +181,20 @@ class MergedExporter(HuggingFaceExporter):
                 raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")
             made[bias] = BiasMerge(own[bias].name, own[f'{path}.lora_B.{adapter}.bias'].name, scaling)
         for name, merge in made.items():
-            if self._derived.setdefault(merge.base, merge) != merge:
+            if self._computed.setdefault(merge.base, merge) != merge:
                 raise _tied(name)
         return set(made)
 
 
 def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> list[tuple[str, TensorSpec]]:
-    """Rename what stays of each wrapper to the wrapper's own path, and drop the rest of it."""
+    """Rename what is kept of each wrapper to the wrapper's path, and drop the rest."""
     names = []
     for name, spec in own.items():
         parts = name.split('.')
         above = ['.'.join(parts[:end]) for end in range(1, len(parts))]
         wrappers = [path for path in above if path in kept_below]
         if all(name.startswith(f'{kept_below[path]}.') for path in wrappers):
-            for path in reversed(wrappers):  # from the inside, so that the outer ones stay where they are
+            for path in reversed(wrappers):  # innermost first, so that outer prefixes still match
                 name = path + name.removeprefix(kept_below[path])
             names.append((name, spec))
     return names

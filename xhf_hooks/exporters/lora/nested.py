@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 class NestedLoraExporter(MergedExporter):
     """The complete model, each adapter merged into its part.
 
-    The parts have no folder that they could be loaded from one by one, and what is trained beside the adapters
-    (InternVL's ``mlp1``) must go out with them. XTuner's ``configs/internvl/v1_5/convert_to_official.py`` does the
-    same.
+    The parts cannot be loaded one by one, and what is trained beside the adapters (InternVL's ``mlp1``) must be saved
+    with them. XTuner's ``configs/internvl/v1_5/convert_to_official.py`` does the same.
 
     Args:
-        lora: 'merge' is all that there is.
+        lora: Only 'merge'.
 
     Raises:
         OptionError: Another value was given.
@@ -57,7 +56,7 @@ class NestedLoraExporter(MergedExporter):
 
 
 def quantized_parts(pretrained: PreTrainedModel) -> dict[str, str]:
-    """What of the model, or of the models that its adapters are on, is quantized, and how."""
+    """The quantized ones of the model and the models that its adapters are on, with their methods."""
     parts = {type(pretrained).__name__: pretrained}
     parts.update((path, peft_model.get_base_model()) for path, peft_model in adapters_in(pretrained).items())
     methods = {name: quantization_of(part) for name, part in parts.items()}

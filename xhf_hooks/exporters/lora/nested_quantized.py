@@ -1,4 +1,4 @@
-"""A quantized model with LoRA adapters on some of its parts: what was trained, since no merge is without loss."""
+"""A quantized model with LoRA adapters on some of its parts: only what was trained is written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import Exporter, specs_below
-from xhf_hooks.exporters.composite import PartsExporter
+from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import find_pretrained
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.nested import NestedLoraExporter, quantized_parts
-from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.model.tensors import module_tensors
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -25,7 +24,7 @@ _TRAINED_FILES = FileSet(stem='trained', may_split=False)
 
 
 @EXPORTERS.register_module()
-class QuantizedNestedLoraExporter(PartsExporter):
+class QuantizedNestedLoraExporter(CompositeExporter):
     """``<part>_adapter/`` for each adapter, and ``trained.safetensors`` with what else was trained.
 
     XTuner's QLoRA configs of InternVL train such models. To use the folder: load the unquantized base model, put
@@ -33,7 +32,7 @@ class QuantizedNestedLoraExporter(PartsExporter):
     ``load_state_dict(strict=False)``.
 
     Args:
-        lora: 'adapter' is all that there is.
+        lora: Only 'adapter'.
 
     Raises:
         OptionError: Another value was given.
@@ -57,8 +56,8 @@ class QuantizedNestedLoraExporter(PartsExporter):
             live = '.'.join(filter(None, (path, below)))
             name = trained_adapter(live, peft_model)
             self.parts[f'{below.replace(".", "_")}_adapter'] = AdapterExporter(live, peft_model, name, alone=False)
-        self.base_dir = getattr(pretrained.config, '_name_or_path', '') or ''
-        self._trusted = hf_assets.is_remote_code(pretrained)
+        self._pretrained = pretrained
+        self.base_dir = hf_assets.base_dir_of(pretrained)
         self.notes = (
             f'{type(pretrained).__name__} is quantized, so what was trained is written, not a whole model: adapters '
             f'in {sorted(set(self.parts) - {""})}, to be put on the parts of {self.base_dir or "the base model"}, and '
@@ -70,7 +69,7 @@ class QuantizedNestedLoraExporter(PartsExporter):
         return NestedLoraExporter.accepts(model, module) and bool(quantized_parts(find_pretrained(model, module)[1]))
 
     def base_tokenizer(self) -> Any | None:
-        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=self._trusted)
+        return hf_assets.base_tokenizer_of(self._pretrained)
 
 
 class _TrainedRest(Exporter):
@@ -97,16 +96,7 @@ class _TrainedRest(Exporter):
             raise ModelError(f'trained, but not among the tensors of the model: {sorted(missing)[:5]}')
         read = {spec.name for spec in found.values()}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
-        return [
-            ExportEntry(
-                name,
-                spec.shape,
-                dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
-                (spec.name,),
-                file_set=_TRAINED_FILES,
-            )
-            for name, spec in found.items()
-        ]
+        return unchanged_entries(found, dtype, _TRAINED_FILES)
 
     def base_tokenizer(self) -> Any | None:
         return None

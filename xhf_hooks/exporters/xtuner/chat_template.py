@@ -1,7 +1,7 @@
 """XTuner's prompt template as the tokenizer's chat template.
 
-XTuner trains on text that its own PROMPT_TEMPLATE makes, and the tokenizer knows nothing of it: without this
-the exported model chats in another format than it learned. The text comes from ``openai_map_fn`` (messages to
+XTuner trains on text made by its own PROMPT_TEMPLATE, of which the tokenizer knows nothing: without this the exported
+model would chat in another format than it was trained on. The text comes from ``openai_map_fn`` (messages to
 turns), ``template_map_fn`` (each turn's texts) and ``encode_fn`` (BOS, EOS and SEP) in ``xtuner/dataset``. Of it:
 
 - Each turn is ``[BOS] [SYSTEM] INSTRUCTION | output SUFFIX | [EOS] | SEP``. The last turn ends with SEP, too.
@@ -21,7 +21,7 @@ import pkgutil
 import re
 import string
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -72,7 +72,7 @@ def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '')
         template: As in ``xtuner.utils.PROMPT_TEMPLATE``: INSTRUCTION, and maybe SYSTEM, SUFFIX, SUFFIX_AS_EOS,
             SEP, STOP_WORDS.
         bos: Text of what training ids begin with. :func:`bos_eos_text` knows it for a tokenizer.
-        eos: Text of what ends an answer, unless SUFFIX does.
+        eos: Text of the EOS token, unless SUFFIX replaces it.
 
     Raises:
         OptionError: The template is not one that XTuner could train with.
@@ -107,9 +107,9 @@ def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
 
 
 def eos_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
-    """What ends an answer, for generation_config's ``eos_token_id``.
+    """EOS token ids for generation_config: the tokenizer's, STOP_WORDS, and SUFFIX where it replaces EOS.
 
-    The tokenizer's own EOS, STOP_WORDS, and SUFFIX where it took the place of EOS; not words of several tokens.
+    Words of several tokens are left out.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [stop_id for stop_id in _stop_words(tokenizer, template).values() if stop_id is not None]
@@ -125,7 +125,7 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
 
     Returns:
         The tokenizer itself when its chat template gives the text of training, else a copy with one that does;
-        and what to say about it in the log.
+        and log messages.
 
     Raises:
         OptionError: XTuner could not train with such a template.
@@ -146,6 +146,20 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     several = copied.chat_template if isinstance(copied.chat_template, dict) else None
     copied.chat_template = wanted if several is None else {**several, 'default': wanted}
     return copied, [f'{difference}: the exported tokenizer has the chat template of {name}', *messages]
+
+
+def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[Any | None, Sequence[int], Sequence[str]]:
+    """The tokenizer to write for a run with this config, the EOS token ids of its answers, and log messages.
+
+    Raises:
+        OptionError: The run's template does not exist, there are several, or XTuner could not train with it.
+    """
+    found = template_of_config(cfg)
+    if found is None or tokenizer is None:
+        return tokenizer, (), ()
+    name, template = found
+    tokenizer, messages = apply_to_tokenizer(tokenizer, template, name)
+    return tokenizer, eos_token_ids(tokenizer, template), messages
 
 
 def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
@@ -223,7 +237,7 @@ def _token_id(tokenizer: Any, word: str) -> int | None:
 
 
 def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str | None:
-    """How the tokenizer's chat template differs from training, found by trying; None when it does not."""
+    """How the tokenizer's chat template differs from training on sample dialogues; None when it does not."""
     if getattr(tokenizer, 'chat_template', None) is None:
         return 'the tokenizer has no chat template'
     dialogues = [[*_PROBE_TURN], [*_PROBE_TURN] * 3, [_PROBE_TURN[0]], [*_PROBE_TURN, _PROBE_TURN[0]]]
@@ -234,7 +248,7 @@ def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str |
         trained = tokenizer.apply_chat_template(dialogue, chat_template=wanted, **options)
         try:
             found = tokenizer.apply_chat_template(dialogue, **options)
-        except Exception as error:  # the template is anyone's code; whatever it raises, it does not fit
+        except Exception as error:  # a template may raise anything; then it does not fit
             return f"the tokenizer's chat template fails on {[m['role'] for m in dialogue]} ({error})"
         if found != trained:
             same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(found, trained, strict=False))])
@@ -254,7 +268,7 @@ def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _value(mapping: Mapping[str, Any], key: str) -> Any:
-    """A config's value. In MMEngine's lazy configs looking is importing, which fails for a wrong name."""
+    """A config's value. MMEngine's lazy configs import it when it is read, which fails for a wrong name."""
     try:
         return mapping.get(key)
     except (ImportError, AttributeError) as error:
@@ -270,7 +284,7 @@ def _type_name(config: Mapping[str, Any]) -> str:
 
 
 def _resolve(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """A template and its name, from either."""
+    """The name and the template, given either."""
     if isinstance(value, Mapping):
         loaded = getattr(sys.modules.get('xtuner.utils.templates'), 'PROMPT_TEMPLATE', {})
         names = [name for name in loaded if loaded[name] == value]

@@ -8,7 +8,7 @@ from torch import nn
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.composite import PartsExporter
+from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.exporter import ADAPTER_FOLDER
@@ -25,12 +25,12 @@ _FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'project
 
 
 @EXPORTERS.register_module()
-class LlavaExporter(PartsExporter):
+class LlavaExporter(CompositeExporter):
     """XTuner's layout with the trained parts, with all parts, or transformers' LlavaForConditionalGeneration.
 
     Args:
         lora: 'adapter', 'merge' or 'both', where a part has an adapter. Beside merged parts the adapters go to
-            ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` once more to what is merged.
+            ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` to the merged llm again.
         llava_format: One of LLAVA_FORMATS. 'xtuner' leaves frozen parts out, as XTuner does.
 
     Raises:
@@ -61,9 +61,8 @@ class LlavaExporter(PartsExporter):
         if self.tokenizer_folder is None:
             notes.append('the llm is not written, and neither is its tokenizer')
         self.notes = tuple(notes)
-        llm = adapted['llm'].get_base_model() if 'llm' in adapted else model.llm
-        self._trusted = hf_assets.is_remote_code(llm)
-        self.base_dir = getattr(llm.config, '_name_or_path', '') or ''
+        self._llm = adapted['llm'].get_base_model() if 'llm' in adapted else model.llm
+        self.base_dir = hf_assets.base_dir_of(self._llm)
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -77,7 +76,7 @@ class LlavaExporter(PartsExporter):
         )
 
     def base_tokenizer(self) -> Any | None:
-        return hf_assets.load_tokenizer(self.base_dir, trust_remote_code=self._trusted)
+        return hf_assets.base_tokenizer_of(self._llm)
 
     def _add_complete_parts(
         self, model: nn.Module, adapted: dict[str, PeftModel], lora: str, with_frozen: bool, notes: list[str]
@@ -90,7 +89,7 @@ class LlavaExporter(PartsExporter):
             elif with_frozen or name == 'projector' or any(p.requires_grad for p in child.parameters()):
                 self.parts[folder] = HuggingFaceExporter(model, name)
             else:
-                base = getattr(child.config, '_name_or_path', '') or 'what it was'
+                base = hf_assets.base_dir_of(child) or 'what it was'
                 notes.append(
                     f'{name} is frozen and not written: it still is {base}. llava_format '
                     f"'xtuner_complete' or 'huggingface' writes it, too"

@@ -16,7 +16,7 @@ from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora.adapter import adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.merge import MergedExporter
-from xhf_hooks.exporters.resize_embeddings import ROWS_MULTIPLE, NewRows
+from xhf_hooks.exporters.resize_embeddings import ROWS_MULTIPLE, ResizedEmbedding
 from xhf_hooks.model.tensors import model_class
 from xhf_hooks.planning.types import TensorSpec
 
@@ -32,11 +32,10 @@ _PROJECTOR_DEPTH = 2
 class LlavaHuggingFaceExporter(HuggingFaceExporter):
     """What ``LLaVAModel.to_huggingface_llava`` (xtuner ``model/llava.py``) makes, with these differences.
 
-    The llm may be any that transformers builds itself, not only Llama; a frozen visual encoder is written, too;
-    the layer that features are taken from is the trained one; the processor knows the patch size. The tokenizer
-    gets ``<image>`` and ``<pad>``, and where they need new rows in the embeddings these are the mean of the rows
-    there are; XTuner draws them at random around it. No image ever reads the row of ``<image>``: features take its
-    place.
+    The llm may be any model of transformers, not only Llama; a frozen visual encoder is written, too; features are
+    taken from the layer used in training; the processor knows the patch size. The tokenizer gets ``<image>`` and
+    ``<pad>``; new rows that they need in the embeddings are the mean of the existing ones, where XTuner samples around
+    it. The row of ``<image>`` is never read: features replace it.
 
     Raises:
         ModelError: A part is quantized, is not transformers' own, or the projector is not one of two layers.
@@ -61,9 +60,9 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         self._rows = 0
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """Those of LlavaForConditionalGeneration, with the embeddings as large as they will be."""
+        """The names of LlavaForConditionalGeneration, with resized embeddings."""
         self._own = {name: part._own_names(specs) for name, part in self._parts.items()}
-        self._derived = {base: made for part in self._parts.values() for base, made in part._derived.items()}
+        self._computed = {base: made for part in self._parts.values() for base, made in part._computed.items()}
         self._rows, widened = self._with_new_rows()
         prefixes = _prefixes(self._model)
         named = {}
@@ -75,8 +74,8 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
     def _with_new_rows(self) -> tuple[int, dict[str, TensorSpec]]:
         """The rows of the embeddings, and the llm's tensors with so many.
 
-        As XTuner does: none are added where the tokens fit, else up to the next multiple of 64. Its count is one
-        short where that many end exactly on the first of the two.
+        As in XTuner, none are added where the tokens fit, else up to the next multiple of 64; XTuner's count is one
+        short where that ends exactly on the first of the two tokens.
         """
         own = dict(self._own['llm'])
         names = self._embedding_names()
@@ -88,14 +87,14 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         wanted = -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
         for name in names:
             spec = own[name]
-            made = self._derived.get(spec.name)
-            if not isinstance(made, NewRows):  # else it is tied to one that was seen
-                self._derived[spec.name] = NewRows(spec.name, wanted, made)
+            made = self._computed.get(spec.name)
+            if not isinstance(made, ResizedEmbedding):  # else tied to one that was resized
+                self._computed[spec.name] = ResizedEmbedding(spec.name, wanted, made)
             own[name] = TensorSpec(spec.name, (wanted, *spec.shape[1:]), spec.dtype, spec.aliases, spec.has_master)
         return wanted, own
 
     def _embedding_names(self) -> list[str]:
-        """Names in the llm of what has a row for each token, the input embedding first."""
+        """Names in the llm of tensors with a row for each token, the input embedding first."""
         llm = build_on_meta(model_class(self._model), self._model.config)
         embeddings = [llm.get_input_embeddings(), llm.get_output_embeddings()]
         tensors = {id(t): None for module in embeddings if module is not None for t in module.parameters()}
@@ -165,7 +164,7 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         return []
 
     def _n_class_tokens(self) -> int:
-        """How many positions of the visual encoder's output are no patches: CLIP has one, SigLIP none."""
+        """Positions of the visual encoder's output that are no patches: CLIP has one, SigLIP none."""
         positions = [s for n, s in self._own['visual_encoder'].items() if n.endswith('position_embedding.weight')]
         return positions[0].shape[0] - _n_patches(self._parts['visual_encoder']._model.config) if positions else 1
 
@@ -205,7 +204,7 @@ def _n_patches(vision: PretrainedConfig) -> int:
 
 
 def _prefixes(llm: PreTrainedModel) -> dict[str, Mapping[str, str]]:
-    """Part to what the start of its names becomes; the first that fits counts."""
+    """Old to new prefix of names, by part; the first that matches counts."""
     import transformers
 
     nested = hasattr(transformers, 'LlavaModel')  # since 4.52: LlavaForConditionalGeneration is a LlavaModel and a head

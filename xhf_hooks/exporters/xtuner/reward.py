@@ -1,7 +1,7 @@
 """XTuner's RewardModel: a backbone ``llm`` without its language-model head, and ``v_head``, ``(1, hidden)``.
 
-What goes out is what ``RewardModel.to_hf`` makes of it (``xtuner/model/reward.py``): the sequence classifier of the
-backbone's family with one label and the head as ``score``, or for InternLM2 its reward model.
+It is written as ``RewardModel.to_hf`` does (``xtuner/model/reward.py``): as the sequence classifier of the backbone's
+family, with one label and the head as ``score``; for InternLM2 as its reward model.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.base import specs_below
+from xhf_hooks.exporters.base import specs_below, unchanged_entries
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, pretrained_in, quantization_of
-from xhf_hooks.exporters.lora.adapter import AdapterExporter
+from xhf_hooks.exporters.lora.adapter import ADAPTER_FILES, AdapterExporter
 from xhf_hooks.exporters.lora.exporter import LoraExporter
 from xhf_hooks.exporters.lora.merge import MergedExporter
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
@@ -34,10 +34,10 @@ _IN_ADAPTER = 'base_model.model'
 
 
 def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
-    """What scores with such a backbone, as XTuner chooses it.
+    """The class of the reward model with this backbone, as XTuner chooses it.
 
     Raises:
-        ModelError: There is no such class.
+        ModelError: There is none.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -73,7 +73,7 @@ def _xtuners_internlm2(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def head_of(kind: type[PreTrainedModel]) -> str:
-    """Where a :func:`reward_class` has the head."""
+    """The name of the head in a :func:`reward_class`."""
     return 'v_head' if kind.__name__.endswith('ForRewardModel') else 'score'
 
 
@@ -91,7 +91,7 @@ class HeadedExporter(HuggingFaceExporter):
         self._reward_token_id = reward_token_id
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        warnings = self._write_sidecar_of(self._reference, folder, tokenizer, ())
+        warnings = self._write_hf_assets_of(self._reference, folder, tokenizer, ())
         if self._head == 'score' and self._config.pad_token_id is None:
             warnings.append('config.json has no pad_token_id: transformers scores one text at a time until it is set')
         return warnings
@@ -162,7 +162,7 @@ class RewardAdapterExporter(AdapterExporter):
         config.modules_to_save = [*(config.modules_to_save or ()), self._head]
         for option in ('target_modules', 'exclude_modules'):
             pattern = getattr(config, option, None)
-            if isinstance(pattern, str):  # matches whole names, which have a part more now
+            if isinstance(pattern, str):  # it matches whole names, which now have one more part
                 setattr(config, option, rf'{prefix}\.(?:{pattern})')
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
@@ -172,7 +172,7 @@ class RewardAdapterExporter(AdapterExporter):
         ]
         head = {f'{_IN_ADAPTER}.{self._head}.{name}': spec for name, spec in specs_below(HEAD, specs).items()}
         self.left_out = tuple(name for name in self.left_out if name not in {spec.name for spec in head.values()})
-        return entries + self._entries_of(head, dtype)
+        return entries + unchanged_entries(head, dtype, ADAPTER_FILES)
 
 
 @EXPORTERS.register_module()

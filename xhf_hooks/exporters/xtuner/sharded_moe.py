@@ -108,7 +108,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
         return build_on_meta(model_class(self._model), config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Transformers 5 fuses experts in memory, too, and in another way: what it writes is what counts."""
+        """The written names: transformers 5 fuses experts in memory, too, in another way."""
         specs = {n: TensorSpec(n, tuple(t.shape), dtype_code(t.dtype)) for n, t in module_tensors(self._reference)}
         return {entry.hf_name: entry.shape for entry in convert_specs(self._reference, specs)}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region, zero3_regions, zero12_regions
-from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
+from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region
+from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.pieces import Region, StoredTensor
 
@@ -32,48 +32,32 @@ class Assembled:
 
 def from_state_dict(file: str, tensors: Mapping[str, LazyTensor], masters: Regions) -> Assembled:
     """All weights are in one state dict: a single file, or a run without ZeRO."""
-    return _assemble(file, tensors, masters, {}, {}, 'F32')
+    return _assemble(file, tensors, masters, {}, {}, _MASTER)
 
 
-def from_zero12(model: ModelState, optims: Sequence[OptimState]) -> Assembled:
+def from_zero12(model: ModelState, masters: Regions) -> Assembled:
     """ZeRO-1 and 2, and BF16_Optimizer: the model file has all weights as trained, the others the fp32 masters.
 
     What an overridden ``state_dict()`` has left out of the model file is taken from the masters, and at
     stage 2 from the frozen parameters, which lie in the same file once more.
     """
-    return _from_zero12(model, zero12_regions(model.shapes or (), [o.groups for o in optims], optims[0].paddings))
-
-
-def from_masters(models: Sequence[ModelState], masters: Regions) -> Assembled:
-    """Universal checkpoints: each master is whole; all else is in the model files, of which ZeRO-3 has one a rank."""
-    if models[0].file.name.startswith('zero_pp_rank_'):
-        return _from_zero3(models, masters)
-    return _from_zero12(models[0], masters)
-
-
-def _from_zero12(model: ModelState, masters: Regions) -> Assembled:
     file = str(model.file)
     frozen = {name: _region(file, name, tensor) for name, tensor in model.fragments.items()}
-    return _assemble(file, model.module, masters, frozen, model.shared, model.trained_dtype or 'F32')
+    return _assemble(file, model.module, masters, frozen, model.shared, model.trained_dtype or _MASTER)
 
 
-def from_zero3(models: Sequence[ModelState], optims: Sequence[OptimState]) -> Assembled:
+def from_zero3(models: Sequence[ModelState], masters: Regions) -> Assembled:
     """ZeRO-3: slices of everything on all ranks; the state dict names the dtypes, and holds buffers."""
-    return _from_zero3(models, zero3_regions(models[0].shapes or (), [optim.groups for optim in optims]))
-
-
-def _from_zero3(models: Sequence[ModelState], masters: Regions) -> Assembled:
     first = models[0]
     frozen = {}
     for name, shape in first.frozen_shapes.items():
-        lacking = [model.file for model in models if name not in model.fragments]
-        if lacking:
-            raise CheckpointError(
-                f'{lacking[0]}: lacks the frozen parameter {name}; put the files of one save together'
-            )
+        lacking = next((model.file for model in models if name not in model.fragments), None)
+        if lacking is not None:
+            raise CheckpointError(f'{lacking}: lacks the frozen parameter {name}; put the files of one save together')
         frozen[name] = fragments_region(name, shape, [model.fragments[name] for model in models])
     empty = {n for n, t in first.module.items() if t.shape == _PLACEHOLDER_SHAPE and n not in first.buffer_names}
-    return _assemble(str(first.file), first.module, masters, frozen, first.shared, first.trained_dtype or 'F32', empty)
+    trained = first.trained_dtype or _MASTER
+    return _assemble(str(first.file), first.module, masters, frozen, first.shared, trained, empty)
 
 
 def _assemble(
@@ -110,12 +94,9 @@ def _assemble(
         dtype = region.dtype
         if region is master:
             dtype = next((_dtype(file, n, state_dict[n]) for n in names if n in state_dict), trained_dtype)
-        has_master = master is not None and master.dtype == _MASTER and dtype in _ROUNDED
-        pieces = master.pieces if has_master else None
-        twice = (
-            master is not None and region is not master and master.dtype == _MASTER and dtype in (_MASTER, *_ROUNDED)
-        )
-        copy = master.pieces if twice else None
+        fp32 = master.pieces if master is not None and master.dtype == _MASTER else None
+        pieces = fp32 if dtype in _ROUNDED else None
+        copy = fp32 if region is not master and dtype in (_MASTER, *_ROUNDED) else None
         found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:]), copy))
     return Assembled(tuple(found), tuple(named_only))
 

@@ -61,9 +61,7 @@ class Builder:
             return self._copy(tuple, args[0])
         if function.module in _BUILTINS:
             return self._builtin(function, args)
-        made = self._inert(function, args)
-        made.state = state
-        return made
+        return self._inert(function, args, state)
 
     def add(self, target: set[Any], values: Any) -> None:
         """Add checked members to a set."""
@@ -94,9 +92,11 @@ class Builder:
             return self.name(args[0].module, f'{args[0].name}.{args[1]}')  # a member of an enum
         return self._inert(function, args)
 
-    def _inert(self, function: Global, args: tuple[Any, ...]) -> Inert:
+    def _inert(self, function: Global, args: tuple[Any, ...], state: Any = None) -> Inert:
         self._budget.spend(_INERT_NBYTES)
-        return Inert(function, args)
+        made = Inert(function, args)
+        made.state = state
+        return made
 
     def _ordered_dict(self, args: tuple[Any, ...]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}

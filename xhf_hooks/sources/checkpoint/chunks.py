@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.inert import Global, Inert
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor, as_dtype
 from xhf_hooks.sources.pieces import Piece, StoredTensor
 
 _MOST_DIMS = 16
@@ -98,25 +99,28 @@ def as_sizes(value: Any) -> tuple[int, ...] | None:
     """A shape or offsets, as ``torch.Size``, tuple or list; None for anything else."""
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMS:
         return None
-    return tuple(value) if all(type(size) is int and 0 <= size < 2**63 for size in value) else None
+    return tuple(value) if all(map(is_count, value)) else None
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether it is a ShardedTensor (torch ``distributed/_shard/sharded_tensor/api.py``, ``__getstate__``)."""
-    return (
-        isinstance(value, Inert)
-        and len(value.args) > 2
-        and isinstance(value.args[0], Global)
-        and value.args[0].name == 'ShardedTensor'
-    )
+@dataclass(frozen=True)
+class Sharded:
+    """A rank's ShardedTensor (torch ``distributed/_shard/sharded_tensor/api.py``, ``__getstate__``).
+
+    Attributes:
+        dtype, shape: Of the whole tensor; None where it does not tell.
+        shards: Those of this rank; each has ``tensor`` and ``metadata``.
+    """
+
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    shards: list[dict[str, Any]]
 
 
-def sharded_size(value: Inert) -> tuple[int, ...] | None:
-    """The whole shape of a ShardedTensor."""
-    return as_sizes(value.args[2])
-
-
-def shards_of(value: Inert) -> list[dict[str, Any]]:
-    """A rank's shards of a ShardedTensor: each has ``tensor`` and ``metadata``."""
+def as_sharded(value: Any) -> Sharded | None:
+    """None for anything else."""
+    args = value.args if isinstance(value, Inert) else ()
+    if len(args) < 3 or not isinstance(args[0], Global) or args[0].name != 'ShardedTensor':
+        return None
     shards = value.state[0] if isinstance(value.state, tuple) and value.state else None
-    return [attributes(shard, 'Shard') for shard in shards] if isinstance(shards, list) else []
+    shards = [attributes(shard, 'Shard') for shard in shards] if isinstance(shards, list) else []
+    return Sharded(as_dtype(args[1]), as_sizes(args[2]), shards)

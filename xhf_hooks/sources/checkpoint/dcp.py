@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled
@@ -46,7 +45,7 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
     folder = _Folder(found, index)
     described = [_tensor(index, key, name, tensors[key], places, folder) for key, name in names.items()]
     folder.require_apart()
-    return Assembled(tuple(tensor.joined(index) for tensor in described))
+    return Assembled(tuple(_joined(index, tensor) for tensor in described))
 
 
 def _names(index: Path, keys: list[Any], paths: Any) -> dict[str, str]:
@@ -107,8 +106,7 @@ def _tensor(index: Path, key: str, name: str, tensor: Mapping[str, Any], places:
     return _Tensor(name, shape, dtype, tuple(stored))
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A chunk, and the file of ``torch.save`` that it is, in a larger file."""
 
     offsets: tuple[int, ...]
@@ -116,26 +114,25 @@ class _Stored:
     file: Path
     window: tuple[int, int]
 
-    def chunk(self, name: str, dtype: str) -> Chunk:
-        piece = contiguous_piece(load_torch_file(self.file, self.window), self.sizes, dtype)
-        if piece is None:
-            raise CheckpointError(
-                f'{self.file}: what lies at byte {self.window[0]} is not the chunk of {name} that .metadata describes; '
-                f'put the files of one save together'
-            )
-        return Chunk(self.offsets, self.sizes, piece)
 
-
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
     stored: tuple[_Stored, ...]
 
-    def joined(self, index: Path) -> StoredTensor:
-        chunks = (stored.chunk(self.name, self.dtype) for stored in self.stored)
-        return join(str(index), self.name, self.shape, self.dtype, chunks)
+
+def _joined(index: Path, tensor: _Tensor) -> StoredTensor:
+    chunks = []
+    for stored in tensor.stored:
+        piece = contiguous_piece(load_torch_file(stored.file, stored.window), stored.sizes, tensor.dtype)
+        if piece is None:
+            raise CheckpointError(
+                f'{stored.file}: what lies at byte {stored.window[0]} is not the chunk of {tensor.name} that .metadata '
+                f'describes; put the files of one save together'
+            )
+        chunks.append(Chunk(stored.offsets, stored.sizes, piece))
+    return join(str(index), tensor.name, tensor.shape, tensor.dtype, chunks)
 
 
 class _Folder:

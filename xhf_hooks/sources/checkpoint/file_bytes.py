@@ -10,7 +10,7 @@ from pathlib import Path
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.files.regular_files import open_regular_fd
 
-_COPY_HINT = 'copy or download it again, or take another iteration'
+COPY_HINT = 'copy or download it again, or take another iteration'
 
 
 class FileBytes:
@@ -32,10 +32,10 @@ class FileBytes:
         with self.opened() as fd:
             size = os.fstat(fd).st_size
         if not size:
-            raise CheckpointError(f'{path}: is empty; {_COPY_HINT}')
+            raise CheckpointError(f'{path}: is empty; {COPY_HINT}')
         self._nbytes = max(size - start, 0) if nbytes is None else nbytes
         if start + self._nbytes > size:
-            raise CheckpointError(f'{path}: is truncated: byte {start + self._nbytes} of {size}; {_COPY_HINT}')
+            raise CheckpointError(f'{path}: is truncated: byte {start + self._nbytes} of {size}; {COPY_HINT}')
 
     def __len__(self) -> int:
         return self._nbytes
@@ -74,7 +74,7 @@ class FileBytes:
             except OSError as error:
                 raise CheckpointError(f'{self._path}: cannot be read ({error.strerror or error})') from error
             if not more:
-                raise CheckpointError(f'{self._path}: has become shorter while it was read; {_COPY_HINT}')
+                raise CheckpointError(f'{self._path}: has become shorter while it was read; {COPY_HINT}')
             if len(more) == nbytes:
                 return more
             found += more

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
@@ -62,66 +63,64 @@ def zero12_regions(
     return found
 
 
-def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]]) -> Regions:
-    """Where each parameter is at ZeRO-3: each rank holds ceil(numel / ranks) elements of every parameter.
+class Slice(NamedTuple):
+    """What each rank holds of a parameter at ZeRO-3: ceil(numel / ranks) elements, the last ones of them padding.
 
-    A rank's slices follow each other through its groups, which end where they like (``sub_group_size``);
-    the last ranks' slices are padded.
+    Attributes:
+        position: Where in a rank's vector, its groups one after the other, they begin. The groups end where they like
+            (``sub_group_size``).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    position: int
+    numel: int
+
+
+def zero3_slices(shapes: Sequence[Shapes], n_ranks: int) -> list[Slice]:
+    """All slices of one rank, in the order of its vector."""
+    merged = {name: shape for group in shapes for name, shape in group.items()}
+    numels = [_slice_numel(shape, n_ranks) for shape in merged.values()]
+    positions = accumulate(numels, initial=0)
+    return [Slice(*parts) for parts in zip(merged, merged.values(), positions, numels, strict=False)]
+
+
+def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]]) -> Regions:
+    """Where each parameter is at ZeRO-3.
 
     Raises:
         CheckpointError: Elements are missing or left over.
     """
-    vectors = [_Vector(groups) for groups in ranks]
-    merged = {name: shape for group in shapes for name, shape in group.items()}
-    wanted = sum(_slice_numel(shape, len(ranks)) for shape in merged.values())
-    for groups, vector in zip(ranks, vectors, strict=True):
-        if vector.numel != wanted:
-            raise CheckpointError(
-                f'{_file(groups)}: holds {vector.numel} elements, expected {wanted} with {len(ranks)} ranks; {_HINT}'
-            )
-    found: Regions = {}
-    position = 0
-    for name, shape in merged.items():
-        found[name] = _sliced_region(vectors, position, shape)
-        position += _slice_numel(shape, len(ranks))
-    return found
+    slices = zero3_slices(shapes, len(ranks))
+    vectors = [_zero3_vector(groups, slices, len(ranks)) for groups in ranks]
+    return {part.name: _sliced_region(vectors, part.position, part.shape) for part in slices}
 
 
-def zero3_first_slices(shapes: Sequence[Shapes], groups: Sequence[LazyTensor], n_ranks: int) -> dict[str, Region]:
+def zero3_first_slices(shapes: Sequence[Shapes], groups: Sequence[LazyTensor], n_ranks: int) -> Regions:
     """What rank 0 has of each parameter at ZeRO-3: its first ceil(numel / ranks) elements.
 
     Raises:
         CheckpointError: Elements are missing or left over.
     """
-    vector = _Vector(groups)
-    merged = {name: shape for group in shapes for name, shape in group.items()}
-    shares = {name: -(-math.prod(shape) // n_ranks) for name, shape in merged.items()}
-    if vector.numel != sum(shares.values()):
-        raise CheckpointError(
-            f'{_file(groups)}: holds {vector.numel} elements, the first of {n_ranks} ranks has {sum(shares.values())}; '
-            f'{_HINT}'
-        )
-    found: dict[str, Region] = {}
-    position = 0
-    for name, share in shares.items():
-        found[name] = Region((share,), vector.dtype, vector.pieces(position, position + share))
-        position += share
-    return found
+    slices = zero3_slices(shapes, n_ranks)
+    vector = _zero3_vector(groups, slices, n_ranks)
+    return {
+        part.name: Region((part.numel,), vector.dtype, vector.pieces(part.position, part.position + part.numel))
+        for part in slices
+    }
 
 
 def zero3_paddings(shapes: Sequence[Shapes], n_ranks: int, most: int) -> list[list[tuple[int, int]]]:
     """Where each rank's vector has padding at ZeRO-3, as ranges of elements; at most ``most`` elements of each rank."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
     left = [most] * n_ranks
-    position = 0
-    for shape in {name: shape for group in shapes for name, shape in group.items()}.values():
-        numel, share = math.prod(shape), _slice_numel(shape, n_ranks)
-        for rank in range(numel // share if share else n_ranks, n_ranks):
-            start, end = max(0, numel - rank * share), share
-            if start < end <= start + left[rank]:
-                found[rank].append((position + start, position + end))
-                left[rank] -= end - start
-        position += share
+    for part in zero3_slices(shapes, n_ranks):
+        numel = math.prod(part.shape)
+        for rank in range(numel // part.numel if part.numel else n_ranks, n_ranks):
+            start = max(0, numel - rank * part.numel)
+            if start < part.numel <= start + left[rank]:
+                found[rank].append((part.position + start, part.position + part.numel))
+                left[rank] -= part.numel - start
     return found
 
 
@@ -131,14 +130,9 @@ def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[Lazy
     Raises:
         CheckpointError: A slice has another size.
     """
-    wanted = _slice_numel(shape, len(fragments))
-    for fragment in fragments:
-        if fragment.numel != wanted:
-            raise CheckpointError(
-                f'{_file([fragment])}: {name} has {fragment.numel} elements, expected {wanted} with '
-                f'{len(fragments)} ranks; {_HINT}'
-            )
-    return _sliced_region([_Vector([fragment]) for fragment in fragments], 0, shape)
+    slices = zero3_slices([{name: shape}], len(fragments))
+    vectors = [_zero3_vector([fragment], slices, len(fragments), f'{name} has') for fragment in fragments]
+    return _sliced_region(vectors, 0, shape)
 
 
 class _Vector:
@@ -167,6 +161,16 @@ class _Vector:
                 start = stop
             index += 1
         return tuple(found)
+
+
+def _zero3_vector(groups: Sequence[LazyTensor], slices: Sequence[Slice], n_ranks: int, what: str = 'holds') -> _Vector:
+    """All that a rank has of these slices, of which there must be neither more nor less."""
+    vector, wanted = _Vector(groups), sum(part.numel for part in slices)
+    if vector.numel != wanted:
+        raise CheckpointError(
+            f'{_file(groups)}: {what} {vector.numel} elements, expected {wanted} with {n_ranks} ranks; {_HINT}'
+        )
+    return vector
 
 
 def _sliced_region(vectors: Sequence[_Vector], position: int, shape: tuple[int, ...]) -> Region:

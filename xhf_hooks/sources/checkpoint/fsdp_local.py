@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.chunks import as_sizes, attributes, is_sharded, sharded_size, shards_of
+from xhf_hooks.sources.checkpoint.chunks import as_sharded, as_sizes, attributes
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.pieces import StoredTensor
 
@@ -64,7 +64,8 @@ def _in_order(files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> lis
 
 def _start(value: Any) -> float:
     """Where a rank's part of a flat parameter begins; infinity if it has none."""
-    for shard in shards_of(value) if is_sharded(value) else ():
+    sharded = as_sharded(value)
+    for shard in sharded.shards if sharded else ():
         offsets = as_sizes(attributes(shard.get('metadata'), 'ShardMetadata').get('shard_offsets'))
         if offsets:
             return offsets[0]
@@ -77,9 +78,9 @@ def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     found = {}
     for name, moments in state.items() if isinstance(state, dict) else ():
         for moment in moments.values() if isinstance(moments, dict) else ():
-            shape = sharded_size(moment) if is_sharded(moment) else None
-            if isinstance(name, str) and shape is not None:
-                found[name] = shape
+            sharded = as_sharded(moment)
+            if isinstance(name, str) and sharded and sharded.shape is not None:
+                found[name] = sharded.shape
     return found
 
 

@@ -15,19 +15,19 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict
 from xhf_hooks.sources.checkpoint.chunks import (
     Chunk,
+    Sharded,
+    as_sharded,
     as_sizes,
     attributes,
     contiguous_piece,
-    is_sharded,
     join,
-    sharded_size,
-    shards_of,
 )
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_local import READER, is_flat, join_local
 from xhf_hooks.sources.checkpoint.inert import Inert
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor, as_dtype
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+from xhf_hooks.sources.pieces import StoredTensor
 
 
 def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assembled]:
@@ -42,8 +42,8 @@ def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assemble
     if any(is_flat(name) for name in states[0]):
         return contents[0], Assembled(tuple(join_local(found.model_files, contents)))
     names = [name for name in states[0] if isinstance(name, str)]
-    sharded = {name: states[0][name] for name in names if is_sharded(states[0][name])}
-    tensors = {name: _joined(found.path, name, value, found.model_files, states) for name, value in sharded.items()}
+    sharded = {name: as_sharded(states[0][name]) for name in names}
+    tensors = {name: _joined(found, name, value, states) for name, value in sharded.items() if value is not None}
     whole = {name: states[0][name] for name in names if isinstance(states[0][name], LazyTensor)}  # the same on all
     buffers = {tensor.name: tensor for tensor in from_state_dict(str(found.model_files[0]), whole, {}).tensors}
     both = tensors | buffers
@@ -56,7 +56,7 @@ def _content(file: Path) -> Mapping[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{file}: not a rank's file of MMEngine's FSDPStrategy; give another checkpoint")
     for name, value in state.items():
-        if isinstance(value, Inert) and not is_sharded(value):
+        if isinstance(value, Inert) and as_sharded(value) is None:
             raise CheckpointError(
                 f"{file}: of MMEngine's FSDPStrategy, with {str(name)[:80]!r} as an object that is not known here; "
                 f'{READER}'
@@ -79,17 +79,17 @@ def _require_one_save(files: Sequence[Path], contents: Sequence[Mapping[str, Any
             raise CheckpointError(f'{file}: has other names than {files[0].name}; put the files of one save together')
 
 
-def _joined(folder: Path, name: str, first: Inert, files: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> Any:
-    dtype, shape = as_dtype(first.args[1]), sharded_size(first)
+def _joined(found: FoundCheckpoint, name: str, first: Sharded, states: Sequence[Mapping[str, Any]]) -> StoredTensor:
+    dtype, shape = first.dtype, first.shape
     if dtype is None or shape is None:
-        raise CheckpointError(f'{files[0]}: does not say what {name} is; take another checkpoint')
+        raise CheckpointError(f'{found.model_files[0]}: does not say what {name} is; take another checkpoint')
     chunks = []
-    for file, state in zip(files, states, strict=True):
-        value = state[name]
-        if not is_sharded(value) or sharded_size(value) != shape:
+    for file, state in zip(found.model_files, states, strict=True):
+        sharded = as_sharded(state[name])
+        if sharded is None or sharded.shape != shape:
             raise CheckpointError(f'{file}: {name} is not of shape {shape}; put the files of one save together')
-        chunks += [_chunk(file, name, dtype, shard) for shard in shards_of(value)]
-    return join(str(folder), name, shape, dtype, [chunk for chunk in chunks if chunk is not None])
+        chunks += [_chunk(file, name, dtype, shard) for shard in sharded.shards]
+    return join(str(found.path), name, shape, dtype, [chunk for chunk in chunks if chunk is not None])
 
 
 def _chunk(file: Path, name: str, dtype: str, shard: Mapping[str, Any]) -> Chunk | None:

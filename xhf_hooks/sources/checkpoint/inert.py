@@ -70,30 +70,27 @@ def as_data(value: Any, where: str) -> Any:
     Raises:
         CheckpointError: It holds itself, is nested deeper than 50 levels, or has more than 2 million parts.
     """
-    return _Tree(where).copy(value, 0)
+    left = _MOST_DATA
 
-
-class _Tree:
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._left = _MOST_DATA
-
-    def copy(self, value: Any, depth: int) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise CheckpointError(f'{self._where}: has more than {_MOST_DATA} parts; take another checkpoint')
+    def copy(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise CheckpointError(f'{where}: has more than {_MOST_DATA} parts; take another checkpoint')
         if depth > _DEEPEST_DATA:
             raise CheckpointError(
-                f'{self._where}: is nested deeper than {_DEEPEST_DATA} levels, or holds itself; take another checkpoint'
+                f'{where}: is nested deeper than {_DEEPEST_DATA} levels, or holds itself; take another checkpoint'
             )
         if isinstance(value, Inert):
             value = value.plain()
         if isinstance(value, dict):
-            self._left -= _NUMBER_KEY_PARTS * sum(type(key) is not str for key in value)
-            return {key: self.copy(item, depth + 1) for key, item in value.items()}
+            left -= _NUMBER_KEY_PARTS * sum(type(key) is not str for key in value)
+            return {key: copy(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)([self.copy(item, depth + 1) for item in value])
+            return type(value)([copy(item, depth + 1) for item in value])
         return value
+
+    return copy(value, 0)
 
 
 #: Members of DeepSpeed's ZeroStageEnum, for pickles of Python 3.11, which store members by name.

@@ -17,7 +17,7 @@ _SMALL = 100  # entries, among which equal hashes cost nothing
 _MOST_TUPLES, _MOST_ODD_NUMBERS = 5_000, 30_000
 
 
-class UnsafePickle(ValueError):
+class UnsafePickle(Exception):
     """A pickle that is damaged, absurd, or not of the kind that torch.save writes."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from xhf_hooks.sources.checkpoint.build import Builder
 from xhf_hooks.sources.checkpoint.inert import Inert
 from xhf_hooks.sources.checkpoint.limits import ITEM_NBYTES, Budget, UnsafePickle, kind_of
-from xhf_hooks.sources.checkpoint.tensors import BadTensor, LazyTensor
+from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 
 _MOST_INT_NBYTES = 64
 #: What any instruction costs, for its time. Those that take longer, or make large objects, cost more.
@@ -45,8 +45,6 @@ def load_pickle(
     try:
         with _no_collections():
             return machine.run(), machine.position
-    except (UnsafePickle, BadTensor) as error:
-        raise UnsafePickle(str(error)) from error
     # What Python raises on an instruction whose operands are not there or of another kind
     except (LookupError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise UnsafePickle(f'damaged near byte {machine.position} ({type(error).__name__})') from error
@@ -91,12 +89,12 @@ class _Machine:
 
     # --- what is read ---
 
-    def _take(self, nbytes: int) -> memoryview:
+    def _take(self, nbytes: int, cost: int = 0) -> memoryview:
         end = self.position + nbytes
         if end > len(self.data):
             raise UnsafePickle(f'{nbytes} bytes wanted at byte {self.position}, {len(self.data)} in all')
-        taken = self.data[self.position : end]
-        self.position = end
+        self._budget.spend(cost)
+        taken, self.position = self.data[self.position : end], end
         return taken
 
     def _line(self) -> str:
@@ -106,9 +104,6 @@ class _Machine:
             raise UnsafePickle(f'a name without end at byte {self.position}')
         self.position += end + 1
         return window[:end].decode()
-
-    def _push(self, value: Any) -> None:
-        self.stack.append(value)
 
     def _pop_to_mark(self) -> list[Any]:
         if not self._marked:
@@ -134,19 +129,14 @@ class _Machine:
         self.stack.append(int.from_bytes(self._take(nbytes), 'little', signed=True))
 
     def _text(self, nbytes: int) -> None:
-        taken = self._take(nbytes)
-        self._budget.spend(4 * nbytes)  # one rare character, and each takes four
+        taken = self._take(nbytes, 4 * nbytes)  # one rare character, and each takes four
         self.stack.append(str(taken, 'utf-8', 'surrogatepass'))
 
     def _latin1(self, nbytes: int) -> None:
-        taken = self._take(nbytes)
-        self._budget.spend(nbytes)
-        self.stack.append(str(taken, 'latin1'))
+        self.stack.append(str(self._take(nbytes, nbytes), 'latin1'))
 
     def _bytes(self, nbytes: int) -> None:
-        taken = self._take(nbytes)
-        self._budget.spend(nbytes)
-        self.stack.append(bytes(taken))
+        self.stack.append(bytes(self._take(nbytes, nbytes)))
 
     def _put(self, index: int) -> None:
         self._memo[index] = self.stack[-1]
@@ -160,16 +150,14 @@ class _Machine:
             raise UnsafePickle('an object is missing')
         stack[-size:] = [tuple(stack[-size:])]
 
-    def _long_tuple(self) -> None:
-        self._push(tuple(self._pop_marked_items()))
-
     def _list(self) -> None:
-        self._push(self._pop_marked_items())
-
-    def _pop_marked_items(self) -> list[Any]:
         items = self._pop_to_mark()
         self._budget.spend(ITEM_NBYTES * len(items))
-        return items
+        self.stack.append(items)
+
+    def _long_tuple(self) -> None:
+        self._list()
+        self.stack[-1] = tuple(self.stack[-1])
 
     def _append(self) -> None:
         value = self.stack.pop()
@@ -216,11 +204,12 @@ class _Machine:
 
     def _inst(self) -> None:
         made_by = self._builder.name(self._line(), self._line())
-        self._push(self._builder.make(made_by, tuple(self._pop_to_mark())))
+        args = tuple(self._pop_to_mark())
+        self.stack.append(self._builder.make(made_by, args))
 
     def _obj(self) -> None:
         first, *args = self._pop_to_mark() or [None]
-        self._push(self._builder.make(first, tuple(args)))
+        self.stack.append(self._builder.make(first, tuple(args)))
 
     def _reduce(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()

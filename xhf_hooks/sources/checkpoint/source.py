@@ -7,16 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.flat_groups import zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
-from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, load_states, trained_dtype
+from xhf_hooks.sources.checkpoint.states import (
+    ModelState,
+    OptimState,
+    load_model_state,
+    load_optim_state,
+    trained_dtype,
+)
 from xhf_hooks.sources.checkpoint.universal import load_universal
 from xhf_hooks.sources.pieces import StoredTensor
 from xhf_hooks.sources.stored_source import StoredSource
@@ -57,6 +65,8 @@ class CheckpointSource(StoredSource):
         self._never_trained: frozenset[str] = frozenset()
         self.averages = False
         self.warnings: list[str] = []
+        self.facts: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
+        self.facts['checkpoint'] = str(found.path)
         if found.layout == 'file':
             content, assembled = self._open_file(ema)
         elif found.layout in ('dcp', 'fsdp'):
@@ -100,28 +110,30 @@ class CheckpointSource(StoredSource):
     def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
         file = load_single_file(self.found.path)
         self.averages = file.live is not None
-        self.facts = self._facts('torch')
         if self.averages and ema:
             self.facts['weights'] = 'averaged'
         tensors = file.tensors if ema or file.live is None else file.live
         return file.content, from_state_dict(str(self.found.path), tensors, {})
 
     def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
-        self.facts = self._facts('torch')
         if self.found.layout == 'dcp':
             self.unproven = ('that .metadata and all .distcp files are of one save is told by their names alone',)
             return {}, load_dcp(self.found)
         return load_fsdp_ranks(self.found)
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
-        models, optims = load_states(self.found)
+        models = [load_model_state(file) for file in self.found.model_files]
+        optims = [load_optim_state(file) for file in self.found.optim_files]
         universal = self.found.layout == 'universal'
         require_one_save(
             models, optims, self._reader, optimizer_restarted=self._optimizer_restarted, universal=universal
         )
         self.unproven = unproven(models, optims)
         self._never_trained = _never_trained(models[0])
-        self.facts = self._facts('deepspeed', *_stage_and_ranks(models, optims), models[0].evidence.version)
+        stage, n_ranks = _stage_and_ranks(models, optims)
+        version = models[0].evidence.version
+        self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': version}
+        groups = [optim.groups for optim in optims]
         if universal:
             assembled = load_universal(self.found, models, self._reader, optimizer_restarted=self._optimizer_restarted)
         elif not optims:
@@ -129,19 +141,10 @@ class CheckpointSource(StoredSource):
             self.warnings += [warning] if warning else []
             assembled = from_state_dict(str(models[0].file), models[0].module, masters)
         elif optims[0].stage == 3:
-            assembled = from_zero3(models, optims)
+            assembled = from_zero3(models, zero3_regions(models[0].shapes, groups))
         else:
-            assembled = from_zero12(models[0], optims)
+            assembled = from_zero12(models[0], zero12_regions(models[0].shapes, groups, optims[0].paddings))
         return models[0].content, assembled
-
-    def _facts(
-        self, engine: str, stage: int = 0, world_size: int | None = None, version: str | None = None
-    ) -> dict[str, Any]:
-        facts: dict[str, Any] = {'engine': engine, 'layout': self.found.layout, 'weights': 'live'}
-        facts['checkpoint'] = str(self.found.path)
-        if engine == 'deepspeed':
-            facts |= {'zero_stage': stage, 'world_size': world_size, 'deepspeed': version}
-        return facts
 
     def _check_sizes(self) -> None:
         """Every tensor has as many elements as its shape says, whatever it is read from."""
@@ -182,4 +185,4 @@ def _number_in(found: FoundCheckpoint) -> int | None:
 
 
 def _first_int(*values: Any) -> int | None:
-    return next((value for value in values if type(value) is int and 0 <= value < 2**63), None)
+    return next(filter(is_count, values), None)

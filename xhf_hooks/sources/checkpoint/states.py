@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.evidence import ModelEvidence, OptimEvidence, model_evidence, optim_evidence
-from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
@@ -101,7 +101,7 @@ def load_model_state(file: Path) -> ModelState:
         {name: t for name, t in content['module'].items() if isinstance(t, LazyTensor) and isinstance(name, str)},
         frozenset(name for name in _sequence(file, content['buffer_names'] or ()) if isinstance(name, str)),
         None if shapes is None else tuple(_shapes(file, group) for group in _sequence(file, shapes)),
-        {} if frozen is None else _shapes(file, frozen),
+        _shapes(file, frozen),
         _fragments(file, content.get('frozen_param_fragments')),
         _names(file, content.get('shared_params')),
         model_evidence(file, content),
@@ -140,17 +140,6 @@ def load_optim_state(file: Path) -> OptimState:
     return OptimState(file, stage, counts[0], groups, paddings, evidence)
 
 
-def load_states(found: FoundCheckpoint) -> tuple[list[ModelState], list[OptimState]]:
-    """All files of a DeepSpeed checkpoint, each for itself; see :mod:`.same_save` for whether they fit together.
-
-    Raises:
-        CheckpointError: A file is not what its name says.
-    """
-    models = [load_model_state(file) for file in found.model_files]
-    optims = [load_optim_state(file) for file in found.optim_files]
-    return models, optims
-
-
 def _shapes(file: Path, shapes: Any) -> Shapes:
     found = {name: _sizes(file, shape) for name, shape in _mapping(file, shapes).items()}
     if not all(isinstance(name, str) for name in found):
@@ -159,7 +148,7 @@ def _shapes(file: Path, shapes: Any) -> Shapes:
 
 
 def _sizes(file: Path, sizes: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and 0 <= size < 2**63 for size in _sequence(file, sizes)):
+    if not all(map(is_count, _sequence(file, sizes))):
         raise CheckpointError(f'{file}: has a parameter whose sizes are not numbers; take another checkpoint')
     return tuple(sizes)
 

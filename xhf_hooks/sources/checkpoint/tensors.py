@@ -13,14 +13,12 @@ from typing import Any
 
 from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.inert import Global
+from xhf_hooks.sources.checkpoint.limits import UnsafePickle
 from xhf_hooks.sources.pieces import Piece
 
 _MAX_DIMS = 64
-
-
-class BadTensor(ValueError):
-    """A pickle describes a tensor that cannot be; the reader of the file adds the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +77,10 @@ def make_storage(typename: Any, key: Any, numel: Any, file: Path, locate: Callab
     """A storage as a persistent id tells it: type, key and number of elements.
 
     Raises:
-        BadTensor: One of them is of another kind.
+        UnsafePickle: One of them is of another kind.
     """
-    if not isinstance(typename, Global) or type(key) is not str or not _is_count(numel):
-        raise BadTensor('a storage is described by other things than a type, a key and a size')
+    if not isinstance(typename, Global) or type(key) is not str or not is_count(numel):
+        raise UnsafePickle('a storage is described by other things than a type, a key and a size')
     known = typename.module in ('torch', 'torch.storage', 'torch.cuda')
     code = CODES_BY_STORAGE.get(typename.name) if known else None
     return Storage(file, key, code, numel * DTYPE_NBYTES[code] if code else 0, locate)
@@ -92,25 +90,25 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
     """The tensor that ``torch._utils`` would rebuild.
 
     Raises:
-        BadTensor: It does not fit into its storage, or an argument is of the wrong kind.
+        UnsafePickle: It does not fit into its storage, or an argument is of the wrong kind.
     """
     if len(args) < 4 or not isinstance(args[0], Storage):
-        raise BadTensor(f'{function} is given no storage')
+        raise UnsafePickle(f'{function} is given no storage')
     storage, start, shape, stride = args[:4]
     dtype = storage.dtype
     if function == '_rebuild_tensor_v3':
         dtype = as_dtype(args[6]) if len(args) > 6 else None
     elif function == '_rebuild_tensor_v2' and len(args) > 6 and args[6]:
-        raise BadTensor('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
+        raise UnsafePickle('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= _MAX_DIMS):
-        raise BadTensor('a tensor has no proper shape and stride')
-    if not all(map(_is_count, (start, *shape, *stride))):
-        raise BadTensor('a tensor has a negative or odd size, stride or offset')
+        raise UnsafePickle('a tensor has no proper shape and stride')
+    if not all(map(is_count, (start, *shape, *stride))):
+        raise UnsafePickle('a tensor has a negative or odd size, stride or offset')
     if dtype is not None and math.prod(shape):
         last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         needed = (last + 1) * DTYPE_NBYTES[dtype]
         if needed > storage.nbytes:
-            raise BadTensor(
+            raise UnsafePickle(
                 f'a tensor of shape {str(shape)[:80]} needs {needed} bytes of a storage of {storage.nbytes}'
             )
     return LazyTensor(storage, dtype, start, shape, stride)
@@ -119,7 +117,3 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
 def as_dtype(value: Any) -> str | None:
     """The safetensors dtype of a ``torch.dtype``; None for anything else, and for types that no weight has."""
     return CODES_BY_NAME.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63

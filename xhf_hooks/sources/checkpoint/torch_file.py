@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.file_bytes import FileBytes
+from xhf_hooks.sources.checkpoint.file_bytes import COPY_HINT, FileBytes
 from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
 from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
-from xhf_hooks.sources.checkpoint.tensors import BadTensor, Storage, make_storage
+from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
 from xhf_hooks.sources.checkpoint.zip_directory import BadZip, content_start, first_folder, read_directory
 
 #: A pickle of a 100 000-tensor checkpoint has some 40 MB.
@@ -25,7 +27,6 @@ MAX_PICKLE_NBYTES = 256 * 10**6
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _HEAD_NBYTES = 20_000  # of objects in the few values at the front of an older file
-_COPY_HINT = 'copy or download it again, or take another iteration'
 
 
 def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
@@ -38,19 +39,21 @@ def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
         CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
     """
     data = FileBytes(path) if window is None else FileBytes(path, *window)
+    with _refusals(path), data.opened():
+        if window is not None or first_folder(data) is not None:
+            return _ZipFile(path, data, window[0] if window else 0).load()
+        return _load_legacy(path, data)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Tell what is wrong with the content of a file."""
     try:
-        with data.opened():
-            if window is not None or first_folder(data) is not None:
-                return _ZipFile(path, data, window[0] if window else 0).load()
-            return _load_legacy(path, data)
+        yield
     except BadZip as error:
-        raise _damaged(path, error) from error
-    except (UnsafePickle, BadTensor) as error:
-        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
-
-
-def _damaged(path: Path, error: BadZip) -> CheckpointError:
-    return CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {_COPY_HINT}')
+        raise CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {COPY_HINT}') from error
+    except UnsafePickle as error:
+        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {COPY_HINT}') from error
 
 
 def load_pickle_file(path: Path) -> Any:
@@ -64,12 +67,10 @@ def load_pickle_file(path: Path) -> Any:
         raise CheckpointError(f'{path}: has {len(data)} bytes, more than the {MAX_PICKLE_NBYTES} allowed')
 
     def persistent(pid: Any) -> Any:
-        raise BadTensor('a persistent id, which only files of torch.save have')
+        raise UnsafePickle('a persistent id, which only files of torch.save have')
 
-    try:
+    with _refusals(path):
         return load_pickle(data[:], persistent)[0]
-    except (UnsafePickle, BadTensor) as error:
-        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {_COPY_HINT}') from error
 
 
 def zip_root(path: Path) -> str | None:
@@ -108,15 +109,13 @@ class _ZipFile:
             )
         pickled = self._content('data.pkl')
         if zlib.crc32(pickled) != part.crc:
-            raise CheckpointError(f'{self._path}: data.pkl has another checksum than recorded; {_COPY_HINT}')
+            raise CheckpointError(f'{self._path}: data.pkl has another checksum than recorded; {COPY_HINT}')
         return load_pickle(pickled, self._persistent)[0]
 
     def locate(self, key: str) -> int:
         name = f'data/{key}'
-        try:
+        with _refusals(self._path):
             return self._start + content_start(self._data, self._parts[name], f'{self._folder}/{name}')
-        except BadZip as error:
-            raise _damaged(self._path, error) from error
 
     def _content(self, name: str) -> bytes:
         part = self._parts[name]
@@ -125,7 +124,7 @@ class _ZipFile:
 
     def _persistent(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != 'storage':
-            raise BadTensor('a persistent id is not that of a storage')
+            raise UnsafePickle('a persistent id is not that of a storage')
         _, typename, key, _, numel = pid
         known = self._storages.get(key) if type(key) is str else None
         storage = make_storage(typename, key, numel, self._path, self.locate)
@@ -133,9 +132,9 @@ class _ZipFile:
             return known
         part = self._parts.get(f'data/{key}')
         if part is None:
-            raise BadTensor(f'storage {key[:80]!a} is not in the file')
+            raise UnsafePickle(f'storage {key[:80]!a} is not in the file')
         if storage.dtype is not None and part.nbytes != storage.nbytes:
-            raise BadTensor(f'storage {key[:80]!a} has {part.nbytes} bytes, {storage.nbytes} are recorded')
+            raise UnsafePickle(f'storage {key[:80]!a} has {part.nbytes} bytes, {storage.nbytes} are recorded')
         self._storages[key] = storage
         return storage
 
@@ -143,16 +142,15 @@ class _ZipFile:
 def _load_legacy(path: Path, data: FileBytes) -> Any:
     """A file of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
     view = data[:MAX_PICKLE_NBYTES]
-    offsets: dict[str, int] = {}
+    offsets: dict[str, int] = {}  # known when the whole file has been walked
     storages: dict[str, Storage] = {}
-    locate = _Locator(offsets)
 
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == 'module':
             return pid[1]
         if not isinstance(pid, tuple) or len(pid) != 6 or pid[0] != 'storage' or pid[5] is not None:
-            raise BadTensor('a persistent id is not that of a storage')
-        storage = make_storage(pid[1], pid[2], pid[4], path, locate)
+            raise UnsafePickle('a persistent id is not that of a storage')
+        storage = make_storage(pid[1], pid[2], pid[4], path, offsets.__getitem__)
         return storages.setdefault(storage.key, storage)
 
     try:
@@ -174,16 +172,6 @@ def _load_legacy(path: Path, data: FileBytes) -> Any:
     return found
 
 
-class _Locator:
-    """Where a storage begins; known when the whole file has been walked."""
-
-    def __init__(self, offsets: dict[str, int]) -> None:
-        self._offsets = offsets
-
-    def __call__(self, key: str) -> int:
-        return self._offsets[key]
-
-
 def _place_storages(
     path: Path, data: FileBytes, position: int, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
 ) -> None:
@@ -196,7 +184,7 @@ def _place_storages(
         header = data[position : position + 8]
         numel = storage.nbytes // DTYPE_NBYTES[storage.dtype]
         if len(header) < 8 or position + 8 + storage.nbytes > len(data):
-            raise CheckpointError(f'{path}: is truncated at storage {storage.key[:80]!a}; {_COPY_HINT}')
+            raise CheckpointError(f'{path}: is truncated at storage {storage.key[:80]!a}; {COPY_HINT}')
         if struct.unpack('<q', header)[0] != numel:
             raise UnsafePickle(f'storage {storage.key[:80]!a} has another size than recorded')
         offsets[storage.key] = position + 8

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.assemble import Assembled, from_masters
+from xhf_hooks.sources.checkpoint.assemble import Assembled, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.evidence import optim_evidence
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, zero3_first_slices
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
@@ -54,12 +54,13 @@ def load_universal(
                 f'{file}: no parameter of {first.file.name} has this name; remove what another run has left'
             )
         masters[name] = _region(file, shapes[name])
-    if first.file.name.startswith('zero_pp_rank_'):  # at other stages the masters are compared with the 16-bit weights
-        optim = _rank0(found.path / 'zero' / 'optimizer_state.pt')
-        if not optimizer_restarted:
-            require_steps_of(first, optim)
-        _require_slices(first, optim, masters, reader)
-    return from_masters(models, masters)
+    if not first.file.name.startswith('zero_pp_rank_'):  # the masters are compared with the 16-bit weights
+        return from_zero12(first, masters)
+    optim = _rank0(found.path / 'zero' / 'optimizer_state.pt')
+    if not optimizer_restarted:
+        require_steps_of(first, optim)
+    _require_slices(first, optim, masters, reader)
+    return from_zero3(models, masters)
 
 
 def _region(file: Path, shape: tuple[int, ...]) -> Region:

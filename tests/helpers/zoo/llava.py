@@ -78,7 +78,7 @@ class TinyLlava(nn.Module):
     ) -> None:
         from transformers import AutoModelForCausalLM, CLIPVisionModel
 
-        from tests.helpers.projector import ProjectorConfig, ProjectorModel
+        from tests.helpers.zoo.projector import ProjectorConfig, ProjectorModel
 
         super().__init__()
         self.llm = llm or AutoModelForCausalLM.from_pretrained(root / 'llm', torch_dtype=dtype)

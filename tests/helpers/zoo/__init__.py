@@ -1,4 +1,6 @@
-"""Tiny random models of the transformers families that people train.
+"""The tiny models of all tests. Here: random ones of the transformers families that people train.
+
+`llamas`: what runs train and save; `llava`, `projector`, `internvl`: models of several parts, with code of their own.
 
 Sizes are odd on purpose: many tensors can't be cut into 2 or 3 equal parts, so ZeRO-3 has to pad
 its partitions. Where heads must have an even size, hidden is 40 instead of 35. Experts have rows of

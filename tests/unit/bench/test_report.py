@@ -1,0 +1,141 @@
+"""Tables and charts are made of the JSON alone, and those that lie there are what it gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from bench.charts import chart_of
+from bench.report import fastest, table
+from bench.svg import Chart, Column, Row, Section, svg
+from bench.ways import BY, FLOOR, FLOOR_FSYNC, XTUNER, registered_writers, ways_to_save
+
+ROOT = Path(__file__).parents[3]
+MEASURED = sorted((ROOT / 'docs' / 'bench').glob('*.json'))
+SVG = '{http://www.w3.org/2000/svg}'
+
+
+@pytest.fixture(scope='module')
+def command():
+    """tools/bench.py, whose name the folder beside it has, too."""
+    spec = importlib.util.spec_from_file_location('bench_command', ROOT / 'tools' / 'bench.py')
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize('file', MEASURED, ids=lambda file: file.stem)
+def test_the_chart_is_the_one_of_the_figures(file):
+    """`python tools/bench.py draw --out docs/bench` draws them again."""
+    assert svg(chart_of(file.stem, json.loads(file.read_text()))) == file.with_suffix('.svg').read_text()
+
+
+def test_no_chart_without_figures():
+    assert {file.stem for file in (ROOT / 'docs' / 'bench').glob('*.svg')} == {file.stem for file in MEASURED}
+
+
+def test_one_command_measures_all_that_is_quoted(command):
+    quoted = {what for what, bench in command.BENCHES.items() if bench.is_quoted}
+    assert quoted >= {file.stem for file in MEASURED}
+    parser = command.make_parser()
+    assert all(command.BENCHES[what].expected_secs(parser.parse_args([what])) > 0 for what in command.BENCHES)
+
+
+def test_all_says_how_long_it_takes_and_runs_each_in_its_environment(command, tmp_path, monkeypatch, capsys):
+    python = tmp_path / 'env' / 'bin' / 'python'
+    python.parent.mkdir(parents=True)
+    python.touch()
+    launched: list[list[str]] = []
+
+    def launch(line: list[str], **_: object) -> None:
+        assert capsys.readouterr().err.startswith('all: about ') or launched, 'before anything is measured'
+        launched.append(line)
+
+    monkeypatch.setattr(command.subprocess, 'run', launch)
+    parser = command.make_parser()
+    args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'env'), '--out', str(tmp_path)])
+    command.run_all(args, parser)
+    pythons = {line[2]: line[0] for line in launched}
+    assert set(pythons) == {what for what, bench in command.BENCHES.items() if bench.is_quoted}
+    assert pythons.pop('convert') == str(python) and set(pythons.values()) == {sys.executable}
+    assert all(line[3:] == ['--out', str(tmp_path)] for line in launched)
+
+
+def test_all_refuses_at_once_where_an_environment_is_missing(command, tmp_path):
+    parser = command.make_parser()
+    args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'none'), '--out', str(tmp_path)])
+    with pytest.raises(SystemExit, match='--xtuner-env'):
+        command.run_all(args, parser)
+
+
+def test_a_bar_is_as_long_as_its_figure_and_a_line_lies_at_its_value():
+    rows = [Row('theirs', (8.0, None)), Row('ours', (2.0, 1.0), is_ours=True)]
+    drawn = svg(Chart('<title>', [Column('seconds'), Column('MB', 0)], [Section('one', rows, [('floor', 1.0)])]))
+    root = ElementTree.fromstring(drawn)
+    bars = [rect for rect in root.iter(f'{SVG}rect') if rect.get('class') in ('ours', 'other')]
+    assert [bar.get('class') for bar in bars] == ['other', 'ours', 'ours']
+    theirs, ours = (float(bar.get('width')) for bar in bars[:2])
+    assert theirs == pytest.approx(4 * ours, abs=0.2)
+    (line,) = [line for line in root.iter(f'{SVG}line') if line.get('class') == 'floor']
+    assert float(line.get('x1')) - float(bars[0].get('x')) == pytest.approx(ours / 2, abs=0.2)
+    words = [text.text for text in root.iter(f'{SVG}text') if text.get('class') != 'halo']
+    assert {'8.00', '2.00', '1', 'floor: 1.00', '<title>'} <= set(words)
+    assert 'prefers-color-scheme: dark' in drawn
+
+
+def test_names_leave_room_for_the_bars():
+    """About, of letters of 13 and 11.5 pixels."""
+    ways = ways_to_save(registered_writers())
+    runs = {way.name: [{'seconds': 1.0, 'peak_extra_mb': 1.0}] for way in ways}
+    sizes = [{'parameters': 1, 'nbytes': 1, 'runs': runs}]
+    chart = chart_of('save', {'machine': {'cpu': '', 'cores': 2}, 'ranks': 2, 'repeats': 1, 'sizes': sizes})
+    rows = [row for section in chart.sections for row in section.rows]
+    assert len(rows) == sum(not way.name.startswith('floor') for way in ways)
+    assert max(7.6 * len(row.label) for row in rows) < 270 and max(6.1 * len(row.detail) for row in rows) < 270
+
+
+def test_of_a_floor_the_fastest_way_counts():
+    names = [FLOOR, f'{FLOOR_FSYNC}{BY}O_DIRECT', f'{FLOOR_FSYNC}{BY}sync_file_range', XTUNER]
+    found = {name: {'seconds': seconds} for name, seconds in zip(names, (1.0, 3.0, 2.0, 9.0), strict=True)}
+    assert list(fastest(found)) == [names[0], names[2], names[3]]
+
+
+def _run(seconds: float, **more: float) -> list[dict[str, float]]:
+    return [{'seconds': seconds, 'peak_extra_mb': 7.0, 'sent_mb': 50.0, **more}]
+
+
+def test_the_table_of_some_ways_alone():
+    """Without what the other columns compare with."""
+    size = {'parameters': 10**8, 'nbytes': 2 * 10**8, 'runs': {'xhf_hooks stream, without fsync': _run(2.0)}}
+    lines = table('save', {'sizes': [size]}).splitlines()
+    assert lines[2] == '| way | seconds | extra memory, MB | sent to other ranks, MB |'
+    assert lines[4] == '| xhf_hooks stream, without fsync | 2.00 | 7 | 50 |'
+
+
+def test_a_throttled_save_is_compared_with_what_the_limit_allows():
+    runs = {
+        'xhf_hooks stream': _run(7.0, written_by_busiest_mb=1800.0),
+        'xhf_hooks parallel': _run(3.5, written_by_busiest_mb=900.0),
+    }
+    case = {'parameters': 9 * 10**8, 'nbytes': 1_800_000_000, 'ranks': 2}
+    words = table('throttled', {'cases': [{**case, 'limit_nbytes_per_sec': 3e8, 'limited_runs': runs}]})
+    assert '2 ranks, none of which can write more than 300 MB/s' in words
+    assert '| xhf_hooks parallel | 3.50 | 2.0 | 3.00 |' in words
+
+
+def test_memory_by_size_and_ranks():
+    figures = {'peak_rank0_mb': 250.0, 'peak_others_mb': 90.0}
+    runs = {'xhf_hooks stream, with fsync, as the hook': _run(1.0, **figures)}
+    cases = [
+        {'ranks': ranks, 'parameters': size, 'nbytes': 100_000_000, 'runs': runs}
+        for ranks in (2, 4)
+        for size in (10**8, 10**9)
+    ]
+    words = table('memory', {'bucket_nbytes': 128_000_000, 'cases': cases})
+    assert '| way | ranks | 0.10 B | 1.00 B | sent, of the model |' in words
+    assert '| xhf_hooks stream | 4 | 250 / 90 | 250 / 90 | 50% |' in words

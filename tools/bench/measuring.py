@@ -1,0 +1,82 @@
+"""One save, measured. Runs on: all ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bench.wire import sent_nbytes
+from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
+
+
+class PeakSampler:
+    """Samples this process's extra anonymous memory every 2 ms while the block runs."""
+
+    def __enter__(self) -> PeakSampler:
+        self.meter = MemoryMeter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.002):
+            self.meter.sample()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
+    """Seconds until all ranks are done, extra anonymous memory, and what ranks have sent each other.
+
+    Raises:
+        RuntimeError: The way has not written so many bytes.
+    """
+    gc.collect()
+    return_freed_memory()  # or this run would use, unseen, what the one before has freed
+    clear(folder)
+    sent_before = sent_nbytes()
+    with PeakSampler() as sampler:
+        started = time.perf_counter()
+        way(folder)
+        dist.barrier()
+        seconds = time.perf_counter() - started
+    sent = sent_nbytes() - sent_before
+    # Not what DCP leaves in a folder below, of which it has made these
+    written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if nbytes else 0
+    if written < nbytes:
+        raise RuntimeError(f'{folder}: expected at least {nbytes} bytes, found {written}')
+    found: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(found, (sampler.meter.peak_extra_nbytes, sent))
+    peaks, all_sent = zip(*found, strict=True)
+    return {
+        'seconds': seconds,
+        'peak_extra_mb': max(peaks) / 1e6,
+        'peak_rank0_mb': peaks[0] / 1e6,
+        'peak_others_mb': max(peaks[1:], default=0) / 1e6,
+        'sent_mb': sum(all_sent) / 1e6,
+    }
+
+
+def measure_last(n_runs: int, way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
+    """:func:`measure`, of the last of ``n_runs`` in a row (bench.py says why)."""
+    clear(folder, sync=True)
+    return [measure(way, folder, nbytes) for _ in range(n_runs)][-1]
+
+
+def clear(folder: Path, sync: bool = False) -> None:
+    """Remove what was written; with ``sync`` nothing is on its way to the disk any more, either."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        if sync:
+            os.sync()
+    dist.barrier()

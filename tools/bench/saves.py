@@ -1,0 +1,141 @@
+"""What needs ranks with a partitioned model: ``save``, ``throttled``, ``memory`` and ``stall``, from outside."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bench.launch import MODELS, START_SECS, run_worker
+from bench.ways import OURS, Way, choose, name_of_ours, registered_writers, ways_to_save
+from xhf_hooks.config.checks import parse_size
+
+#: Bytes per second that a rank may write where its way to a share is what limits it.
+LIMIT = 300 * 10**6
+_BUCKET = '128MB'
+#: In a row; the first of a process makes what stays, such as connections.
+_MEMORY_RUNS = 2
+
+
+def add_save_options(parser: ArgumentParser) -> None:
+    _add_common_options(parser, billions=[0.8], ranks=2, repeats=5)
+    parser.add_argument('--in-a-row', type=int, default=3, help='runs of a way, of which the last counts')
+    _add_ways_option(parser)
+
+
+def add_throttled_options(parser: ArgumentParser) -> None:
+    _add_common_options(parser, billions=[0.8], ranks=[2, 4], repeats=3)
+    _add_ways_option(parser)
+
+
+def add_memory_options(parser: ArgumentParser) -> None:
+    _add_common_options(parser, billions=[0.2, 0.8, 1.6], ranks=[2, 4], repeats=1)
+    _add_ways_option(parser)
+
+
+def add_stall_options(parser: ArgumentParser) -> None:
+    _add_common_options(parser, billions=[0.8], ranks=2, repeats=5)
+    parser.add_argument('--iterations', type=int, default=4, help='without a save, to compare with')
+
+
+def _add_common_options(parser: ArgumentParser, billions: list[float], ranks: int | list[int], repeats: int) -> None:
+    parser.add_argument('--billions', type=float, nargs='+', default=billions, choices=list(MODELS))
+    parser.add_argument('--ranks', type=int, nargs='+' if isinstance(ranks, list) else None, default=ranks)
+    parser.add_argument('--repeats', type=int, default=repeats)
+    parser.add_argument('--bucket-size', default=_BUCKET)
+
+
+def _add_ways_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        '--ways', nargs='+', default=[], metavar='WORDS', help='only those whose name has these words; default: all'
+    )
+
+
+def save_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return _estimate(args, _save_ways(args), args.in_a_row)
+
+
+def measure_save(args: Namespace) -> dict[str, Any]:
+    """Each way to save, side by side."""
+    ways = _save_ways(args)
+    jobs = [_job(args, 'save', size, ways=_as_dicts(ways), in_a_row=args.in_a_row) for size in args.billions]
+    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
+
+
+def throttled_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return _estimate(args, _throttled_ways(args), 1)
+
+
+def measure_throttled(args: Namespace) -> dict[str, Any]:
+    """Each writer, where no rank can write faster than :data:`LIMIT`."""
+    ways = _as_dicts(_throttled_ways(args))
+    cases = []
+    for size in args.billions:
+        for n_ranks in args.ranks:
+            job = _job(args, 'throttled', size, ways=ways, limit_nbytes_per_sec=LIMIT)
+            cases.append({'ranks': n_ranks, **run_worker(n_ranks, job, args.out)})
+    return {'repeats': args.repeats, 'cases': cases}
+
+
+def memory_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return _estimate(args, _memory_ways(args), _MEMORY_RUNS)
+
+
+def measure_memory(args: Namespace) -> dict[str, Any]:
+    """What each writer takes of memory and network, by the size of the model and the number of ranks."""
+    ways = _as_dicts(_memory_ways(args))
+    cases = []
+    for n_ranks in args.ranks:
+        for size in args.billions:
+            job = _job(args, 'save', size, ways=ways, in_a_row=_MEMORY_RUNS)
+            cases.append({'ranks': n_ranks, **run_worker(n_ranks, job, args.out)})
+    return {'repeats': args.repeats, 'bucket_nbytes': parse_size(args.bucket_size), 'cases': cases}
+
+
+def stall_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    return _estimate(args, [Way('all four', 9 + 2.4 * args.iterations)], 1)
+
+
+def measure_stall(args: Namespace) -> dict[str, Any]:
+    """For how long a save stops training, and what it takes from it."""
+    jobs = [_job(args, 'stall', size, iterations=args.iterations) for size in args.billions]
+    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
+
+
+def _save_ways(args: Namespace) -> list[Way]:
+    return choose(ways_to_save(registered_writers()), args.ways)
+
+
+def _throttled_ways(args: Namespace) -> list[Way]:
+    return choose([Way(f'{OURS}{writer}', 4.0) for writer in registered_writers()], args.ways)
+
+
+def _memory_ways(args: Namespace) -> list[Way]:
+    return choose([Way(name_of_ours(writer, True), 2.2) for writer in registered_writers()], args.ways)
+
+
+def _as_dicts(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    return [asdict(way) for way in ways]
+
+
+def _job(args: Namespace, what: str, billions: float, **more: Any) -> dict[str, Any]:
+    common = {'what': what, 'billions': billions, 'repeats': args.repeats}
+    return {**common, 'bucket_nbytes': parse_size(args.bucket_size), **more}
+
+
+def _head(args: Namespace) -> dict[str, Any]:
+    return {'ranks': args.ranks, 'repeats': args.repeats}
+
+
+def _estimate(args: Namespace, ways: Sequence[Way], in_a_row: int) -> float:
+    seconds = 0.0
+    for _ in args.ranks if isinstance(args.ranks, list) else [args.ranks]:
+        for billions in args.billions:
+            runs = sum(0.5 + way.secs_per_gb * 2 * billions for way in ways)
+            seconds += START_SECS + args.repeats * in_a_row * runs
+    return seconds

@@ -1,0 +1,137 @@
+"""For how long a save stops training, and what it takes from it meanwhile. Runs on: all ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bench.measuring import clear
+from bench.page_cache import PageCacheSampler
+from bench.peers import xtuner_way
+from bench.progress import Progress
+from bench.save_worker import STEP, Tell, saver_of
+from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.save import Saver
+
+if TYPE_CHECKING:  # its import prints a warning
+    import deepspeed
+
+#: A training iteration: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
+N_TOKENS = 64
+
+
+class Training:
+    """Iterations, with a time for each layer: a save may well be shorter than an iteration."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._tokens = torch.arange(N_TOKENS).reshape(1, -1)
+        self._passed: list[float] = []
+        self._is_over: Callable[[], bool] = lambda: False
+        self._over_at: int | None = None
+        for layer in engine.module.model.layers:
+            layer.register_forward_hook(lambda *_: self._note())
+        self.run(2)  # DeepSpeed records the order of its gathers in the first
+        self.run(1)
+        per_iteration = self._passed
+        self._share = [seconds / per_iteration[-1] for seconds in per_iteration]
+
+    def run(self, n_least: int, is_over: Callable[[], bool] | None = None) -> float:
+        """So many iterations, and more until ``is_over`` on all ranks.
+
+        Returns:
+            Iterations per second, up to the first layer that this rank passed after ``is_over``, where it is given.
+        """
+        self._passed, self._over_at, self._is_over = [], None, is_over or (lambda: False)
+        self._started = time.perf_counter()
+        n_done = 0
+        while True:
+            with torch.no_grad():
+                self._engine(input_ids=self._tokens)
+            n_done += 1
+            stop = torch.tensor([int(n_done >= n_least and (is_over is None or is_over()))])
+            dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+            self._note()
+            if stop.item():
+                break
+        if is_over is None:
+            return n_done / self._passed[-1]
+        at = self._over_at
+        done = at // len(self._share) + self._share[at % len(self._share)]
+        return done / self._passed[at]
+
+    def _note(self) -> None:
+        self._passed.append(time.perf_counter() - self._started)
+        if self._over_at is None and self._is_over():
+            self._over_at = len(self._passed) - 1
+
+
+def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Each way in turns, in random order."""
+    saver = saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True)
+    saver.reserve_snapshot()
+    training = Training(engine)
+    n_iterations, gigabytes = job['iterations'], saver.plan.nbytes / 1e9
+    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], SYNC: [], ASYNC: [], NO_SAVE: []}
+    secs_per_gb = {XTUNER: 4.0, SYNC: 1.0, ASYNC: 4.0, NO_SAVE: 2.4 * n_iterations}
+    order = random.Random(0)
+    turns = [way for _ in range(job['repeats']) for way in order.sample(list(runs), len(runs))]
+    progress = Progress([0.5 + secs_per_gb[way] * gigabytes for way in turns], tell)
+    for way in turns:
+        clear(folder, sync=True)
+        if way == NO_SAVE:
+            found = {'stalled_secs': 0.0, 'iterations_per_sec': training.run(n_iterations)}
+        elif way == ASYNC:
+            found = _beside(saver, training, folder)
+        else:
+            found = _instead(saver, engine, way, folder)
+        runs[way].append(found)
+        progress.done(way, found.get('save_secs', 0.0))
+    saver.close()
+    return {'nbytes': saver.plan.nbytes, 'runs': runs}
+
+
+def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
+    with _on_rank0(folder) as cache:
+        started = time.perf_counter()
+        saver.start(CheckpointFolder(folder, 1), STEP)
+        dist.barrier()
+        stalled_secs = time.perf_counter() - started
+        rate = training.run(1, lambda: saver.background.done)
+        save_secs = saver.background.outcome().cost.seconds
+    return {
+        'stalled_secs': stalled_secs,
+        'save_secs': save_secs,
+        'iterations_per_sec': rate,
+        **_cached(cache),
+    }
+
+
+def _instead(saver: Saver, engine: deepspeed.DeepSpeedEngine, way: str, folder: Path) -> dict[str, float]:
+    with _on_rank0(folder) as cache:
+        started = time.perf_counter()
+        if way == XTUNER:
+            xtuner_way(engine, folder)
+        else:
+            saver.save(CheckpointFolder(folder, 1), STEP)
+        dist.barrier()
+        seconds = time.perf_counter() - started
+    return {'stalled_secs': seconds, 'save_secs': seconds, **_cached(cache)}
+
+
+def _on_rank0(folder: Path) -> AbstractContextManager[PageCacheSampler | None]:
+    """All that a save makes lies beside its folder."""
+    return PageCacheSampler(folder.parent) if dist.get_rank() == 0 else nullcontext()
+
+
+def _cached(cache: PageCacheSampler | None) -> dict[str, float]:
+    known = cache is not None and cache.peak_nbytes is not None
+    return {'cached_mb': cache.peak_nbytes / 1e6} if known else {}

@@ -1,0 +1,55 @@
+"""Writes no faster than a share gives one client."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Throttle:
+    """Counts what it lets through.
+
+    Attributes:
+        nbytes: So many bytes have been written.
+    """
+
+    def __init__(self, nbytes_per_sec: float) -> None:
+        self._rate = nbytes_per_sec
+        self._lock = threading.Lock()
+        self._due = 0.0
+        self.nbytes = 0
+
+    def wrote(self, nbytes: int) -> None:
+        """Wait for as long as these bytes would have taken, after all that other threads have written."""
+        with self._lock:
+            self.nbytes += nbytes
+            self._due = max(self._due, time.perf_counter()) + nbytes / self._rate
+            wait = self._due - time.perf_counter()
+        time.sleep(max(0.0, wait))
+
+
+@contextmanager
+def limited_writes(nbytes_per_sec: float) -> Iterator[Throttle]:
+    """This process's positional writes, which all weights go through, wait; nothing is saved up while none are made."""
+    throttle = Throttle(nbytes_per_sec)
+    originals = {name: getattr(os, name) for name in ('pwrite', 'pwritev')}
+
+    def limited(name: str) -> Any:
+        def write_and_wait(*args: Any) -> int:
+            nbytes = originals[name](*args)
+            throttle.wrote(nbytes)
+            return nbytes
+
+        return write_and_wait
+
+    for name in originals:
+        setattr(os, name, limited(name))
+    try:
+        yield throttle
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
