@@ -3,7 +3,8 @@
 Source.specs()      what there is                     names and full shapes, no data
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
-local_shards()        what each rank has of a tensor     with writer='positional', where it is possible
+local_shards()      what each rank has of a tensor     with writer='positional', where it is possible
+SliceSender         the same, sent to the owner        with writer='stream' and 'parallel', where it is possible
 gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
 require_samples()   some of it, seen by others     before it is committed
@@ -12,15 +13,14 @@ commit()            staging gets the final name       then, and only then, older
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
@@ -34,20 +34,13 @@ from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.files.open_files import allow_open_files
-from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import (
-    Chunk,
-    CommittedCheckpoint,
-    SaveCost,
-    SavePlan,
-    Step,
-    TensorSpec,
-)
+from xhf_hooks.planning.rounds import Spread
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.sources import source_for
-from xhf_hooks.sources.gather import gather
-from xhf_hooks.sources.local_shards import local_shards
+from xhf_hooks.sources.live_chunks import ChunkStream, LiveChunks, Snapshot
+from xhf_hooks.sources.send import device_of_messages
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.telemetry.timing import SaveClock
 from xhf_hooks.version import package_versions
@@ -146,7 +139,10 @@ class Saver:
                 llava_format=self._options.llava_format,
                 reward_token_id=self._reward_token_id,
             )
-            self._make_plan(self._source.specs())
+        with self._collective.stage('plan'):  # of its own: ranks may tell each other what they have
+            spread = self._source.spread(self._use_fp32_master, self._collective)
+        with self._collective.stage('plan'):
+            self._make_plan(self._source.specs(), spread)
             allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
@@ -155,7 +151,8 @@ class Saver:
     def expected_extra_nbytes(self) -> int:
         """About how much memory a save takes on the busiest rank."""
         gathered = self._source.memory_factor * self.plan.largest_bucket_nbytes + self.exporter.combine_nbytes
-        return gathered + _SLICES_NBYTES * bool(self.plan.sliced)
+        received = self._half_bucket + 3 * self._round_nbytes if self.plan.rounds else 0
+        return max(gathered, received) + _SLICES_NBYTES * bool(self.plan.sliced)
 
     def rehearse(self, folder: CheckpointFolder) -> list[str]:
         """Write and remove the files around the weights, where they will go. Runs on: rank 0.
@@ -192,7 +189,7 @@ class Saver:
         with clock.stage('plan'):
             self._renew_plan()
         job = self._begin(folder, step, facts, on_progress)
-        chunks = self._live_chunks(self._collective, clock.meter, host_bytes)
+        chunks = self._live_chunks().opened(self._collective, clock.meter)
         return self._write_and_commit(job, chunks, self._collective, clock)
 
     def start(
@@ -218,7 +215,8 @@ class Saver:
             held = self._take_snapshot(clock.meter)
         job = self._begin(folder, step, facts, on_progress)
         clock.training_goes_on()
-        self.background.start(lambda: self._write_and_commit(job, nullcontext(held), self._in_background, clock))
+        chunks = held.opened(self._in_background, clock.meter)
+        self.background.start(lambda: self._write_and_commit(job, chunks, self._in_background, clock))
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training.
@@ -246,29 +244,16 @@ class Saver:
         if self._collective.any(has_changed):
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
-    @contextmanager
-    def _live_chunks(
-        self, collective: Collective, meter: MemoryMeter, to_host: Callable[[torch.Tensor], memoryview]
-    ) -> Iterator[Iterator[Chunk]]:
-        """What this rank writes, out of the model. All ranks enter and leave together, whatever happens inside."""
-        how: dict[str, Any] = dict(use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host)
-        # What every rank has at hand needs no gathering, and a model no getting ready for it
-        with self._source.opened() if self.plan.buckets else nullcontext(), torch.no_grad():
-            slices = local_shards(self.plan, self._source, **how)
-            gathered = gather(self.plan, self._source, collective, **how)
-            with closing(slices), closing(gathered):
-                yield chain(takewhile(lambda _: not collective.is_failing, slices), gathered)
+    def _live_chunks(self) -> LiveChunks:
+        device = device_of_messages(self._root)
+        return LiveChunks(self.plan, self._source, use_fp32_master=self._use_fp32_master, device=device)
 
-    def _take_snapshot(self, meter: MemoryMeter) -> list[Chunk]:
-        self._snapshot.clear()
-        live = self._live_chunks(self._collective, meter, self._snapshot.hold)
-        with live as chunks, self._collective.stage('snapshot'):
-            held = list(chunks)
-            self._snapshot.synchronize()
-        meter.sample()
+    def _take_snapshot(self, meter: MemoryMeter) -> Snapshot:
+        held = Snapshot(self.plan)
+        held.take(self._live_chunks(), self._snapshot, self._collective, meter)
         return held
 
-    def _make_plan(self, specs: list[TensorSpec]) -> None:
+    def _make_plan(self, specs: list[TensorSpec], spread: Mapping[str, Spread]) -> None:
         self._specs = specs
         writer = WRITERS.get(self._writer)
         if self._use_fp32_master:
@@ -282,7 +267,9 @@ class Saver:
             bucket_nbytes=self._half_bucket,
             n_parameters=self.exporter.n_parameters,
             n_writers=self._collective.world_size if writer.all_ranks else 1,
-            sliced=self._source.shardable(self._use_fp32_master) if writer.writes_local_shards else (),
+            sliced=spread if writer.writes_local_shards else (),
+            spread=spread if writer.receives_local_shards else {},
+            round_nbytes=self._round_nbytes,
         )
 
     def _begin(
@@ -305,7 +292,7 @@ class Saver:
     def _write_and_commit(
         self,
         job: _Job,
-        chunks: AbstractContextManager[Iterable[Chunk]],
+        chunks: AbstractContextManager[ChunkStream],
         collective: Collective,
         clock: SaveClock,
     ) -> CommittedCheckpoint:
@@ -362,12 +349,12 @@ class Saver:
         writer: Writer,
         staging: Path,
         files: Mapping[str, FileIdentity],
-        chunks: AbstractContextManager[Iterable[Chunk]],
+        chunks: AbstractContextManager[ChunkStream],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
     ) -> tuple[np.ndarray, int]:
         """Returns this rank's records, and elements that overflowed."""
-        overflows = done_nbytes = 0
+        done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
             writer.open(staging, files)
@@ -375,7 +362,6 @@ class Saver:
                 if collective.is_failing:
                     continue  # the others gather on until the next agreement, and need this rank for it
                 try:
-                    overflows += chunk.overflows
                     done_nbytes += chunk.data.nbytes
                     writer.write(chunk)
                     del chunk  # the next is made while this one waits for the disk
@@ -383,7 +369,7 @@ class Saver:
                         on_progress(done_nbytes, total_nbytes)
                 except Exception as error:
                     collective.remember('write', error)
-            return pack(self.plan, [] if collective.is_failing else writer.finish()), overflows
+            return pack(self.plan, [] if collective.is_failing else writer.finish()), some.overflows
 
     def _look(self, writer: Writer, staging: Path, files: Mapping[str, FileIdentity], collective: Collective) -> None:
         """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
@@ -397,14 +383,19 @@ class Saver:
 
     def _own_nbytes(self, collective: Collective) -> int:
         """About what this rank writes."""
-        gathered = (p for group in self.plan.gathered for p in group.placements)
+        owned = chain(self.plan.sent, (p for group in self.plan.gathered for p in group.placements))
         from_shards = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
-        return sum(p.nbytes for p in gathered if p.owner == collective.rank) + from_shards // collective.world_size
+        return sum(p.nbytes for p in owned if p.owner == collective.rank) + from_shards // collective.world_size
 
     @property
     def _half_bucket(self) -> int:
         """One half of the bucket is gathered while the other is written."""
         return max(1, self._options.bucket_nbytes // 2)
+
+    @property
+    def _round_nbytes(self) -> int:
+        """What an owner receives at once: while it does, two such wait for its disk."""
+        return max(1, self._half_bucket // 2)
 
     @property
     def _use_fp32_master(self) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks agree seldom while they gather: until they do, a rank that has failed helps the others to gather."""
+"""Ranks agree seldom while they gather or send: until they do, a rank that has failed helps the others along."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ def count_agreements(root: Path) -> dict[str, Any]:
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.sources import Zero3Source, gather
+    from xhf_hooks.registry import WRITERS
+    from xhf_hooks.sources import Zero3Source, gather, send
+    from xhf_hooks.writers import ParallelWriter
     from xhf_hooks.writers.file_io.output_file import OutputFile
 
+    class GatherOnAllRanks(ParallelWriter):
+        receives_local_shards = False
+
+    WRITERS.register_module(name='gather on all ranks', module=GatherOnAllRanks, force=True)
     engine = zero_engine(odd_llama(bf16=True), stage=3)
     agreed: list[str] = []
     agree, group_chunks, write, gathered = (
@@ -34,21 +40,29 @@ def count_agreements(root: Path) -> dict[str, Any]:
         OutputFile.write,
         Zero3Source.gathered,
     )
-    n_gathered, n_made, found = [], [], {}
+    post, fill = Collective.post, send.SliceSender._fill
+    n_collectives, n_made, found = [], [], {}
 
     def note(self: Collective, stage: str, error: Exception | None = None) -> None:
         agreed.append(stage)
         agree(self, stage, error)
 
     def note_gathered(*args: Any, **options: Any) -> Any:
-        n_gathered.append(1)
+        n_collectives.append(1)
         return gathered(*args, **options)
 
-    def fail_to_make(*args: Any) -> Any:
-        n_made.append(1)
-        if dist.get_rank() == 1 and len(n_made) == 2:
-            raise OSError(5, 'injected')
-        return group_chunks(*args)
+    def note_posted(*args: Any) -> Any:
+        n_collectives.append(1)
+        return post(*args)
+
+    def fail_on_rank_1(function: Any) -> Any:
+        def fail(*args: Any) -> Any:
+            n_made.append(1)
+            if dist.get_rank() == 1 and len(n_made) == 2:
+                raise OSError(5, 'injected')
+            return function(*args)
+
+        return fail
 
     def fail_to_write(*args: Any) -> None:
         if dist.get_rank() == 2:
@@ -56,36 +70,52 @@ def count_agreements(root: Path) -> dict[str, Any]:
         write(*args)
 
     faults = {
-        'whole': mock.patch.object(gather, 'group_chunks', group_chunks),
-        'gather': mock.patch.object(gather, 'group_chunks', fail_to_make),
-        'write': mock.patch.object(OutputFile, 'write', fail_to_write),
+        'gather': {
+            'whole': mock.patch.object(gather, 'group_chunks', group_chunks),
+            'gather': mock.patch.object(gather, 'group_chunks', fail_on_rank_1(group_chunks)),
+            'write': mock.patch.object(OutputFile, 'write', fail_to_write),
+        },
+        'send': {
+            'whole': mock.patch.object(gather, 'group_chunks', group_chunks),
+            'send': mock.patch.object(send.SliceSender, '_fill', fail_on_rank_1(fill)),
+            'write': mock.patch.object(OutputFile, 'write', fail_to_write),
+        },
     }
-    how = dict(bucket_size=2000, writer='parallel')
+    writers = {'gather': 'gather on all ranks', 'send': 'parallel'}
     with (
         mock.patch.object(Collective, 'agree', note),
+        mock.patch.object(Collective, 'post', note_posted),
         mock.patch.object(Zero3Source, 'gathered', note_gathered),
         mock.patch.object(gather, 'BUCKETS_PER_AGREEMENT', 8),
+        mock.patch.object(send, 'ROUNDS_PER_AGREEMENT', 8),
     ):
-        for what, fault in faults.items():
-            agreed.clear(), n_gathered.clear(), n_made.clear()
-            message = 'no error'
-            with fault:
-                try:
-                    plan, _ = save_folder(engine.module, root / 'hf_model', **how)
-                except AgreedError as error:
-                    message = str(error)
-            found[what] = (message, agreed.count('gather'), len(n_gathered), len(plan.buckets))
+        for road, writer in writers.items():
+            for what, fault in faults[road].items():
+                agreed.clear(), n_collectives.clear(), n_made.clear()
+                message = 'no error'
+                with fault:
+                    try:
+                        plan, _ = save_folder(engine.module, root / 'hf_model', bucket_size=2000, writer=writer)
+                    except AgreedError as error:
+                        message = str(error)
+                n_planned = len(plan.buckets) + len(plan.rounds)
+                found[road, what] = (message, agreed.count(road), len(n_collectives), n_planned)
     return found
 
 
-def test_few_agreements_and_no_rank_is_left_in_a_gather(tmp_path):
-    everyones = run_ranks(count_agreements, WORLD_SIZE, tmp_path)
-    for found in everyones:
-        message, n_agreements, n_gathered, n_buckets = found['whole']
-        assert message == 'no error' and n_gathered == n_buckets > 8
-        assert n_agreements == -(-n_buckets // 8) + 1
-    for what, rank in (('gather', 1), ('write', 2)):
-        (outcome,) = {found[what] for found in everyones}  # the same message after as many gathers on every rank
-        message, _, n_gathered, _ = outcome
+@pytest.fixture(scope='module')
+def counted(tmp_path_factory):
+    return run_ranks(count_agreements, WORLD_SIZE, tmp_path_factory.mktemp('agreement'))
+
+
+@pytest.mark.parametrize('road', ['gather', 'send'])
+def test_few_agreements_and_no_rank_is_left_behind(counted, road):
+    for found in counted:
+        message, n_agreements, n_collectives, n_planned = found[road, 'whole']
+        assert message == 'no error' and n_collectives == n_planned > 8
+        assert n_agreements == -(-n_planned // 8) + 1
+    for what, rank in ((road, 1), ('write', 2)):
+        (outcome,) = {found[road, what] for found in counted}  # the same message after as many on every rank
+        message, _, n_collectives, _ = outcome
         assert f"stage '{what}' failed on rank {rank}: OSError" in message, message
-        assert n_gathered % 8 == 0 or n_gathered == n_buckets
+        assert n_collectives % 8 == 0 or n_collectives == n_planned

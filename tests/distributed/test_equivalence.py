@@ -27,13 +27,18 @@ WAYS: dict[str, dict[str, Any]] = {
     'stream, small buckets': dict(bucket_size=5000),
     'stream, one bucket': dict(bucket_size=10**9),
     'stream, in the background': dict(in_background=True),
-    'parallel': dict(writer='parallel'),
+    'parallel': dict(writer='parallel', bucket_size=5000),
+    'parallel, in the background': dict(writer='parallel', in_background=True),
+    'gather, small buckets': dict(writer='gather', bucket_size=5000),
+    'gather, one bucket': dict(writer='gather', bucket_size=10**9),
+    'gather, in the background': dict(writer='gather', in_background=True),
     'positional': dict(writer='positional'),
     'positional, in the background': dict(writer='positional', in_background=True),
 }
+WRITERS = ('stream', 'parallel', 'positional', 'gather')
 #: Ways that must give another answer, the same each.
-IN_SHARDS = {writer: dict(writer=writer, max_shard_size=20_000) for writer in ('stream', 'parallel', 'positional')}
-MASTERS = {writer: dict(writer=writer, dtype='float32') for writer in ('stream', 'parallel', 'positional')}
+IN_SHARDS = {writer: dict(writer=writer, max_shard_size=20_000) for writer in WRITERS}
+MASTERS = {writer: dict(writer=writer, dtype='float32') for writer in WRITERS}
 #: A model that is neither tied nor frozen has nothing of its own that the number of ranks could change.
 MODELS_OF = {2: MODELS, 1: MODELS[1:], 3: MODELS[1:]}
 CASES = [

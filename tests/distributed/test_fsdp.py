@@ -16,9 +16,9 @@ from tests.helpers.zoo.llamas import larger_llama, odd_llama
 
 pytestmark = pytest.mark.modern_only
 
-WRITERS = ('stream', 'parallel', 'positional')
+WRITERS = ('stream', 'parallel', 'positional', 'gather')
 KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 'fsdp1_root_only')
-MEMORY = [(kind, writer) for kind in ('fsdp1', 'fsdp2') for writer in ('stream', 'positional')]
+MEMORY = [(kind, writer) for kind in ('fsdp1', 'fsdp2') for writer in ('stream', 'positional', 'gather')]
 #: Those that differ in what a save changes for a moment.
 UNTOUCHED = ('fsdp2', 'fsdp1', 'fsdp1_grad_op')
 #: FSDP1 and FSDP2 in a Runner, and MMEngine's FSDPStrategy.
@@ -97,17 +97,17 @@ def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
 
 
 def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
-    """The weights after three steps, with a save after each or without."""
+    """The weights after some steps, with a save after each or without."""
     import torch
 
     from xhf_hooks import save_hf
 
     model = shard(odd_llama(), kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
+    for writer in WRITERS:
         doors.train_steps(model, optimizer, steps=1)
         if saves:
-            save_hf(model, root / 'untouched', writer=WRITERS[step])
+            save_hf(model, root / 'untouched', writer=writer)
     return whole_state(model)
 
 

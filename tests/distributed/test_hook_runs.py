@@ -105,7 +105,7 @@ def failing_save(on_error: str, work_dir: Path) -> list[Any]:
 
     with mock.patch.object(Zero3Source, '_gather_masters', fail_in_second_save):
         try:
-            hook = dict(on_error=on_error, max_keep_ckpts=-1, writer='stream')
+            hook = dict(on_error=on_error, max_keep_ckpts=-1, writer='gather')
             log_dir = run(dict(hook=hook, stage=3, max_iters=6), work_dir)
             return ['ended', log_dir]
         except AgreedError as error:

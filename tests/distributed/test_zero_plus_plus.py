@@ -17,8 +17,10 @@ pytestmark = pytest.mark.modern_only  # it takes long
 N_RANKS, GROUP_SIZE = 4, 2
 WAYS = {
     'stream': dict(),
+    'gather': dict(writer='gather'),
     'positional': dict(writer='positional'),
     'masters, stream': dict(dtype='float32'),
+    'masters, gather': dict(dtype='float32', writer='gather'),
     'masters, positional': dict(dtype='float32', writer='positional'),
 }
 

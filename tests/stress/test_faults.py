@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -19,19 +22,30 @@ from tests.helpers.scenarios import check, run_scenarios
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
-#: Stage to (what is made to fail, on which ranks it runs).
+#: Stage to (what is made to fail, on which ranks it runs, the writer).
 STAGES = {
-    'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any'),
-    'plan': ('xhf_hooks.save.make_plan', 'any'),
-    'staging': ('xhf_hooks.commit.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0'),
-    'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0'),
-    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any'),
-    'check': ('xhf_hooks.sources.gather._check', 'rank 0'),
-    'open': ('xhf_hooks.writers.file_io.output_file.os.ftruncate', 'rank 0'),
-    'write': ('xhf_hooks.writers.file_io.output_file.os.pwrite', 'rank 0'),
-    'fsync': ('xhf_hooks.commit.checkpoint_folder.os.fsync', 'rank 0'),
-    'rename': ('xhf_hooks.commit.checkpoint_folder.exchange', 'rank 0'),
+    'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any', 'stream'),
+    'spread': ('xhf_hooks.sources.zero3.Zero3Source.spread', 'any', 'stream'),
+    'plan': ('xhf_hooks.save.make_plan', 'any', 'stream'),
+    'staging': ('xhf_hooks.commit.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0', 'stream'),
+    'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0', 'stream'),
+    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any', 'gather'),
+    'check': ('xhf_hooks.sources.gather._check', 'rank 0', 'gather'),
+    'write_gathered': ('xhf_hooks.writers.file_io.output_file.os.pwrite', 'rank 0', 'gather'),
+    'slice': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'stream'),
+    'slice_of_all': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'parallel'),
+    'pack': ('xhf_hooks.sources.send.SliceSender._fill', 'last', 'stream'),
+    'buffers': ('xhf_hooks.sources.send.SliceSender._make_buffers', 'any', 'stream'),
+    'room': ('xhf_hooks.concurrency.buffer_pool.BufferPool.take', 'rank 0', 'stream'),
+    'room_of_all': ('xhf_hooks.concurrency.buffer_pool.BufferPool.take', 'any', 'parallel'),
+    'open': ('xhf_hooks.writers.file_io.output_file.os.ftruncate', 'rank 0', 'stream'),
+    'write': ('xhf_hooks.writers.file_io.output_file.os.pwrite', 'rank 0', 'stream'),
+    'write_of_all': ('xhf_hooks.writers.file_io.output_file.OutputFile.write', 'any', 'parallel'),
+    'fsync': ('xhf_hooks.commit.checkpoint_folder.os.fsync', 'rank 0', 'stream'),
+    'rename': ('xhf_hooks.commit.checkpoint_folder.exchange', 'rank 0', 'stream'),
 }
+#: Stage to how many calls of that are fine.
+FINE_BEFORE = {'room': 2, 'room_of_all': 2, 'pack': 1}
 WORLD_SIZES = (2, 3)
 ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
 
@@ -39,10 +53,22 @@ ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
 def cases(world_size: int) -> dict[str, tuple[str, int]]:
     """Name to (stage, failing rank): a stage that only rank 0 runs fails there, another on the last rank, too."""
     found = {}
-    for stage, (_, where) in STAGES.items():
-        ranks = (0,) if where == 'rank 0' else (0, world_size - 1)
+    for stage, (_, where, _) in STAGES.items():
+        ranks = {'rank 0': (0,), 'last': (world_size - 1,), 'any': (0, world_size - 1)}[where]
         found.update({f'{stage}_on_rank{rank}': (stage, rank) for rank in ranks})
     return found
+
+
+def failing_after(n_fine: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which fails from then on."""
+    calls = itertools.count()
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) < n_fine:
+            return function(*args, **options)
+        raise OSError(5, 'injected')
+
+    return call
 
 
 def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
@@ -63,16 +89,17 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
         model.save_pretrained(root / 'expected')
     engine = zero_engine(model, stage=3)
     collective = Collective(timeout_secs=60)
-    saver = Saver(engine.module, SaveOptions(bucket_size=10_000), collective)
+    what, _, writer = STAGES[stage]
+    saver = Saver(engine.module, SaveOptions(bucket_size=10_000), collective, writer=writer)
     folder = CheckpointFolder(root / 'hf_model', max_keep=1)
     with collective.stage('claim'):
         saver.prepare()
         if dist.get_rank() == 0:
             folder.claim()
     saver.save(folder, Step('iter', 1, 1))
-    if stage == 'plan':  # a save plans anew only when the model has changed
+    if stage in ('plan', 'spread'):  # a save plans anew only when the model has changed
         next(engine.module.parameters()).requires_grad_(False)
-    failing = mock.patch(STAGES[stage][0], side_effect=OSError(5, 'injected'))
+    failing = mock.patch(what, failing_after(FINE_BEFORE.get(stage, 0), resolve_name(what)))
     if dist.get_rank() == failing_rank:
         failing.start()
     try:
@@ -152,22 +179,22 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
 
     from tests.helpers.engines import save_folder
     from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks import save
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit
+    from xhf_hooks.sources.live_chunks import ChunkStream
 
     engine = zero_engine(odd_llama(bf16=True), stage=3)
     save_folder(engine.module, disk / 'hf_model')
 
-    def gather_on_a_filling_disk(*args: Any, **kwargs: Any) -> Any:
-        for number, chunk in enumerate(gather(*args, **kwargs)):
+    def chunks_on_a_filling_disk(self: ChunkStream) -> Any:
+        for number, chunk in enumerate(chunks(self)):
             if number == 1:
                 _fill(disk, leave_nbytes=ROOM_FOR_MANIFEST)
             yield chunk
 
-    gather = save.gather
+    chunks = ChunkStream.__iter__
     reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.files.linux_calls.fallocate.function', None)
-    with mock.patch('xhf_hooks.save.gather', gather_on_a_filling_disk), reserving:
+    with mock.patch.object(ChunkStream, '__iter__', chunks_on_a_filling_disk), reserving:
         try:
             save_folder(engine.module, disk / 'hf_model')
             message = 'no error'

@@ -18,7 +18,7 @@ GROUP_TIMEOUT_SECS = 15  # on a busy machine ranks are seconds apart without a d
 DISK_DELAY_SECS = 20
 
 
-def save_slowly(root: Path) -> float:
+def save_slowly(writer: str, root: Path) -> float:
     """Runs on: all ranks; returns the seconds that the save took."""
     import deepspeed
     import torch.distributed as dist
@@ -36,18 +36,19 @@ def save_slowly(root: Path) -> float:
 
     def write_slowly(self: OutputFile, *args: object) -> None:
         delays.append(args)
-        if len(delays) == 5:  # in the middle: the others are gathering, or wait to
+        if len(delays) == 5:  # in the middle: the others are gathering or sending, or wait to
             time.sleep(DISK_DELAY_SECS)
         write(self, *args)
 
     write = OutputFile.write
     started = time.monotonic()
     with mock.patch.object(OutputFile, 'write', write_slowly):
-        save_folder(engine.module, root / 'hf_model', bucket_size=4000)
+        save_folder(engine.module, root / 'hf_model', bucket_size=4000, writer=writer)
     return time.monotonic() - started
 
 
-def test_the_others_wait_longer_than_their_group_would(tmp_path):
-    seconds = run_ranks(save_slowly, 2, tmp_path, init=None)
+@pytest.mark.parametrize('writer', ['stream', 'parallel', 'gather'])
+def test_the_others_wait_longer_than_their_group_would(tmp_path, writer):
+    seconds = run_ranks(save_slowly, 2, writer, tmp_path, init=None)
     assert min(seconds) > GROUP_TIMEOUT_SECS
     assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')

@@ -57,13 +57,16 @@ class SnapshotMemory:
         while self._index < len(self._blocks) and self._used + nbytes > self._blocks[self._index].numel():
             self._index, self._used = self._index + 1, 0
         if self._index == len(self._blocks):
-            self._blocks.append(_new_block(max(nbytes, _BLOCK_NBYTES)))
+            self._blocks.append(host_memory(max(nbytes, _BLOCK_NBYTES)))
         room = self._blocks[self._index][self._used : self._used + nbytes]
         self._used += nbytes + -nbytes % _ALIGNMENT
         return room
 
 
-def _new_block(nbytes: int) -> torch.Tensor:
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Bytes into which a GPU copies by itself, or in huge pages where there is none."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     if torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

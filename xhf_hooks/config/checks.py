@@ -11,7 +11,7 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
-WRITERS = ('auto', 'positional', 'parallel', 'stream')
+WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 
 _SIZE_UNITS = {'': 1, 'B': 1}
 for _power, _letter in enumerate('KMGT', start=1):

@@ -94,9 +94,10 @@ class SaveOptions(_Options):
     )
     writer: str = _option(
         'auto',
-        "'positional' (every rank writes its local shards; nothing is gathered), 'parallel' (every rank writes a part "
-        "of what is gathered), 'stream' (rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else "
-        "'stream'. The files are the same.",
+        "'positional' (every rank writes its local shards), 'parallel' (every rank writes whole tensors, of which the "
+        "others send it theirs), 'stream' (the same, but rank 0 alone writes), 'gather' (every rank receives every "
+        "tensor, and rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The files "
+        'are the same.',
         writer_name,
     )
     verify: str = _option(

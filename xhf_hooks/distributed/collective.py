@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -196,6 +196,33 @@ class Collective:
             theirs = torch.empty(int(length), dtype=torch.uint8)
             self._swap(mine, to, theirs, source)
         return pickle.loads(theirs.numpy())
+
+    def post(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], stage: str
+    ) -> Callable[[], None]:
+        """Begin to send bytes to ranks and to receive bytes from ranks. Runs on: those that are named, in step.
+
+        Both sides must know how many. What is on a device goes by the run's own group, for that is the one with a
+        backend for it; that way was not run on a GPU.
+
+        Returns:
+            Waits for the end of all of it, during which nobody may touch the tensors.
+        """
+        on_host = all(tensor.device.type == 'cpu' for tensor in (*outgoing.values(), *incoming.values()))
+        works: list[dist.Work] = []
+        with self._in_touch(stage):
+            group = self._group if on_host else dist.group.WORLD
+            operations = [dist.P2POp(dist.isend, tensor, rank, group) for rank, tensor in outgoing.items()]
+            operations += [dist.P2POp(dist.irecv, tensor, rank, group) for rank, tensor in incoming.items()]
+            if operations:
+                works = dist.batch_isend_irecv(operations)
+
+        def finish() -> None:
+            with self._in_touch(stage):
+                for work in works:
+                    work.wait(self._timeout)
+
+        return finish
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order; for small values, rarely. Runs on: all ranks."""

@@ -19,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
+from xhf_hooks.planning.rounds import Portion, Round, Spread, fill_rounds
 from xhf_hooks.planning.types import (
     Bucket,
     Combine,
@@ -31,6 +32,9 @@ from xhf_hooks.planning.types import (
     TensorSpec,
 )
 
+#: Beyond so many ranks a tensor is gathered, not sent, of which each has fewer bytes than that.
+_FEW_RANKS, _LEAST_SLICE_NBYTES = 16, 4096
+
 
 def make_plan(
     entries: Sequence[ExportEntry],
@@ -41,8 +45,10 @@ def make_plan(
     n_parameters: int | Mapping[str, int | None] | None = None,
     n_writers: int = 1,
     sliced: Collection[str] = (),
+    spread: Mapping[str, Spread] | None = None,
+    round_nbytes: int = 1,
 ) -> SavePlan:
-    """Decide every file, offset and bucket of a save.
+    """Decide every file, offset, round and bucket of a save.
 
     Runs on: all ranks, with the same result.
 
@@ -51,9 +57,12 @@ def make_plan(
         specs: What the source holds.
         n_parameters: For ``total_parameters`` of the index; None leaves it out (transformers < 5). By folder where
             the file sets hold different models.
-        n_writers: Ranks that write what is gathered.
+        n_writers: Ranks that write what they are sent and what is gathered.
         sliced: Tensors of which every rank has, and is to write, a slice. What must be made of them is gathered
             all the same.
+        spread: Tensors of which every rank is to send its slice to the owner, and who has what of them; with the same
+            exception.
+        round_nbytes: What an owner gets at once of these.
 
     Raises:
         PlanError: Two entries have one name, or an entry reads a tensor that the source lacks.
@@ -80,10 +89,36 @@ def make_plan(
         groups += _group(placements, entry_of, spec_of)
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
-    from_shards = [group for group in groups if group.is_contiguous and group.reads[0].name in sliced]
-    whole = [group for group in groups if not (group.is_contiguous and group.reads[0].name in sliced)]
-    buckets = _fill_buckets(_share_out(whole, files, n_writers), bucket_nbytes)
-    return SavePlan(tuple(files), tuple(from_shards), buckets, indexes, _digest(files, from_shards, buckets, indexes))
+    written, sent, whole = _by_road(groups, sliced, spread or {})
+    owner_of = _choose_owners([*sent, *whole], files, n_writers)
+    rounds = fill_rounds(_portions(sent, owner_of, spread or {}), round_nbytes)
+    buckets = _fill_buckets(_in_turns(_owned(whole, owner_of)), bucket_nbytes)
+    digest = _digest(files, written, rounds, buckets, indexes)
+    return SavePlan(tuple(files), tuple(written), rounds, buckets, indexes, digest)
+
+
+def _by_road(
+    groups: list[Group], sliced: Collection[str], spread: Mapping[str, Spread]
+) -> tuple[list[Group], list[Group], list[Group]]:
+    """Those of which ranks write their slices; those of which they send them, one for each output; all others."""
+    written: list[Group] = []
+    sent: list[Group] = []
+    whole: list[Group] = []
+    for group in groups:
+        name = group.reads[0].name
+        if group.is_contiguous and name in sliced:
+            written.append(group)
+        elif group.is_contiguous and name in spread and _is_worth_sending(spread[name], group.read_nbytes):
+            sent += [replace(group, placements=(placement,)) for placement in group.placements]
+        else:
+            whole.append(group)
+    return written, sent, whole
+
+
+def _is_worth_sending(spread: Spread, nbytes: int) -> bool:
+    """Not a slice of a few bytes from each of very many ranks: what the owner does for one grows with their number."""
+    n_holders = len(spread.holders)
+    return n_holders <= _FEW_RANKS or nbytes >= n_holders * _LEAST_SLICE_NBYTES
 
 
 def _lay_out(
@@ -150,27 +185,48 @@ def _check_group(
             raise PlanError(f'{placement.hf_name}: expected a run of the elements of one read, found {end} of {numel}')
 
 
-def _share_out(groups: list[Group], files: list[OutputFile], n_writers: int) -> list[Group]:
-    """Give each group an owner, and order them so that all owners have something to write all the time.
+def _choose_owners(groups: list[Group], files: list[OutputFile], n_writers: int) -> dict[Placement, int]:
+    """The rank that writes each output tensor; those of one group have one.
 
     A file has one owner where there are enough of them: ranks on one file share its locks on a network
     file system. Else the bytes are spread evenly.
     """
-    if n_writers == 1:
-        return groups
     owner_of_file = {file.name: i % n_writers for i, file in enumerate(files)}
     loads = [(0, rank) for rank in range(n_writers)]
-    of_owner: list[deque[Group]] = [deque() for _ in range(n_writers)]
+    owner_of = {}
     for group in groups:
         if len(files) >= n_writers:
             owner = owner_of_file[group.placements[0].file]
         else:
             load, owner = heapq.heappop(loads)
-            heapq.heappush(loads, (load + group.read_nbytes, owner))
-        owned = tuple(replace(placement, owner=owner) for placement in group.placements)
-        of_owner[owner].append(replace(group, placements=owned))
+            heapq.heappush(loads, (load + sum(place.nbytes for place in group.placements), owner))
+        owner_of.update(dict.fromkeys(group.placements, owner))
+    return owner_of
+
+
+def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group]:
+    return [
+        replace(group, placements=tuple(replace(place, owner=owner_of[place]) for place in group.placements))
+        for group in groups
+    ]
+
+
+def _portions(groups: list[Group], owner_of: Mapping[Placement, int], spread: Mapping[str, Spread]) -> list[Portion]:
+    found = []
+    for group in _owned(groups, owner_of):
+        (read,), (place,) = group.reads, group.placements
+        of_output = spread[read.name].within(place.source_offset or 0, math.prod(place.shape))
+        found.append(Portion(read, place, of_output))
+    return found
+
+
+def _in_turns(groups: list[Group]) -> list[Group]:
+    """In an order in which all owners have something to write all the time."""
+    of_owner: dict[int, deque[Group]] = {}
+    for group in groups:
+        of_owner.setdefault(group.placements[0].owner, deque()).append(group)
     ordered = []
-    done = [(0, rank) for rank in range(n_writers) if of_owner[rank]]
+    done = [(0, owner) for owner in sorted(of_owner)]
     while done:
         nbytes, owner = heapq.heappop(done)
         ordered.append(of_owner[owner].popleft())
@@ -198,6 +254,7 @@ def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]
 def _digest(
     files: Sequence[OutputFile],
     sliced: Sequence[Group],
+    rounds: Sequence[Round],
     buckets: Sequence[Bucket],
     indexes: dict[str, dict[str, Any]],
 ) -> str:
@@ -209,7 +266,19 @@ def _digest(
         for group in groups:
             sha.update(describe_group(group).encode())
         sha.update(b'|')
+    for at_once in rounds:
+        for portion in at_once.portions:
+            sha.update(_describe_portion(portion).encode())
+        sha.update(b'|')
     return sha.hexdigest()
+
+
+def _describe_portion(portion: Portion) -> str:
+    p, spread = portion.placement, portion.spread
+    return (
+        f'{portion.read.name} -> {(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset)} '
+        f'part {portion.number} of {portion.count}, {spread.each} elements on each rank from -{spread.skipped} on'
+    )
 
 
 def describe_group(group: Group) -> str:
@@ -225,6 +294,8 @@ def describe_plan(plan: SavePlan) -> list[str]:
     """The whole plan as lines, for naming the first difference between two ranks."""
     lines = [f'{file.name}: {file.nbytes} bytes' for file in plan.files]
     lines += ['in slices', *(describe_group(group) for group in plan.sliced)]
+    for at_once in plan.rounds:
+        lines += ['round', *(_describe_portion(portion) for portion in at_once.portions)]
     for bucket in plan.buckets:
         lines += ['bucket', *(describe_group(group) for group in bucket.groups)]
     return lines

@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+
+if TYPE_CHECKING:
+    from xhf_hooks.planning.rounds import Round
 
 #: Turns the gathered tensors of a :class:`Group` (source name -> tensor) into its outputs (HF name -> tensor).
 Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -151,6 +154,7 @@ class SavePlan:
 
     Attributes:
         sliced: Groups in runs of which every rank writes its own slice; they need no gathering.
+        rounds: What ranks have in slices that travel to an owner.
         buckets: All other groups.
         indexes: Content of each index file (``model.safetensors.index.json``); a set of one file has none.
         digest: Hash of all the above; equal on all ranks, or the save does not start.
@@ -158,9 +162,15 @@ class SavePlan:
 
     files: tuple[OutputFile, ...]
     sliced: tuple[Group, ...]
+    rounds: tuple[Round, ...]
     buckets: tuple[Bucket, ...]
     indexes: dict[str, dict[str, Any]]
     digest: str
+
+    @property
+    def sent(self) -> list[Placement]:
+        """What travels to its owner."""
+        return [p.placement for at_once in self.rounds for p in at_once.portions if p.number == 0]
 
     @property
     def gathered(self) -> list[Group]:
@@ -169,7 +179,8 @@ class SavePlan:
 
     @property
     def placements(self) -> list[Placement]:
-        return [p for group in (*self.sliced, *self.gathered) for p in group.placements]
+        in_groups = (p for group in (*self.sliced, *self.gathered) for p in group.placements)
+        return [*self.sent, *in_groups]
 
     @property
     def nbytes(self) -> int:

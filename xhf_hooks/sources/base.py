@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xhf_hooks.planning.rounds import Spread
 from xhf_hooks.planning.types import TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from xhf_hooks.distributed.collective import Collective
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class LocalShard:
 class Source(ABC):
     """Tensors by name, whole or this rank's slices of them, whatever way they are spread over ranks.
 
-    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`shardable`, then inside one
-    :meth:`opened` any number of :meth:`local_shard`, then any number of :meth:`gathered`, one at a time.
+    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`, then any number of
+    :meth:`local_shard`, then inside one :meth:`opened` any number of :meth:`gathered`, one at a time.
 
     Attributes:
         memory_factor: About how many times its bytes reading a bucket takes; for telling the user beforehand.
@@ -55,9 +58,12 @@ class Source(ABC):
         """
         return None
 
-    def shardable(self, use_fp32_master: bool) -> set[str]:
-        """Tensors of which :meth:`local_shard` works. The same on every rank, as long as the specs are."""
-        return set()
+    def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
+        """Tensors of which :meth:`local_shard` works, and what each rank has of them. Runs on: all ranks.
+
+        The same on every rank, as long as the specs are; a failure is remembered. Touches no data.
+        """
+        return {}
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         """This rank's slice. Without communication; over all ranks the slices are the tensor, without overlap.

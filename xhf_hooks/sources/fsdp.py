@@ -9,16 +9,19 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
+from xhf_hooks.planning.rounds import Spread
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard
-from xhf_hooks.sources.replicated import ModuleSource, share
+from xhf_hooks.sources.replicated import ModuleSource, evenly
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -50,22 +53,25 @@ class Fsdp2Source(ModuleSource):
             return True
         return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
 
-    def shardable(self, use_fp32_master: bool) -> set[str]:
-        """What is split into rows over all ranks, and what is not split at all."""
-        return {name for name, tensor in self._tensors.items() if _is_whole(tensor) or _is_in_rows(tensor)}
+    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        if _is_whole(tensor):
+            return super()._spread_of(tensor)
+        if not _is_in_rows(tensor):
+            return None
+        row_numel = math.prod(tensor.shape[1:])
+        return Spread(tensor.numel(), max(1, evenly(tensor.shape[0]).each * row_numel))
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if _is_whole(tensor):
             return super().local_shard(name, use_fp32_master)
-        rows, local = tensor.shape[0], tensor.detach().to_local()
-        start, end = share(rows, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
-        if tuple(local.shape) != (end - start, *tensor.shape[1:]):
+        local, held = tensor.detach().to_local(), self._held(tensor)
+        if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
             raise TensorError(
-                f'{name}: expected rows {start} to {end} of {tuple(tensor.shape)} on rank '
+                f'{name}: expected elements {held.start} to {held.stop} of {tuple(tensor.shape)}, in rows, on rank '
                 f'{rank_and_world_size()[0]}, found {tuple(local.shape)}'
             )
-        return LocalShard(start * math.prod(tensor.shape[1:]), local.reshape(-1))
+        return LocalShard(held.start, local.reshape(-1))
 
     @contextmanager
     def gathered(
@@ -88,7 +94,8 @@ class Fsdp1Source(ModuleSource):
     """Every FSDP module has one flat parameter, of which each rank has a run of elements.
 
     Gathers one flat parameter at a time, by ``summon_full_params``. Where a parameter lies in the flat one is
-    told by ``FlatParameter`` (torch ``distributed/fsdp/_flat_param.py``: ``_shapes``, ``_shard_param_infos``).
+    told by ``FlatParameter`` (torch ``distributed/fsdp/_flat_param.py``: ``_shapes``, ``_numels_with_padding``, and
+    of this rank ``_shard_param_infos``).
 
     Raises:
         ModelError: ``use_orig_params`` is False.
@@ -101,6 +108,7 @@ class Fsdp1Source(ModuleSource):
 
         self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._place: dict[int, tuple[FullyShardedDataParallel, int]] = {}
+        self._skipped: dict[int, int] = {}  # elements of the flat parameter before this one
         for module in self._modules:
             self._enter(module)
         super().__init__(model)
@@ -116,23 +124,27 @@ class Fsdp1Source(ModuleSource):
             )
         if handle._skipped_use_sharded_views:  # after a forward pass without a backward pass
             handle._use_sharded_views()
-        for index, parameter in enumerate(handle.flat_param._params):
+        flat = handle.flat_param
+        ends = accumulate(flat._numels_with_padding)
+        lengths = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=False)
+        starts = [end - numel for end, numel, is_padding in lengths if not is_padding]
+        for index, (parameter, start) in enumerate(zip(flat._params, starts, strict=True)):
             self._place[id(parameter)] = (module, index)
+            self._skipped[id(parameter)] = start
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         fsdp = sys.modules.get('torch.distributed.fsdp')
         return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
 
-    def shardable(self, use_fp32_master: bool) -> set[str]:
-        """What is spread over all ranks, and what is whole on all."""
-        return {name for name, tensor in self._tensors.items() if self._is_sliceable(tensor)}
-
-    def _is_sliceable(self, tensor: torch.Tensor) -> bool:
+    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if not self._is_sharded(tensor):
-            return True
+            return super()._spread_of(tensor)
         module, _ = self._place[id(tensor)]
-        return module.process_group.size() == rank_and_world_size()[1]
+        if not _is_of_all_ranks(module.process_group):
+            return None
+        each = module._handle.flat_param._sharded_size.numel()
+        return Spread(math.prod(self._full_shape(tensor)), max(1, each), self._skipped[id(tensor)])
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
@@ -194,6 +206,11 @@ def _is_in_rows(tensor: DTensor) -> bool:
     from torch.distributed.tensor import Shard
 
     mesh, placements = tensor.device_mesh, tensor.placements
-    spread = mesh.ndim == 1 and mesh.size() == rank_and_world_size()[1]
+    spread = mesh.ndim == 1 and _is_of_all_ranks(mesh.get_group())
     # Its exact class: one that derives from it deals rows out in another order
     return spread and tensor.dim() > 0 and type(placements[0]) is Shard and placements[0].dim == 0
+
+
+def _is_of_all_ranks(group: dist.ProcessGroup) -> bool:
+    """In their order, too: rank r of the group is rank r."""
+    return dist.get_process_group_ranks(group) == list(range(rank_and_world_size()[1]))

@@ -7,19 +7,45 @@ output file, whatever the dtype there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
+from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.planning.types import Chunk, Group, SavePlan
+from xhf_hooks.planning.rounds import Portion
+from xhf_hooks.planning.types import Chunk, Placement, SavePlan, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.telemetry.memory import MemoryMeter
 
 #: A slice that must be cast or copied from a device goes through host memory in parts of so many elements.
 _PART_NUMEL = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive elements of an output tensor, cast, where the model has them; they may alias live memory.
+
+    Attributes:
+        start: Where in the placement they begin, in bytes.
+        overflows: Finite elements that the cast made infinite.
+    """
+
+    placement: Placement
+    start: int
+    elements: torch.Tensor
+    overflows: int
+
+    def held_in(self, hold: Callable[[torch.Tensor], memoryview]) -> Slice:
+        """A copy, of its bytes."""
+        return replace(self, elements=torch.frombuffer(hold(self.elements), dtype=torch.uint8))
+
+    def chunk(self, to_host: Callable[[torch.Tensor], memoryview]) -> Chunk:
+        """Its bytes, where a writer can take them."""
+        return Chunk(self.placement, to_host(self.elements), self.start, self.overflows)
 
 
 def local_shards(
@@ -30,26 +56,69 @@ def local_shards(
     meter: MemoryMeter,
     to_host: Callable[[torch.Tensor], memoryview],
 ) -> Generator[Chunk, None, None]:
-    """Yield the bytes of this rank's slices. Runs on: all ranks, each at its own pace.
+    """Yield the bytes of the slices that this rank writes itself. Runs on: all ranks, each at its own pace.
 
     Raises:
         TensorError: A slice is not what the plan says.
     """
     for group in plan.sliced:
         own = source.local_shard(group.reads[0].name, use_fp32_master)
-        _check(group, own)
+        _check(group.reads[0], own)
         for placement in group.placements:
-            width, end = DTYPE_NBYTES[placement.dtype], placement.source_offset + math.prod(placement.shape)
-            mine = range(max(own.start, placement.source_offset), min(own.start + own.elements.numel(), end))
-            for start in mine[::_PART_NUMEL]:
-                stop = min(start + _PART_NUMEL, mine.stop)
-                part, overflows = cast(own.elements[start - own.start : stop - own.start], placement.dtype)
-                yield Chunk(placement, to_host(part), (start - placement.source_offset) * width, overflows)
+            first, end = placement.source_offset or 0, (placement.source_offset or 0) + math.prod(placement.shape)
+            mine = range(max(own.start, first), min(own.start + own.elements.numel(), end))
+            for found in _in_parts(placement, range(mine.start - first, mine.stop - first), own):
+                yield found.chunk(to_host)
         meter.sample()
 
 
-def _check(group: Group, own: LocalShard) -> None:
-    spec = group.reads[0]
+class SliceReader:
+    """Reads this rank's slices of what travels to an owner, in the order of the plan. Used by: one thread."""
+
+    def __init__(self, source: Source, *, use_fp32_master: bool) -> None:
+        self._source, self._use_fp32_master = source, use_fp32_master
+        self._rank = rank_and_world_size()[0]
+        self._last: tuple[str, LocalShard] | None = None  # many outputs may be runs of one tensor
+
+    def read(self, portions: Iterable[Portion]) -> Iterator[Slice]:
+        """Without communication; of portions of which this rank has nothing, nothing.
+
+        Raises:
+            TensorError: A slice is not what the plan says.
+        """
+        for portion in portions:
+            mine = portion.held_by(self._rank)
+            if mine:
+                yield from _in_parts(portion.placement, mine, self._shard(portion))
+
+    def _shard(self, portion: Portion) -> LocalShard:
+        name = portion.read.name
+        if self._last is None or self._last[0] != name:
+            own = self._source.local_shard(name, self._use_fp32_master)
+            _check(portion.read, own)
+            self._last = name, own
+        own, first = self._last[1], portion.placement.source_offset or 0
+        start, end = (at - first for at in (own.start, own.start + own.elements.numel()))
+        held, found = portion.spread.held_by(self._rank), range(max(0, start), min(end, portion.spread.numel))
+        if held != found:
+            raise TensorError(
+                f'{name}: expected elements {held.start} to {held.stop} of {portion.placement.hf_name} on rank '
+                f"{self._rank}, found {found.start} to {found.stop}. Set writer='gather', which needs no slices"
+            )
+        return own
+
+
+def _in_parts(placement: Placement, mine: range, own: LocalShard) -> Iterator[Slice]:
+    """Those elements of a placement, cast."""
+    width = DTYPE_NBYTES[placement.dtype]
+    before = (placement.source_offset or 0) - own.start
+    for start in mine[::_PART_NUMEL]:
+        stop = min(start + _PART_NUMEL, mine.stop)
+        part, overflows = cast(own.elements[before + start : before + stop], placement.dtype)
+        yield Slice(placement, start * width, part, overflows)
+
+
+def _check(spec: TensorSpec, own: LocalShard) -> None:
     numel, end = math.prod(spec.shape), own.start + own.elements.numel()
     if own.elements.dim() != 1 or not 0 <= own.start <= end <= numel or own.elements.dtype != TORCH_DTYPES[spec.dtype]:
         raise TensorError(

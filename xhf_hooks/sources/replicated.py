@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.distributed.collective import Collective, rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model.tensors import names_by_identity
+from xhf_hooks.planning.rounds import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard, Source
+from xhf_hooks.sources.master_fragments import local_fragment, spread_of_fragments
 
 
 @SOURCES.register_module()
@@ -46,18 +48,29 @@ class ModuleSource(Source):
             for name, tensor in self._tensors.items()
         ]
 
-    def shardable(self, use_fp32_master: bool) -> set[str]:
-        return set(self._tensors)
+    def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
+        masters = {n: t for n, t in self._tensors.items() if use_fp32_master and self._has_master(t)}
+        found = spread_of_fragments(masters, collective)  # first: the others wait for this rank in it
+        others = ((n, self._spread_of(t)) for n, t in self._tensors.items() if n not in masters)
+        return found | {name: spread for name, spread in others if spread is not None}
+
+    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        """Who has what of a tensor; None where that is not one run of elements on each rank."""
+        if not isinstance(tensor, nn.Parameter):  # buffers need not be the same on every rank: rank 0 has them
+            return Spread(tensor.numel(), max(1, tensor.numel()))
+        return evenly(tensor.numel())
+
+    def _held(self, tensor: torch.Tensor) -> range:
+        """This rank's elements of a tensor that is in slices."""
+        spread = self._spread_of(tensor)
+        return range(0) if spread is None else spread.held_by(rank_and_world_size()[0])
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if use_fp32_master and self._has_master(tensor):
-            return self._local_master_shard(tensor)
-        rank, world_size = rank_and_world_size()
-        if not isinstance(tensor, nn.Parameter):  # buffers need not be the same on every rank
-            return LocalShard(0, tensor.detach().reshape(-1) if rank == 0 else tensor.new_empty(0))
-        start, end = share(tensor.numel(), rank, world_size)
-        return LocalShard(start, tensor.detach().reshape(-1)[start:end])
+            return local_fragment(tensor)
+        held = self._held(tensor)
+        return LocalShard(held.start, tensor.detach().reshape(-1)[held.start : held.stop])
 
     @contextmanager
     def gathered(
@@ -81,13 +94,6 @@ class ModuleSource(Source):
                 found[name] = master
         return found
 
-    def _local_master_shard(self, tensor: torch.Tensor) -> LocalShard:
-        """DeepSpeed's mapping of a parameter to this rank's part of the flat masters (``utils/tensor_fragment.py``)."""
-        mapping = tensor._hp_mapping
-        if mapping is None:  # its master is on other ranks altogether
-            return LocalShard(0, torch.empty(0, dtype=torch.float32))
-        return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
-
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
 
@@ -95,7 +101,6 @@ class ModuleSource(Source):
         return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and end of a rank's elements, as ZeRO-3 splits a parameter: ceil(numel / world_size) each."""
-    each = -(-numel // world_size)
-    return min(rank * each, numel), min((rank + 1) * each, numel)
+def evenly(numel: int) -> Spread:
+    """As ZeRO-3 splits a parameter: ceil(numel / world_size) elements on each rank."""
+    return Spread(numel, max(1, -(-numel // rank_and_world_size()[1])))

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.distributed.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
+from xhf_hooks.planning.rounds import Spread
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard
 from xhf_hooks.sources.replicated import ModuleSource
@@ -42,24 +43,25 @@ class Zero3Source(ModuleSource):
                 f"adapter alone (lora='adapter')"
             )
 
-    def shardable(self, use_fp32_master: bool) -> set[str]:
-        """What is spread over all ranks."""
-        world_size = rank_and_world_size()[1]
-        return {
-            name
-            for name, tensor in self._tensors.items()
-            if not _is_partitioned(tensor) or dist.get_world_size(_partition_group(tensor)) == world_size
-        }
+    def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
+        """What is spread over all ranks, masters as the parameters that they are of."""
+        spreads = ((name, self._spread_of(tensor)) for name, tensor in self._tensors.items())
+        return {name: spread for name, spread in spreads if spread is not None}
+
+    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        if not _is_partitioned(tensor):
+            return super()._spread_of(tensor)
+        if dist.get_world_size(_partition_group(tensor)) != rank_and_world_size()[1]:
+            return None
+        return Spread(tensor.ds_numel, max(1, tensor.ds_tensor.ds_numel))
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if not _is_partitioned(tensor):
             return super().local_shard(name, use_fp32_master)
-        partition = self._partition(name, use_fp32_master)
-        start = min(rank_and_world_size()[0] * partition.numel(), tensor.ds_numel)
-        return LocalShard(
-            start, partition[: tensor.ds_numel - start]
-        )  # padded at its end where the parameter ends before
+        held = self._held(tensor)
+        # Padded at its end where the parameter ends before
+        return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)])
 
     @contextmanager
     def opened(self) -> Iterator[None]:

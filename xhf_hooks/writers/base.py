@@ -21,11 +21,14 @@ class Writer(ABC):
     Attributes:
         all_ranks: Every rank writes, so the folder must be on a file system that all of them see.
         writes_local_shards: Every rank writes its own slices where that can be; only the rest is gathered.
+        receives_local_shards: Every rank sends its own slices, where that can be, to the rank that writes the tensor;
+            only the rest is gathered.
         samples: From :meth:`finish` on, a few of the bytes that this rank has written into each file.
     """
 
     all_ranks = False
     writes_local_shards = False
+    receives_local_shards = False
     samples: list[Sample]
 
     @abstractmethod

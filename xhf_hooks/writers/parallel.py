@@ -1,4 +1,4 @@
-"""Every rank writes a part of what is gathered, so a save uses every rank's way to the disk."""
+"""Every rank writes whole tensors that the others send it, so a save uses every rank's way to the disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='parallel')
 class ParallelWriter(StreamWriter):
-    """Whole tensors, each written by one rank: its own files where there are enough of them (planning/planner.py)."""
+    """Each tensor is written by one rank: its own files where there are enough of them (planning/planner.py)."""
 
     all_ranks = True

@@ -12,3 +12,4 @@ class PositionalWriter(StreamWriter):
 
     all_ranks = True
     writes_local_shards = True
+    receives_local_shards = False

@@ -1,4 +1,4 @@
-"""Rank 0 writes, in a background thread, while the next bucket is gathered."""
+"""Rank 0 writes, in a background thread, while the next slices arrive."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class StreamWriter(Writer):
             this is accepted when nothing else waits.
         fsync: Files are on the disk, and no longer in the page cache, when :meth:`finish` returns.
     """
+
+    receives_local_shards = True
 
     def __init__(self, pending_nbytes: int, fsync: bool = True) -> None:
         self._limit = pending_nbytes

@@ -24,9 +24,9 @@ from xhf_hooks.commit.receipts import pack
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.rounds import Spread
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
 from xhf_hooks.registry import WRITERS
-from xhf_hooks.sources.replicated import share
 from xhf_hooks.writers import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -51,7 +51,7 @@ class Saved:
     """Random bytes for given tensors, written by simulated ranks and committed.
 
     Args:
-        sliced: Share of what is read of which, with a writer that can, every rank writes its slice.
+        sliced: Share of what is read of which, with a writer that can, every rank writes or sends its slice.
         fused: Share of the tensors that are read together with the one before, if that is of their type.
     """
 
@@ -71,13 +71,16 @@ class Saved:
         kind = WRITERS.get(writer)
         entries, specs = _entries_and_specs(tensors, fused, dice)
         self.data = {entry.hf_name: dice.randbytes(entry.nbytes) for entry in entries}
+        self.spread = {spec.name: _spread(spec, world_size, dice) for spec in specs if dice.random() < sliced}
         self.plan = make_plan(
             entries,
             specs,
             max_shard_nbytes=shard_nbytes,
             bucket_nbytes=bucket_nbytes,
             n_writers=world_size if kind.all_ranks else 1,
-            sliced={spec.name for spec in specs if kind.writes_local_shards and dice.random() < sliced},
+            sliced=self.spread if kind.writes_local_shards else (),
+            spread=self.spread if kind.receives_local_shards else {},
+            round_nbytes=bucket_nbytes // 2 or 1,
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
         ranks = [kind(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
@@ -98,15 +101,30 @@ class Saved:
 
     def _chunks(self, rank: int, world_size: int) -> Iterator[Chunk]:
         for group in self.plan.sliced:
-            first, last = share(math.prod(group.reads[0].shape), rank, world_size)
+            held = self.spread[group.reads[0].name].held_by(rank)
             for place in group.placements:
                 numel, width = math.prod(place.shape), DTYPE_NBYTES[place.dtype]
-                start, end = ((min(max(at - place.source_offset, 0), numel)) * width for at in (first, last))
+                start, end = ((min(max(at - place.source_offset, 0), numel)) * width for at in (held.start, held.stop))
                 if start < end:
                     yield Chunk(place, memoryview(self.data[place.hf_name])[start:end], start)
+        for portion in (p for at_once in self.plan.rounds for p in at_once.for_owner(rank)):
+            for holder in range(world_size):
+                held, place = portion.held_by(holder), portion.placement
+                if held:
+                    data = memoryview(self.data[place.hf_name])[held.start * portion.width : held.stop * portion.width]
+                    yield Chunk(place, data, held.start * portion.width)
         for place in (p for bucket in self.plan.buckets for group in bucket.groups for p in group.placements):
             if place.owner == rank:
                 yield Chunk(place, memoryview(self.data[place.hf_name]))
+
+
+def _spread(spec: TensorSpec, world_size: int, dice: random.Random) -> Spread:
+    """As ZeRO-3 does it, or as a part of something flat that is cut into equal parts."""
+    numel = math.prod(spec.shape)
+    if dice.random() < 0.5:
+        return Spread(numel, max(1, -(-numel // world_size)))
+    skipped = dice.randrange(20)
+    return Spread(numel, -(-(skipped + numel + dice.randrange(1, 20)) // world_size), skipped)
 
 
 def _entries_and_specs(

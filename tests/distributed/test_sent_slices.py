@@ -1,0 +1,159 @@
+"""Slices that travel to the rank that writes them: how many bytes, how much memory, and who writes."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.compare import assert_same_folder_tensors
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+N_RANKS = 4
+BUCKET_NBYTES = 16 * 10**6
+WRITERS = ('stream', 'parallel')
+LARGE = 1e38
+
+
+class PeakSampler:
+    """This process's extra anonymous memory while the block runs."""
+
+    def __enter__(self) -> PeakSampler:
+        from xhf_hooks.telemetry.memory import MemoryMeter
+
+        self.meter = MemoryMeter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.001):
+            self.meter.sample()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def save_and_count(writer: str, root: Path) -> dict[str, int]:
+    """Bytes that this rank sends in one save, whole tensors that it gathers, its memory. Runs on: all ranks."""
+    import torch
+
+    from tests.helpers.zoo.llamas import larger_llama
+    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.sources import Zero3Source
+
+    engine = zero_engine(larger_llama().to(torch.bfloat16), 3)
+    post, gathered = Collective.post, Zero3Source.gathered
+    sent, whole = [], []
+
+    def count(self: Collective, outgoing: Any, *args: Any) -> Any:
+        sent.extend(tensor.nbytes for tensor in outgoing.values())
+        return post(self, outgoing, *args)
+
+    def count_gathered(self: Any, names: Any, **options: Any) -> Any:
+        whole.extend(names)
+        return gathered(self, names, **options)
+
+    how = dict(writer=writer, bucket_size=BUCKET_NBYTES)
+    save_folder(engine.module, root / writer, **how)  # what the first save brings with it
+    with (
+        mock.patch.object(Collective, 'post', count),
+        mock.patch.object(Zero3Source, 'gathered', count_gathered),
+        PeakSampler() as sampler,
+    ):
+        plan, _ = save_folder(engine.module, root / writer, **how)
+    save_folder(engine.module, root / 'gather', writer='gather')
+    engine.destroy()
+    return {
+        'sent': sum(sent),
+        'most_at_once': max(sent, default=0),
+        'gathered': len(whole),
+        'memory': sampler.meter.peak_extra_nbytes,
+        'weights': sum(placement.nbytes for placement in plan.placements),
+    }
+
+
+def save_overflowing(writer: str, root: Path) -> tuple[str, ...]:
+    """Warnings of a save whose cast makes a number infinite that the last rank has. Runs on: all ranks."""
+    import torch
+
+    from tests.helpers.zoo.llamas import odd_llama
+
+    llama = odd_llama()
+    with torch.no_grad():
+        llama.lm_head.weight[-1, -1] = LARGE
+    _, committed = save_folder(llama, root / writer, writer=writer, dtype='float16')
+    return committed.warnings
+
+
+def save_in_files(root: Path) -> tuple[set[str], int]:
+    """The files that this rank writes into, of more than there are ranks. Runs on: all ranks."""
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks.writers.file_io.output_file import OutputFile
+
+    engine = zero_engine(odd_llama(bf16=True), 3)
+    opened, make = [], OutputFile.__init__
+
+    def note(self: OutputFile, path: Path, *args: Any, **options: Any) -> None:
+        opened.append(path.name)
+        make(self, path, *args, **options)
+
+    with mock.patch.object(OutputFile, '__init__', note):
+        plan, _ = save_folder(engine.module, root / 'files', writer='parallel', max_shard_size=10_000)
+    engine.destroy()
+    return set(opened), len(plan.files)
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp('sent')
+    scenarios: dict[str, Any] = {writer: partial(save_and_count, writer, root / writer) for writer in WRITERS}
+    for writer in (*WRITERS, 'gather'):
+        scenarios[f'overflow, {writer}'] = partial(save_overflowing, writer, root / 'overflow')
+    scenarios['files'] = partial(save_in_files, root)
+    return root, run_scenarios(scenarios, N_RANKS)
+
+
+@pytest.mark.parametrize('writer', WRITERS)
+def test_each_byte_travels_once_at_most(saved, writer):
+    root, results = saved
+    ranks = check(results, writer)
+    assert sum(rank['sent'] for rank in ranks) == ranks[0]['weights'] * (N_RANKS - 1) // N_RANKS
+    assert [rank['gathered'] for rank in ranks] == [0] * N_RANKS
+    assert (ranks[0]['sent'] == 0) == (writer == 'stream')
+    assert_same_folder_tensors(root / writer / writer, root / writer / 'gather')
+
+
+@pytest.mark.parametrize('writer', WRITERS)
+def test_memory_is_that_of_a_few_buckets(saved, writer):
+    _, results = saved
+    first, *others = check(results, writer)
+    assert first['weights'] > 3 * BUCKET_NBYTES
+    assert first['memory'] < 3 * BUCKET_NBYTES, first
+    for rank in others:
+        assert rank['memory'] < (1 if writer == 'stream' else 3) * BUCKET_NBYTES, rank
+        assert 0 < rank['most_at_once'] <= BUCKET_NBYTES / 4
+
+
+@pytest.mark.parametrize('writer', (*WRITERS, 'gather'))
+def test_what_a_cast_makes_infinite_is_counted_where_it_is_read(saved, writer):
+    _, results = saved
+    for warnings in check(results, f'overflow, {writer}'):
+        assert '1 finite weights became infinite in F16' in warnings
+
+
+def test_each_file_has_one_writer(saved):
+    _, results = saved
+    written, n_files = zip(*check(results, 'files'), strict=True)
+    names = [name for rank in written for name in rank]
+    assert len(names) == len(set(names)) == n_files[0] > N_RANKS
+    assert all(written)

@@ -1,0 +1,89 @@
+"""Three numbers for each tensor tell who has which fragment of its fp32 master, however the flat buffer is cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xhf_hooks.sources.master_fragments import spread_of_fragments
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+
+class Ranks:
+    """All ranks, one after the other: the first round collects what they bring, the second hands out the result."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.rank = world_size, 0
+        self.brought: list[Any] = []
+        self.merged: Any = None
+        self.errors: list[Exception] = []
+
+    def all_reduce(self, values: Any, merge: Any, stage: str) -> Any:
+        if self.merged is None:
+            self.brought.append(values)
+            return values
+        return self.merged
+
+    def remember(self, stage: str, error: Exception) -> None:
+        self.errors.append(error)
+
+
+def fragments(sizes: list[int], world_size: int) -> list[list[range]]:
+    """Of each rank, of each tensor: as DeepSpeed links them (utils/mixed_precision_linkage.py)."""
+    each = -(-sum(sizes) // world_size) or 1
+    found = []
+    for rank in range(world_size):
+        before, own = 0, []
+        for numel in sizes:
+            start, end = (min(max(at - before, 0), numel) for at in (rank * each, (rank + 1) * each))
+            own.append(range(start, end))
+            before += numel
+        found.append(own)
+    return found
+
+
+def parameter(numel: int, held: range) -> Any:
+    address = SimpleNamespace(start=held.start, numel=len(held))
+    mapping = SimpleNamespace(lp_fragment_address=address) if held else None
+    return SimpleNamespace(_hp_mapping=mapping, numel=lambda: numel)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_all_fragments_follow(sizes, world_size):
+    of_rank = fragments(sizes, world_size)
+    tensors = [{f'w{i}': parameter(n, own[i]) for i, n in enumerate(sizes)} for own in of_rank]
+    ranks = Ranks(world_size)
+    merge = None
+
+    def keep_merge(values: Any, merge_two: Any, stage: str) -> Any:
+        nonlocal merge
+        merge = merge_two
+        return Ranks.all_reduce(ranks, values, merge_two, stage)
+
+    ranks.all_reduce = keep_merge  # type: ignore[method-assign]
+    for ranks.rank in range(world_size):
+        spread_of_fragments(tensors[ranks.rank], ranks)
+    merged, *others = ranks.brought
+    for other in others:
+        merged = merge(merged, other)
+    ranks.merged = merged
+    spreads = spread_of_fragments(tensors[0], ranks)
+    for rank, own in enumerate(of_rank):
+        for i, held in enumerate(own):
+            assert spreads[f'w{i}'].held_by(rank) == held, (rank, i)
+    assert ranks.errors == []
+
+
+def test_a_rank_that_cannot_tell_takes_part_and_remembers():
+    ranks = Ranks(2)
+    tensors = {'w': torch.nn.Parameter(torch.ones(3))}  # without a mapping
+    spread_of_fragments(tensors, ranks)
+    assert len(ranks.brought) == 1
+    assert [type(error) for error in ranks.errors] == [AttributeError]

@@ -1,0 +1,127 @@
+"""What a rank writes, out of a live model or a copy of it: its own slices, others' slices, and what is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from itertools import chain, takewhile
+
+import torch
+
+from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.format.dtypes import host_bytes
+from xhf_hooks.planning.types import Chunk, SavePlan
+from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.gather import gather
+from xhf_hooks.sources.local_shards import Slice, SliceReader, local_shards
+from xhf_hooks.sources.send import SliceSender
+from xhf_hooks.telemetry.memory import MemoryMeter
+
+_HOST = torch.device('cpu')
+
+
+class ChunkStream:
+    """The chunks that a rank writes, once. Used by: one thread.
+
+    Attributes:
+        overflows: Finite elements that became infinite in what was read on this rank so far, whoever writes it.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk], sender: SliceSender) -> None:
+        self._chunks, self._sender = chunks, sender
+        self._overflows = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._chunks:
+            self._overflows += chunk.overflows
+            yield chunk
+            del chunk  # the next is made while this one waits for the disk
+
+    @property
+    def overflows(self) -> int:
+        return self._overflows + self._sender.overflows
+
+
+class Snapshot:
+    """What was read at one moment, in host memory: what this rank writes, and its slices that travel to an owner."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        self._plan = plan
+        self._chunks: list[Chunk] = []
+        self._slices: dict[tuple[int, int], list[Slice]] = {}
+
+    def take(self, live: LiveChunks, memory: SnapshotMemory, collective: Collective, meter: MemoryMeter) -> None:
+        """Copy. Runs on: all ranks.
+
+        Raises:
+            AgreedError: Some rank failed.
+        """
+        memory.clear()
+        reader = live.reader()
+        with (
+            live.without_sending(collective, meter, memory.hold) as chunks,
+            collective.stage('snapshot'),
+        ):
+            for number, at_once in enumerate(self._plan.rounds):
+                for owner in at_once.owners:
+                    found = reader.read(at_once.message(collective.rank, owner))
+                    self._slices[number, owner] = [slice_.held_in(memory.hold) for slice_ in found]
+            self._chunks = list(chunks)
+            memory.synchronize()
+        meter.sample()
+
+    @contextmanager
+    def opened(self, collective: Collective, meter: MemoryMeter) -> Iterator[ChunkStream]:
+        """What this rank writes. Runs on: all ranks."""
+        sender = SliceSender(self._plan, self._read, collective, meter=meter, to_host=host_bytes, device=_HOST)
+        with closing(sender.chunks()) as sent:
+            yield ChunkStream(chain(self._chunks, sent), sender)
+
+    def _read(self, number: int, owner: int) -> list[Slice]:
+        return self._slices[number, owner]
+
+
+class LiveChunks:
+    """The same out of the model itself.
+
+    Args:
+        device: Where slices are packed that travel (sources/send.py).
+    """
+
+    def __init__(self, plan: SavePlan, source: Source, *, use_fp32_master: bool, device: torch.device) -> None:
+        self._plan, self._source, self._device = plan, source, device
+        self._use_fp32_master = use_fp32_master
+
+    def reader(self) -> SliceReader:
+        """Reads this rank's slices of what travels."""
+        return SliceReader(self._source, use_fp32_master=self._use_fp32_master)
+
+    @contextmanager
+    def opened(self, collective: Collective, meter: MemoryMeter) -> Iterator[ChunkStream]:
+        """What this rank writes. All ranks enter and leave together, whatever happens inside."""
+        reader = self.reader()
+
+        def read(number: int, owner: int) -> Iterator[Slice]:
+            return reader.read(self._plan.rounds[number].message(collective.rank, owner))
+
+        sender = SliceSender(self._plan, read, collective, meter=meter, to_host=host_bytes, device=self._device)
+        with closing(sender.chunks()) as sent, self.without_sending(collective, meter, host_bytes) as others:
+            yield ChunkStream(chain(sent, others), sender)
+
+    @contextmanager
+    def without_sending(
+        self, collective: Collective, meter: MemoryMeter, to_host: Callable[[torch.Tensor], memoryview]
+    ) -> Iterator[Iterator[Chunk]]:
+        """Those of them that need no messages. All ranks enter and leave together, whatever happens inside."""
+        # What every rank has at hand needs no gathering, and a model no getting ready for it
+        with self._source.opened() if self._plan.buckets else nullcontext(), torch.no_grad():
+            slices = local_shards(
+                self._plan, self._source, use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host
+            )
+            gathered = gather(
+                self._plan, self._source, collective,
+                use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host,
+            )  # fmt: skip
+            with closing(slices), closing(gathered):
+                yield chain(takewhile(lambda _: not collective.is_failing, slices), gathered)

@@ -1,0 +1,60 @@
+"""The fp32 masters of DeepSpeed ZeRO 1 and 2, fragments of flat buffers that are cut into one equal part on each rank.
+
+A rank knows its own fragment of each parameter and nothing of the others' (DeepSpeed ``utils/tensor_fragment.py``,
+``get_hp_fragment_mapping``; ``utils/mixed_precision_linkage.py``), so ranks tell each other. Not which fragments they
+have, for that would be ranks times tensors, but three numbers for each tensor, from which all of them follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.planning.rounds import Spread
+from xhf_hooks.sources.base import LocalShard
+
+#: Of the first rank that has some of a tensor: its number, and where its fragment ends; of all: the longest fragment.
+_FIRST_RANK, _FIRST_END, _LONGEST = range(3)
+
+
+def local_fragment(tensor: torch.Tensor) -> LocalShard:
+    """This rank's part of a parameter's master; may alias live memory."""
+    mapping = tensor._hp_mapping
+    if mapping is None:  # its master is on other ranks altogether
+        return LocalShard(0, torch.empty(0, dtype=torch.float32))
+    return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
+
+
+def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collective) -> dict[str, Spread]:
+    """Who has what of these masters. Runs on: all ranks, with the same names; a failure is remembered."""
+    if not tensors:
+        return {}
+    own = np.full((len(tensors), 3), (collective.world_size, 0, 0), np.int64)
+    try:
+        for row, tensor in zip(own, tensors.values(), strict=True):
+            if tensor._hp_mapping is not None:
+                address = tensor._hp_mapping.lp_fragment_address
+                row[:] = collective.rank, address.start + address.numel, address.numel
+    except Exception as error:
+        collective.remember('plan', error)
+    everyones = collective.all_reduce(own, _merge, 'plan')
+    rows = zip(tensors.items(), everyones.tolist(), strict=True)
+    return {name: _spread(tensor.numel(), *row) for (name, tensor), row in rows}
+
+
+def _merge(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    merged = np.where((one[:, _FIRST_RANK] <= other[:, _FIRST_RANK])[:, None], one, other)
+    merged[:, _LONGEST] = np.maximum(one[:, _LONGEST], other[:, _LONGEST])
+    return merged
+
+
+def _spread(numel: int, first_rank: int, first_end: int, longest: int) -> Spread:
+    """The flat buffer need not be known: parts as long as the longest fragment, of which one ends at ``first_end``.
+
+    Of three fragments and more the longest is a whole part; of two, any part that is no shorter gives the same.
+    """
+    each = max(1, longest)
+    return Spread(numel, each, (first_rank + 1) * each - first_end)

@@ -1,0 +1,13 @@
+"""Rank 0 writes what all ranks gather: the way that needs nothing of an engine but whole tensors."""
+
+from __future__ import annotations
+
+from xhf_hooks.registry import WRITERS
+from xhf_hooks.writers.stream import StreamWriter
+
+
+@WRITERS.register_module(name='gather')
+class GatherWriter(StreamWriter):
+    """For engines whose partitions cannot be read: every rank receives every tensor, and rank 0 keeps it."""
+
+    receives_local_shards = False
