@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.adapted import adapt, assert_rounded_once, merged_by_peft
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.engines import names_read, save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -56,13 +56,13 @@ def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set
         model = build_model(root / 'base', adapter, engine_name)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine = zero_engine(model, **ENGINES[engine_name])
-    gathered = set()
+    read = set()
     for mode in MODES:
         plan, _ = save_folder(engine.module, folder / mode, lora=mode)
         if mode == 'adapter':
-            gathered = {name for bucket in plan.buckets for name in bucket.read_names}
+            read = names_read(plan)
     engine.destroy()
-    return gathered, trained
+    return read, trained
 
 
 @pytest.fixture(scope='module')
@@ -78,8 +78,8 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize('case', CASES)
 def test_adapter_is_pefts_file(saved, case):
     root, results = saved
-    gathered, trained = check(results, case)[0]
-    assert gathered == trained  # nothing of the base
+    read, trained = check(results, case)[0]
+    assert read == trained  # nothing of the base
     for name in ('adapter_model.safetensors', 'README.md'):
         expected = (root / case / 'expected_adapter' / name).read_bytes()
         assert (root / case / 'adapter' / name).read_bytes() == expected

@@ -59,7 +59,7 @@ def train_and_save(kind: str, root: Path) -> dict[str, Any]:
     """Runs on: all ranks."""
     import torch.distributed as dist
 
-    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.engines import names_read, save_folder, zero_engine
     from xhf_hooks.errors import AgreedError
 
     engine = zero_engine(qlora(root / 'base', kind), 2)
@@ -78,7 +78,7 @@ def train_and_save(kind: str, root: Path) -> dict[str, Any]:
         model.llm.save_pretrained(root / 'expected')
     engine.destroy()
     return {
-        'read': {name for bucket in plan.buckets for name in bucket.read_names},
+        'read': names_read(plan),
         'trained': {name for name, parameter in model.named_parameters() if parameter.requires_grad},
         'refusals': refusals,
     }
@@ -103,7 +103,7 @@ def test_base_was_really_quantized(saved):
 
 
 @pytest.mark.parametrize('kind', ['sft', 'reward'])
-def test_only_what_was_trained_is_gathered(saved, kind):
+def test_only_what_was_trained_is_read(saved, kind):
     result = check(saved[1], kind)[0]
     assert result['read'] == result['trained']
     tensors = folder_tensors(saved[0] / kind)

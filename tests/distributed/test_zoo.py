@@ -14,6 +14,8 @@ from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo import FAMILIES, available, build
 
 AVAILABLE = [family for family in FAMILIES if available(family)]
+#: Writers for which nothing is gathered.
+IN_SLICES = ('positional', 'stream', 'parallel')
 
 
 def save_family(family: str, root: Path) -> None:
@@ -27,9 +29,10 @@ def save_family(family: str, root: Path) -> None:
     if dist.get_rank() == 0:
         model.save_pretrained(root / family / 'expected')
     engine = zero_engine(model, stage=3)
-    save_folder(engine.module, root / family / 'hf_model')
-    plan, _ = save_folder(engine.module, root / family / 'positional', writer='positional')
-    assert not plan.buckets, 'every family goes out in slices, fused experts, too'
+    save_folder(engine.module, root / family / 'hf_model', writer='gather')
+    for writer in IN_SLICES:
+        plan, _ = save_folder(engine.module, root / family / writer, writer=writer)
+        assert not plan.buckets, 'every family goes out in slices, fused experts, too'
     engine.destroy()
 
 
@@ -48,8 +51,9 @@ def test_same_as_save_pretrained(saved, family):
     assert_same_folder_tensors(expected, found)
     assert (expected / 'model.safetensors').read_bytes() == (found / 'model.safetensors').read_bytes()
     assert_loads_clean(found, type(build(family)))
-    from_shards = root / family / 'positional'
-    assert (expected / 'model.safetensors').read_bytes() == (from_shards / 'model.safetensors').read_bytes()
+    for writer in IN_SLICES:
+        from_shards = root / family / writer
+        assert (expected / 'model.safetensors').read_bytes() == (from_shards / 'model.safetensors').read_bytes()
 
 
 @pytest.mark.parametrize('family', AVAILABLE)

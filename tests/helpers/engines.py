@@ -53,6 +53,12 @@ def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     return Saver(model, SaveOptions(**options), collective, **own)
 
 
+def names_read(plan: SavePlan) -> set[str]:
+    """Tensors of the model that a save reads to be sent or gathered."""
+    sent = {portion.read.name for at_once in plan.rounds for portion in at_once.portions}
+    return sent | {name for bucket in plan.buckets for name in bucket.read_names}
+
+
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
     """What the hook does at a save, without a runner. Runs on: all ranks."""
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder

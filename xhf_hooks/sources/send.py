@@ -32,7 +32,6 @@ _BUFFERS = 3
 #: This rank's slices in a round (its number) that an owner (its rank) gets, in the order of the message.
 ReadSlices = Callable[[int, int], Iterable[Slice]]
 
-
 _HOST = torch.device('cpu')
 _NOTHING = np.empty(0, np.uint8)
 

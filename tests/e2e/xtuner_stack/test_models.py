@@ -236,7 +236,7 @@ def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank
         parameter.data = NOISE_STD * torch.randn(parameter.shape)
     model = around(llm=llm)
     assert type(exporter_for(model, None)) is ShardedMoeExporter
-    plan, committed = save_folder(model, tmp_path / 'hf_model')
+    plan, committed = save_folder(model, tmp_path / 'hf_model', writer='gather')
     (tmp_path / 'expected').mkdir()
     origin = get_origin_state_dict(dict(llm.state_dict()), llm)
     save_file(
