@@ -22,14 +22,22 @@ def _verify(arguments: list[str], prog: str) -> int:
     return verify.main(arguments, prog)
 
 
+def _add_hook(arguments: list[str], prog: str) -> int:
+    from xhf_hooks.cli import add_hook
+
+    return add_hook.main(arguments, prog)
+
+
 #: Name to what runs it, which imports nothing before, and what it does.
 _COMMANDS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
     'convert': (_convert, 'the checkpoint of a finished run becomes a Hugging Face folder'),
     'verify': (_verify, 'is a folder whole and unchanged? are two places the same model?'),
+    'add-hook': (_add_hook, 'a config of MMEngine or XTuner gets HFCheckpointHook'),
 }
 _EXAMPLES = {
     'convert work_dirs/run OUT': "the run's last checkpoint becomes the folder OUT",
     'verify OUT': 'is OUT whole, consistent and unchanged?',
+    'add-hook config.py': 'the next run is saved as Hugging Face folders while it trains',
 }
 
 
