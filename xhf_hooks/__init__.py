@@ -1,16 +1,16 @@
 """Hugging Face checkpoints out of live DeepSpeed ZeRO and FSDP training, or from its old files.
 
-Importing this package registers :class:`HFCheckpointHook` in MMEngine's HOOKS: a function of that name, which imports
-the hook when it is built. MMEngine's hooks import its optimizers, and those transformers' Trainer and peft, which takes
-seconds that a conversion does not need. :func:`save_hf` is the same save for your own loop; ``xhf_hooks.integrations``
-has frontends for other trainers.
+Importing this package registers :class:`HFCheckpointHook` in MMEngine's HOOKS, where MMEngine is installed: a function
+of that name, which imports the hook when it is built. MMEngine's hooks import its optimizers, and those transformers'
+Trainer and peft, which takes seconds that a conversion does not need. :func:`save_hf` is the same save for your own
+loop; ``xhf_hooks.integrations`` has frontends for other trainers.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.registry import HOOKS
+from xhf_hooks.registry import register_hook
 from xhf_hooks.version import __version__
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ __all__ = ['HFCheckpointHook', '__version__', 'save_hf']
 
 def __getattr__(name: str) -> Any:
     if name == 'HFCheckpointHook':
-        from xhf_hooks.hooks import HFCheckpointHook
-
-        return HFCheckpointHook
+        return _hook()
     if name == 'save_hf':
         from xhf_hooks.api import save_hf
 
@@ -32,11 +30,22 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
+def _hook() -> type[HFCheckpointHook]:
+    try:
+        from xhf_hooks.hooks import HFCheckpointHook
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition('.')[0] != 'mmengine':
+            raise
+        raise ImportError(
+            "HFCheckpointHook is a hook of MMEngine, which is not installed: pip install 'xhf_hooks[mmengine]', or "
+            "with DeepSpeed 'xhf_hooks[deepspeed]'. save_hf and xhf_hooks.integrations need no MMEngine",
+            name='mmengine',
+        ) from None
+    return HFCheckpointHook
+
+
 def _build_hook(*args: Any, **options: Any) -> HFCheckpointHook:
-    from xhf_hooks.hooks import HFCheckpointHook
-
-    return HFCheckpointHook(*args, **options)
+    return _hook()(*args, **options)
 
 
-if 'HFCheckpointHook' not in HOOKS.module_dict:  # neither this function nor the class, which replaces it
-    HOOKS.register_module(name='HFCheckpointHook', module=_build_hook)
+register_hook('HFCheckpointHook', _build_hook)

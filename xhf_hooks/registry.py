@@ -1,17 +1,102 @@
-"""The registries through which a source, an exporter or a writer is added, and one that builds config values.
+"""The registries through which a source, an exporter or a writer is added.
 
-Among those that accept a model, the one registered last is chosen, so that yours goes before ours. The scope
-is MMEngine's, where what a run's config names is looked up, too.
+Among those that accept a model, the one registered last is chosen, so that yours goes before ours. They are not
+MMEngine's, so that what needs nothing else of MMEngine works without it; its registries are asked where a hook is
+registered and where a run's config is built.
 """
 
 from __future__ import annotations
 
-from mmengine.registry import HOOKS, Registry
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = ['BUILDER', 'EXPORTERS', 'HOOKS', 'SOURCES', 'WRITERS']
+from xhf_hooks.errors import OptionError
 
-SOURCES = Registry('source', scope='mmengine')
-EXPORTERS = Registry('exporter', scope='mmengine')
-WRITERS = Registry('writer', scope='mmengine')
-#: Builds what a config describes (``dict(type='transformers.AutoTokenizer.from_pretrained', ...)``).
-BUILDER = Registry('builder', scope='mmengine')
+
+class Registry:
+    """Classes by name, with the methods of MMEngine's Registry that are used here.
+
+    Args:
+        kind: What it holds, for messages.
+
+    Attributes:
+        module_dict: Name to class, in the order of registration.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.module_dict: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any | None:
+        """The class of this name; None when there is none."""
+        return self.module_dict.get(name)
+
+    def register_module(self, name: str | None = None, force: bool = False, module: Any = None) -> Any:
+        """Add a class: ``@WRITERS.register_module(name='mine')`` above it, or with the class as ``module``.
+
+        Args:
+            name: Default: that of the class.
+            force: Replace the one that has this name.
+
+        Raises:
+            KeyError: The name is taken.
+        """
+        if not (name is None or isinstance(name, str)):
+            raise TypeError(f'registry of {self._kind}s: expected a name, found {name!r}; write register_module()')
+        if module is None:
+            return lambda cls: self.register_module(name, force, module=cls)
+        key = name or module.__name__
+        if key in self.module_dict and not force:
+            raise KeyError(f'{key} is already registered as {self._kind}: {self.module_dict[key]}; give force=True')
+        self.module_dict[key] = module
+        return module
+
+
+SOURCES = Registry('source')
+EXPORTERS = Registry('exporter')
+WRITERS = Registry('writer')
+
+
+def mmengine_hooks() -> Any | None:
+    """MMEngine's registry of hooks; None where MMEngine is not installed.
+
+    Raises:
+        ImportError: It is installed, and does not import.
+    """
+    try:
+        from mmengine.registry import HOOKS
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition('.')[0] != 'mmengine':
+            raise
+        return None
+    return HOOKS
+
+
+def register_hook(name: str, build: Callable[..., Any]) -> None:
+    """Have MMEngine's configs find a hook by its name, where MMEngine is installed.
+
+    Args:
+        build: The class, or what builds it; what has the name already stays.
+    """
+    hooks = mmengine_hooks()
+    if hooks is not None and name not in hooks.module_dict:
+        hooks.register_module(name=name, module=build)
+
+
+def build_from_config(config: Mapping[str, Any]) -> Any:
+    """What an MMEngine config describes (``dict(type='transformers.AutoTokenizer.from_pretrained', ...)``).
+
+    Its types are looked up as MMEngine looks up those of a run's config.
+
+    Raises:
+        OptionError: MMEngine is not installed.
+    """
+    try:
+        from mmengine.registry import Registry as MMEngineRegistry
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition('.')[0] != 'mmengine':
+            raise
+        raise OptionError(
+            'tokenizer', 'a tokenizer or a folder (configs need MMEngine, which is not installed)', config
+        ) from None
+    return MMEngineRegistry('builder', scope='mmengine').build(dict(config))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xhf_hooks.cli.arguments import CommandParser, count
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.output import (
     complain,
@@ -19,6 +20,7 @@ from xhf_hooks.cli.output import (
     print_traceback,
     say,
 )
+from xhf_hooks.cli.packages import how_to_install
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
@@ -37,24 +39,41 @@ _MOST_NAMES = 20  # of files that were written, in a line
 _MOST_WORKERS = 16  # by default: more than a disk can feed, and each holds some MB
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+_EXAMPLES = {
+    'work_dirs/run OUT --dry-run': 'what is in the last checkpoint of this run, and what would be written',
+    'work_dirs/run/iter_500.pth OUT --verify': 'convert this one, and read everything back before OUT gets its name',
+    'checkpoint-500 OUT --dtype float32': 'of transformers.Trainer: the exact master weights',
+    'DIR OUT --base meta-llama/Llama-3.1-8B': 'where nothing beside the weights says which model they are of',
+}
+
+
+def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog='xhf-convert',
+    parser = CommandParser(
+        prog=prog,
+        examples=_EXAMPLES,
         description='Turn the checkpoint of a finished run into a Hugging Face folder. Nothing in it is executed.',
         epilog='Exit status: 0 done, 1 failed, 2 bad input. What fails or is killed leaves no folder OUT.',
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         'checkpoint',
         metavar='CHECKPOINT',
         type=Path,
         help='iter_500.pth (a folder or a file), a work_dir, a checkpoint-500 of transformers.Trainer, a folder of '
         'accelerator.save_state, or any folder that DeepSpeed saved into',
     )
-    add('out', metavar='OUT', type=Path, help='the folder to make')
+    parser.add_argument('out', metavar='OUT', type=Path, help='the folder to make')
+    _add_options(parser)
+    return parser.parse_args(argv)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group('which model it is').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config; default: the checkpoint's own, or one beside it")
     add('--base', metavar='DIR', help='the model that training started from; default: what the config says')
+    add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')
+    add('--trust-remote-code', action='store_true', help="run the base model's own code, if it has some")
+    add = parser.add_argument_group('which weights').add_argument
     add(
         '--dtype',
         choices=list(_DTYPES),
@@ -68,7 +87,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         dest='ema',
         help='of a run with EMAHook, the live weights; default: the averaged ones, as CheckpointHook means them',
     )
-    add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
     add(
         '--lora',
         choices=LORA_MODES,
@@ -79,46 +97,52 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=LLAVA_FORMATS,
         help="for XTuner's LLaVAModel; default: 'xtuner'",
     )
-    add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')
-    add('--workers', type=_count, metavar='N', help='threads that read and write; default: one for each core')
     add(
         '--optimizer-restarted',
         action='store_true',
         help="of a ZeRO-3 run that was resumed without its optimizer's state: that has made fewer steps than the run",
     )
+    add = parser.add_argument_group('how it is written').add_argument
+    add('--dry-run', action='store_true', help='say what was found and what would be written')
     add('--verify', action='store_true', help='read everything back and compare, before OUT gets its name')
     add('--overwrite', action='store_true', help='replace OUT, if this package wrote it')
-    add('--dry-run', action='store_true', help='say what was found and what would be written')
-    add('--trust-remote-code', action='store_true', help="run the base model's own code, if it has some")
-    return parser.parse_args(argv)
+    add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
+    add('--workers', type=count, metavar='N', help='threads that read and write; default: one for each core')
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     """Run the command.
+
+    Args:
+        prog: What it was called as, for messages.
 
     Returns:
         Its exit status.
     """
-    args = parse_args(argv)
+    args = parse_args(argv, prog)
     try:
         with _ended_by_sigterm(), libraries_print_lines():
-            return _run(args)
+            return _run(args, prog)
     except KeyboardInterrupt:
-        complain('xhf-convert: interrupted; nothing was left at OUT')
+        complain(f'{prog}: interrupted; nothing was left at OUT')
         return FAILED
     except Exception as error:
         if lacks_memory(error):
-            complain('xhf-convert: this process got no more memory; nothing was left at OUT. --workers 1 takes least')
+            complain(f'{prog}: this process got no more memory; nothing was left at OUT. --workers 1 takes least')
             return FAILED
         if isinstance(error, (XhfError, OSError)):
-            complain(f'xhf-convert: {error}')
+            complain(f'{prog}: {error}')
             failed = isinstance(error, (IncompleteError, ChangedError, OSError))
             return FAILED if failed else BAD_INPUT
+        remedy = how_to_install(error)
+        if remedy is not None:
+            complain(f'{prog}: {remedy}')
+            return FAILED
         print_traceback()  # a fault of this program: that is what is needed
         return FAILED
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, prog: str) -> int:
     _require_new(args.out, args.overwrite)
     with without_collector(freeze=True):
         from xhf_hooks.convert import Conversion, ConvertOptions  # torch and transformers: after what needs neither
@@ -140,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
-    _warn(conversion.warnings)
+    _warn(conversion.warnings, prog)
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE
@@ -148,7 +172,7 @@ def _run(args: argparse.Namespace) -> int:
         conversion.load_tokenizer()
     with Progress('converting') as progress:
         committed = conversion.run(args.out, progress)
-    _warn(committed.warnings)
+    _warn(committed.warnings, prog)
     _summarize(conversion, committed)
     return DONE
 
@@ -163,9 +187,9 @@ def _summarize(conversion: Conversion, committed: CommittedCheckpoint) -> None:
     )
 
 
-def _warn(warnings: Sequence[str]) -> None:
+def _warn(warnings: Sequence[str], prog: str) -> None:
     for warning in warnings:
-        complain(f'xhf-convert: note: {warning}')
+        complain(f'{prog}: note: {warning}')
 
 
 def _require_new(out: Path, overwrite: bool) -> None:
@@ -196,9 +220,3 @@ def _nbytes(text: str) -> int:
         return parse_size(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"a size such as '5GB' or a number of bytes, not {text!r}") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f'a number of at least 1, not {text!r}')
-    return int(text)

@@ -10,7 +10,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.cli.arguments import CommandParser, count
 from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
+from xhf_hooks.cli.packages import how_to_install
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.errors import XhfError
@@ -18,29 +20,41 @@ from xhf_hooks.errors import XhfError
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+_EXAMPLES = {
+    'hf_model': 'is this folder whole, consistent and unchanged?',
+    'hf_model --load': 'the same, and does it load and generate?',
+    'OUT work_dirs/run/iter_500.pth': 'is OUT the model in this checkpoint?',
+    'A B --plot differences.svg': 'how far apart are two models, layer by layer?',
+}
+
+
+def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog='xhf-verify',
-        description='One path: is this Hugging Face folder whole, consistent and, where it has an xhf_manifest.json, '
-        'unchanged? Two paths: the same model? Each is a Hugging Face folder or a checkpoint that xhf-convert reads.',
+    parser = CommandParser(
+        prog=prog,
+        examples=_EXAMPLES,
+        description='One path: is this Hugging Face folder whole, consistent and, where it has an xhf_manifest.json,\n'
+        'unchanged? Two paths: the same model? Each is a Hugging Face folder or a checkpoint\n'
+        'that xhf-convert reads.',
         epilog='Exit status: 0 good, or the same (identical, or rounding only); 1 damaged, or different; 2 unusable.',
     )
-    add = parser.add_argument
-    add('a', metavar='A', type=Path, help='a model folder')
-    add('b', metavar='B', type=Path, nargs='?', help='what A is compared with')
-    add('--json', action='store_true', help='the result as JSON, on standard output')
-    add('--plot', type=Path, metavar='FILE', help='draw the differences per layer (.png, .svg or .pdf)')
+    parser.add_argument('a', metavar='A', type=Path, help='a model folder')
+    parser.add_argument('b', metavar='B', type=Path, nargs='?', help='what A is compared with')
+    add = parser.add_argument_group('one path').add_argument
     add('--load', action='store_true', help='also load A with transformers, run it, and let it write')
-    add('--no-read', action='store_true', help='one path: headers and sizes only, no checksums')
-    add('--no-model', action='store_true', help='one path: do not compare with the model and tokenizer classes')
-    add('--workers', type=_count, metavar='N', help='threads; default: one more than there are cores')
+    add('--no-read', action='store_true', help='headers and sizes only, no checksums')
+    add('--no-model', action='store_true', help='do not compare with the model and tokenizer classes')
+    add = parser.add_argument_group('two paths').add_argument
+    add('--plot', type=Path, metavar='FILE', help='draw the differences per layer (.png, .svg or .pdf)')
+    add = parser.add_argument_group('both').add_argument
+    add('--json', action='store_true', help='the result as JSON, on standard output')
+    add('--workers', type=count, metavar='N', help='threads; default: one more than there are cores')
     add('--trust-remote-code', action='store_true', help="run the model's own code, if it has some")
-    rest = parser.add_argument_group('for checkpoints, as in xhf-convert')
-    rest.add_argument('--config', type=Path, metavar='CFG')
-    rest.add_argument('--base', metavar='DIR')
-    rest.add_argument('--module', metavar='PATH')
-    rest.add_argument('--lora', choices=LORA_MODES)
+    add = parser.add_argument_group('for checkpoints, as in xhf-convert').add_argument
+    add('--config', type=Path, metavar='CFG')
+    add('--base', metavar='DIR')
+    add('--module', metavar='PATH')
+    add('--lora', choices=LORA_MODES)
     args = parser.parse_args(argv)
     if args.b is None and args.plot:
         parser.error('--plot needs two paths')
@@ -49,16 +63,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     """Run the command.
+
+    Args:
+        prog: What it was called as, for messages.
 
     Returns:
         Its exit status.
     """
-    args = parse_args(argv)
+    args = parse_args(argv, prog)
     try:
         with redirect_stdout(sys.stderr), libraries_print_lines():  # what libraries print is no part of the result
-            status, result = _check(args) if args.b is None else _compare(args)
+            status, result = _check(args, prog) if args.b is None else _compare(args)
         if isinstance(result, dict):
             print(json.dumps(result, indent=2))
         else:
@@ -66,12 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(line)
         return status
     except KeyboardInterrupt:
-        complain('xhf-verify: interrupted')
+        complain(f'{prog}: interrupted')
     except Exception as error:
         if lacks_memory(error):
-            complain('xhf-verify: this process got no more memory. --workers 1 takes least')
+            complain(f'{prog}: this process got no more memory. --workers 1 takes least')
         elif isinstance(error, (XhfError, OSError)):
-            complain(f'xhf-verify: {error}')
+            complain(f'{prog}: {error}')
+        elif (remedy := how_to_install(error)) is not None:
+            complain(f'{prog}: {remedy}')
         else:
             print_traceback()  # a fault of this program: that is what is needed
     return UNUSABLE
@@ -81,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 _Result = list[str] | dict[str, Any]
 
 
-def _check(args: argparse.Namespace) -> tuple[int, _Result]:
+def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
     from xhf_hooks.verify.folder import verify_folder
 
     with Progress('reading') as progress:
@@ -99,7 +118,7 @@ def _check(args: argparse.Namespace) -> tuple[int, _Result]:
 
         loaded = load_and_run(args.a, trust_remote_code=args.trust_remote_code)
     elif args.load:
-        complain('xhf-verify: not loaded, since it is damaged')
+        complain(f'{prog}: not loaded, since it is damaged')
     good = report.is_good and (loaded is None or loaded.error is None)
     status = SAME if good else DIFFERENT
     if args.json:
@@ -128,9 +147,3 @@ def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
         plot(found, args.plot)
     status = DIFFERENT if found.verdict == comparison.DIFFERENT else SAME
     return status, found.as_json() if args.json else found.lines()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f'a number of at least 1, not {text!r}')
-    return int(text)

@@ -8,7 +8,7 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.hf_assets import load_tokenizer
-from xhf_hooks.registry import BUILDER
+from xhf_hooks.registry import build_from_config
 
 
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
@@ -22,7 +22,7 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     """
     tokenizer = option if option is not None else of_the_run
     if isinstance(tokenizer, dict):
-        return BUILDER.build(dict(tokenizer)), []
+        return build_from_config(tokenizer), []
     if isinstance(tokenizer, (str, Path)):
         found = load_tokenizer(str(tokenizer), trust_remote_code=False)
         if found is None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import peft_model, transformers_model
 from xhf_hooks.meta_model.bounds import limited_modules
 from xhf_hooks.meta_model.run_config import RunConfig, required
@@ -67,7 +68,7 @@ def build_meta_model(
 
     Args:
         config: Of the run.
-        checkpoint: The tag folder or file; a ``config.json`` is looked for around it.
+        checkpoint: The tag folder or file; a ``config.json`` is looked for around it, and in the folders of the hook.
         names: Of the checkpoint's tensors.
         base: Folder or hub name given by the user, instead of what the config or the checkpoint says.
 
@@ -266,11 +267,20 @@ def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
 
 
 def _hugging_face_folder(checkpoint: Path) -> Path | None:
-    """Where Trainer put its files: around ``global_step500``, ``pytorch_model`` or ``latest``'s folder."""
-    for folder in (checkpoint, checkpoint.parent, checkpoint.parent.parent):
+    """Where Trainer put its files: around ``global_step500``, ``pytorch_model`` or ``latest``'s folder.
+
+    Else what HFCheckpointHook left in the work_dir that an MMEngine checkpoint lies in, the newest first.
+    """
+    around = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
+    for folder in (*around, *_saved_by_the_hook(checkpoint.parent)):
         if folder.is_dir() and any((folder / name).is_file() for name in ('adapter_config.json', 'config.json')):
             return folder
     return None
+
+
+def _saved_by_the_hook(work_dir: Path) -> list[Path]:
+    manifests = [*work_dir.glob(f'*/hf_model*/{MANIFEST_NAME}'), *work_dir.glob(f'hf_model*/{MANIFEST_NAME}')]
+    return [file.parent for file in sorted(manifests, key=lambda file: file.stat().st_mtime, reverse=True)]
 
 
 def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:

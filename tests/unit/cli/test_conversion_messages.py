@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.helpers.model_folder import edit_json, save_model
+from tests.helpers.model_folder import edit_json, save_model, write_manifest
 from xhf_hooks.cli.convert import main
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -19,8 +20,6 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """A checkpoint, and the model that it is of."""
-    from safetensors.torch import load_file
-
     folder = tmp_path_factory.mktemp('trained')
     save_model('llama', folder / 'model')
     torch.save(load_file(folder / 'model' / 'model.safetensors'), folder / 'iter_5.pth')
@@ -110,3 +109,31 @@ def test_a_vocabulary_with_an_id_beyond_all(trained, tmp_path, capsys):
     assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert 'loading and saving the tokenizer takes more than' in line and not (tmp_path / 'out').exists()
+
+
+def run_with_a_hook(trained: Path, work_dir: Path) -> Path:
+    """A work_dir whose config has a model that only its own code knows, and what HFCheckpointHook left in it."""
+    saved = work_dir / '20261122_101010' / 'hf_model'
+    shutil.copytree(trained / 'model', saved)
+    write_manifest(saved)
+    weights = torch.load(trained / 'iter_5.pth')
+    meta = {'cfg': "model = dict(type='DemoCausalLM', base_folder='gone')\n"}
+    torch.save({'state_dict': {f'llm.{n}': t for n, t in weights.items()}, 'meta': meta}, work_dir / 'iter_5.pth')
+    (work_dir / 'last_checkpoint').write_text(str(work_dir / 'iter_5.pth'))
+    return saved
+
+
+def test_the_hooks_own_folder_says_what_the_model_is(trained, tmp_path, capsys):
+    saved = run_with_a_hook(trained, tmp_path)
+    assert main([str(tmp_path), str(tmp_path / 'out')]) == 0, capsys.readouterr().err
+    assert f'model {saved}; HuggingFaceExporter' in capsys.readouterr().out
+    assert (tmp_path / 'out' / 'config.json').read_text() == (saved / 'config.json').read_text()
+    out, before = (load_file(folder / 'model.safetensors') for folder in (tmp_path / 'out', saved))
+    assert out.keys() == before.keys() and all(torch.equal(out[name], before[name]) for name in out)
+
+
+def test_a_folder_that_the_hook_did_not_make_is_not_taken(trained, tmp_path, capsys):
+    saved = run_with_a_hook(trained, tmp_path)
+    (saved / 'xhf_manifest.json').unlink()
+    assert main([str(tmp_path), str(tmp_path / 'out')]) == 2
+    assert 'has no model that is known here' in capsys.readouterr().err

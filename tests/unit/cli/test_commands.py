@@ -1,0 +1,64 @@
+"""``xhf`` and the names before it: which command runs, what help begins with, what a missing package comes to."""
+
+from __future__ import annotations
+
+import pytest
+
+from xhf_hooks.cli import convert, verify
+from xhf_hooks.cli.main import main
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+
+@pytest.mark.parametrize('arguments', [[], ['--help'], ['convert', '--help'], ['verify', '-h']], ids=' '.join)
+def test_help_begins_with_examples(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    command = ' '.join(['xhf', *arguments[:-1]])
+    assert lines[0] == 'examples:' and lines[1].startswith(f'  {command} ')
+    assert any(line.startswith(f'usage: {command} ') for line in lines)
+
+
+@pytest.mark.parametrize(('module', 'name'), [(convert, 'xhf-convert'), (verify, 'xhf-verify')])
+def test_the_old_names_are_kept(module, name, capsys):
+    with pytest.raises(SystemExit):
+        module.main(['--help'])
+    assert f'usage: {name} ' in capsys.readouterr().out
+
+
+def test_an_unknown_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(['export', 'A'])
+    assert ended.value.code == 2 and "invalid choice: 'export'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('command', ['convert', 'verify'])
+def test_messages_and_status_are_those_of_the_command(command, tmp_path, capsys):
+    assert main([command, str(tmp_path / 'nowhere'), str(tmp_path / 'out')]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f'xhf {command}: {tmp_path / "nowhere"}: no such file or folder')
+
+
+@pytest.mark.parametrize(('package', 'extra'), [('peft', 'peft'), ('mmengine.config', 'mmengine')])
+@pytest.mark.parametrize('command', ['convert', 'verify'])
+def test_a_package_that_is_not_there(command, package, extra, capsys, monkeypatch):
+    def lack(*_: object) -> None:
+        raise ModuleNotFoundError(f'No module named {package!r}', name=package)
+
+    module = {'convert': convert, 'verify': verify}[command]
+    monkeypatch.setattr(module, {'convert': '_run', 'verify': '_compare'}[command], lack)
+    assert main([command, 'A', 'B']) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    name = package.partition('.')[0]
+    assert line == f"xhf {command}: {name} is needed for this and not installed: pip install 'xhf_hooks[{extra}]'"
+
+
+def test_other_missing_modules_are_faults(capsys, monkeypatch):
+    def lack(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'xhf_hooks.gone'", name='xhf_hooks.gone')
+
+    monkeypatch.setattr(convert, '_run', lack)
+    assert main(['convert', 'A', 'B']) == 1
+    assert 'Traceback' in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""``xhf add-hook``: a config of MMEngine or XTuner with HFCheckpointHook in it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from xhf_hooks.cli.arguments import CommandParser
+from xhf_hooks.cli.edit_config import bases_of, read_config_text, with_hook
+from xhf_hooks.cli.output import complain, say
+from xhf_hooks.errors import ConfigError, TargetError, XhfError
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+_EXAMPLES = {
+    'config.py --dry-run': 'show what would change',
+    'config.py': 'show it, then change the file',
+    'config.py -o config_hf.py': 'show it, then write another file',
+}
+
+
+def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    """The command line."""
+    parser = CommandParser(
+        prog=prog,
+        examples=_EXAMPLES,
+        description='Put HFCheckpointHook into a config of MMEngine or XTuner. It is parsed, never run, and all\n'
+        "else in it stays as it is. XTuner's hook of that name is replaced. The difference is shown first.",
+        epilog='Exit status: 0 done, or the config has the hook; 1 failed; 2 bad input.',
+    )
+    parser.add_argument('config', metavar='CONFIG', type=Path, help='a config in Python')
+    parser.add_argument('-o', '--out', metavar='OUT', type=Path, help='the file to make; default: CONFIG itself')
+    parser.add_argument('--dry-run', action='store_true', help='show the difference, and write nothing')
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = 'xhf add-hook') -> int:
+    """Run the command.
+
+    Args:
+        prog: What it was called as, for messages.
+
+    Returns:
+        Its exit status.
+    """
+    args = parse_args(argv, prog)
+    try:
+        return _run(args)
+    except XhfError as error:
+        complain(f'{prog}: {error}')
+        return BAD_INPUT
+    except OSError as error:
+        complain(f'{prog}: {error}')
+        return FAILED
+
+
+def _run(args: argparse.Namespace) -> int:
+    before = read_config_text(args.config)
+    after = with_hook(before, args.config)
+    out = _target(args.config, args.out, before)
+    names = (str(args.config), str(out))
+    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm=''):
+        say(line)
+    if before == after:
+        say(f'{args.config}: has the hook already')
+    if args.dry_run or (before == after and args.out is None):
+        return DONE
+    _write(out, after, like=args.config)
+    say(f'wrote {out}')
+    return DONE
+
+
+def _target(config: Path, given: Path | None, text: str) -> Path:
+    """The file to write.
+
+    Raises:
+        XhfError: It is another's, or would not find what it inherits from.
+    """
+    if given is None:
+        if not {'site-packages', 'dist-packages'}.isdisjoint(config.resolve().parts):
+            raise TargetError(f'{config}: a file of an installed package; name a file of yours with -o')
+        return config.resolve()
+    out = given / config.name if given.is_dir() else given
+    if (out.exists() or out.is_symlink()) and not os.path.samefile(out, config):
+        raise TargetError(f'{out}: exists; name another file with -o')
+    bases = bases_of(text, config)
+    if bases and out.resolve().parent != config.resolve().parent:
+        raise ConfigError(f'{config}: it inherits from {bases[0][:80]!r}; name a file in the same folder with -o')
+    return out
+
+
+def _write(out: Path, text: str, like: Path) -> None:
+    """At once, so that nothing is ever half of it."""
+    new = out.with_name(f'.{out.name}.{os.getpid()}.new')
+    try:
+        with new.open('xb') as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(like, new)
+        os.replace(new, out)
+    finally:
+        new.unlink(missing_ok=True)
