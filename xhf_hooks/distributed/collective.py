@@ -209,13 +209,13 @@ class Collective:
             Waits for the end of all of it, during which nobody may touch the tensors.
         """
         on_host = all(tensor.device.type == 'cpu' for tensor in (*outgoing.values(), *incoming.values()))
-        works: list[dist.Work] = []
+        if not outgoing and not incoming:
+            return lambda: None
         with self._in_touch(stage):
             group = self._group if on_host else dist.group.WORLD
             operations = [dist.P2POp(dist.isend, tensor, rank, group) for rank, tensor in outgoing.items()]
             operations += [dist.P2POp(dist.irecv, tensor, rank, group) for rank, tensor in incoming.items()]
-            if operations:
-                works = dist.batch_isend_irecv(operations)
+            works = dist.batch_isend_irecv(operations)
 
         def finish() -> None:
             with self._in_touch(stage):
