@@ -22,6 +22,12 @@ def _verify(arguments: list[str], prog: str) -> int:
     return verify.main(arguments, prog)
 
 
+def _inspect(arguments: list[str], prog: str) -> int:
+    from xhf_hooks.cli import inspect
+
+    return inspect.main(arguments, prog)
+
+
 def _add_hook(arguments: list[str], prog: str) -> int:
     from xhf_hooks.cli import add_hook
 
@@ -32,11 +38,13 @@ def _add_hook(arguments: list[str], prog: str) -> int:
 _COMMANDS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
     'convert': (_convert, 'the checkpoint of a finished run becomes a Hugging Face folder'),
     'verify': (_verify, 'is a folder whole and unchanged? are two places the same model?'),
+    'inspect': (_inspect, 'what is in this folder or checkpoint?'),
     'add-hook': (_add_hook, 'a config of MMEngine or XTuner gets HFCheckpointHook'),
 }
 _EXAMPLES = {
     'convert work_dirs/run OUT': "the run's last checkpoint becomes the folder OUT",
     'verify OUT': 'is OUT whole, consistent and unchanged?',
+    'inspect work_dirs/run': 'which model, step, tensors and sizes are there, and who wrote them?',
     'add-hook config.py': 'the next run is saved as Hugging Face folders while it trains',
 }
 

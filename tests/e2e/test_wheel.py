@@ -1,0 +1,115 @@
+"""The wheel, installed where neither MMEngine nor DeepSpeed is: its commands work, and say what else they need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.model_folder import save_model
+from tests.helpers.ranks import REPO_ROOT
+
+pytestmark = pytest.mark.modern_only  # the wheel is the same
+
+#: What an environment with only the required packages lacks.
+LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate', 'matplotlib')
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('wheel')
+    source = folder / 'source'  # building leaves folders where the source is
+    source.mkdir()
+    names = ['setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'xhf_hooks']
+    subprocess.run(['cp', '-r', *(str(REPO_ROOT / name) for name in names), str(source)], check=True)
+    command = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '-w', str(folder)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob('*.whl')
+    return built
+
+
+@pytest.fixture(scope='module')
+def bare(wheel, tmp_path_factory) -> Path:
+    """The programs of an environment with the wheel; torch and what else is required are this environment's."""
+    folder = tmp_path_factory.mktemp('bare') / 'venv'
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(folder)], check=True)
+    python = folder / 'bin' / 'python'
+    (site,) = folder.glob('lib/python*/site-packages')
+    for entry in Path(sysconfig.get_path('purelib')).iterdir():  # their metadata, too, by which libraries look for them
+        name = entry.name.lower().lstrip('_')
+        if not name.startswith((*LACKING, 'xhf_hooks', 'editable')) and entry.suffix != '.pth':
+            (site / entry.name).symlink_to(entry)
+    command = [sys.executable, '-m', 'pip', '--python', str(python), 'install', '-q', '--no-deps', '--no-index']
+    done = subprocess.run([*command, '--ignore-installed', str(wheel)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / 'bin'
+
+
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('trained')
+    save_model('llama', folder / 'model')
+    torch.save(load_file(folder / 'model' / 'model.safetensors'), folder / 'iter_5.pth')
+    return folder / 'iter_5.pth'
+
+
+def call(bare: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    program, *arguments = map(str, words)
+    environment = {'PATH': f'{bare}:/usr/bin:/bin', 'HOME': '/nonexistent', 'HF_HUB_OFFLINE': '1'}
+    return subprocess.run([str(bare / program), *arguments], capture_output=True, text=True, env=environment, cwd='/')
+
+
+def test_it_is_the_wheel_and_lacks_what_it_should(bare):
+    code = 'import xhf_hooks; print(xhf_hooks.__file__)\ntry: import mmengine\nexcept ImportError: print("lacking")'
+    lines = call(bare, 'python', '-c', code).stdout.splitlines()
+    assert lines == [lines[0], 'lacking'] and str(bare.parent) in lines[0]
+
+
+def test_all_of_the_package_is_in_it(wheel):
+    import zipfile
+
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith('xhf_hooks/')}
+    tracked = {str(path.relative_to(REPO_ROOT)) for path in (REPO_ROOT / 'xhf_hooks').rglob('*.py')}
+    assert packed == {*tracked, 'xhf_hooks/py.typed'}
+
+
+def test_what_it_says_of_itself(wheel):
+    from email import message_from_bytes
+    from zipfile import ZipFile
+
+    with ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith('METADATA'))
+        said = message_from_bytes(packed.read(name))
+    required = [line for line in said.get_all('Requires-Dist') if 'extra ==' not in line]
+    assert not any(line.startswith(('mmengine', 'deepspeed')) for line in required)
+    assert set(said.get_all('Provides-Extra')) >= {'mmengine', 'deepspeed', 'trainer', 'peft', 'docs', 'test'}
+    assert said['Requires-Python'] == '>=3.10' and said['Keywords'] and said.get_all('Classifier')
+
+
+def test_convert_verify_and_inspect(bare, checkpoint, tmp_path):
+    out = tmp_path / 'out'
+    for words in (
+        ['xhf-convert', checkpoint, out, '--base', checkpoint.parent / 'model', '--verify'],
+        ['xhf-verify', out],
+        ['xhf', 'verify', out, checkpoint],
+        ['xhf', 'inspect', out],
+    ):
+        done = call(bare, *words)
+        assert done.returncode == 0, f'{words}: {done.stdout}{done.stderr}'
+
+
+def test_what_is_needed_beyond_is_said(bare, checkpoint, tmp_path):
+    model = checkpoint.parent / 'model'
+    done = call(bare, 'xhf', 'verify', model, model, '--plot', tmp_path / 'plot.svg')
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "xhf verify: matplotlib is needed for this and not installed: pip install 'xhf_hooks[plot]'"
+    )
+    done = call(bare, 'python', '-c', 'from xhf_hooks import HFCheckpointHook')
+    assert "pip install 'xhf_hooks[mmengine]'" in done.stderr.splitlines()[-1]
