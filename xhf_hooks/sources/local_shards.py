@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 
 import torch
 
+from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
@@ -35,7 +36,7 @@ def local_shards(
     Raises:
         TensorError: A slice is not what the plan says.
     """
-    for group in plan.sliced:
+    for group in _from_a_place_of_its_own(plan.sliced):
         own = source.local_shard(group.reads[0].name, use_fp32_master)
         _check(group, own)
         for placement in group.placements:
@@ -46,6 +47,16 @@ def local_shards(
                 part, overflows = cast(own.elements[start - own.start : stop - own.start], placement.dtype)
                 yield Chunk(placement, to_host(part), (start - placement.source_offset) * width, overflows)
         meter.sample()
+
+
+def _from_a_place_of_its_own(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """All of them, from another one on for each rank: ranks in different files do not wait for each other's writes.
+
+    A file system lets one process at a time write to a file.
+    """
+    rank, world_size = rank_and_world_size()
+    first = len(groups) * rank // world_size
+    return groups[first:] + groups[:first]
 
 
 def _check(group: Group, own: LocalShard) -> None:
