@@ -17,7 +17,7 @@ from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.rounds import Portion
-from xhf_hooks.planning.types import Chunk, Placement, SavePlan, TensorSpec
+from xhf_hooks.planning.types import Chunk, Group, Placement, SavePlan, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.telemetry.memory import MemoryMeter
 
@@ -61,7 +61,7 @@ def local_shards(
     Raises:
         TensorError: A slice is not what the plan says.
     """
-    for group in plan.sliced:
+    for group in _from_a_place_of_its_own(plan.sliced):
         own = source.local_shard(group.reads[0].name, use_fp32_master)
         _check(group.reads[0], own)
         for placement in group.placements:
@@ -70,6 +70,16 @@ def local_shards(
             for found in _in_parts(placement, range(mine.start - first, mine.stop - first), own):
                 yield found.chunk(to_host)
         meter.sample()
+
+
+def _from_a_place_of_its_own(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """All of them, from another one on for each rank: ranks in different files do not wait for each other's writes.
+
+    A file system lets one process at a time write to a file.
+    """
+    rank, world_size = rank_and_world_size()
+    first = len(groups) * rank // world_size
+    return groups[first:] + groups[:first]
 
 
 class SliceReader:

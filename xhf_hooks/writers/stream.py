@@ -15,9 +15,7 @@ from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
 from xhf_hooks.writers.evidence import SampleTaker
 from xhf_hooks.writers.file_io.output_file import FileIdentity, OutputFile, create_file
-
-#: Counted, summed and written before the next: the processor's cache still holds it.
-_PIECE_NBYTES = 2 * 2**20
+from xhf_hooks.writers.file_io.pieces import pieces
 
 
 @WRITERS.register_module(name='stream')
@@ -117,12 +115,12 @@ class StreamWriter(Writer):
             path, identity = self._folder / place.file, self._made[place.file]
             self._files[place.file] = OutputFile(path, identity, write_behind=self._fsync)
         file = self._files[place.file]
-        for start in range(0, chunk.data.nbytes, _PIECE_NBYTES):
-            piece = chunk.data[start : start + _PIECE_NBYTES]
-            self._note(place, chunk.start + start, piece)  # first: the checksum is of what was in memory
-            position = place.offset + chunk.start + start
-            file.write(piece, position)
-            self._taker.see(place.file, position, piece)
+        start = chunk.start
+        for piece in pieces(chunk.data, place.offset + start):
+            self._note(place, start, piece)  # first: the checksum is of what was in memory
+            file.write(piece, place.offset + start)
+            self._taker.see(place.file, place.offset + start, piece)
+            start += piece.nbytes
 
     def _note(self, place: Placement, start: int, data: memoryview) -> None:
         """Add bytes to the receipts; what goes on where the last of its tensor ended prolongs it."""
