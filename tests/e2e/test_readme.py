@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import runpy
 import subprocess
 import sys
@@ -22,10 +24,15 @@ ENTER = 'source tools/env.sh && use_env .venv'
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
 INSTALL = ['pip install torch==2.13.0', 'pip install torch==2.13.0 torchvision==0.28.0']
+AFTER_THE_DEMO = [
+    'xhf inspect work_dirs/demo',
+    'xhf convert work_dirs/demo OUT',
+    'xhf verify OUT work_dirs/demo/*/hf_model',
+]
 #: Every command of every page. What runs each: tests below, or those that are named.
 COMMANDS = {
     'README.md': ['bash tools/demo.sh', 'bash tools/test.sh', 'pip install .'],
-    'getting-started.md': ['bash tools/demo.sh', ENTER, 'pip install .'],
+    'getting-started.md': ['bash tools/demo.sh', ENTER, 'pip install .', *AFTER_THE_DEMO],
     'converting.md': [f'python tools/convert.py CHECKPOINT OUT {how}' for how in ('--dry-run', '--verify')],
     'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
     'reliability.md': LONG_RUNS,
@@ -120,6 +127,21 @@ def test_the_demo_leaves_the_tree(demo_folder):
 def test_the_loading_lines_load_it(demo_folder):
     lines = code('from_pretrained(').replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
     subprocess.run([sys.executable, '-c', lines], check=True)
+
+
+@pytest.mark.modern_only
+def test_what_follows_the_demo_works_as_typed(demo_folder, tmp_path):
+    """In a work_dir with this one run: the last line has a place for one."""
+    work_dir = tmp_path / 'work_dirs' / 'demo'
+    shutil.copytree(demo_folder.parents[1], work_dir, symlinks=True)
+    for timestamp in work_dir.glob('*/hf_model'):
+        if timestamp.parent.name != demo_folder.parent.name:
+            shutil.rmtree(timestamp.parent)
+    path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
+    command = ['bash', '-ec', '\n'.join(AFTER_THE_DEMO)]
+    finished = subprocess.run(command, cwd=tmp_path, env=os.environ | {'PATH': path}, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert '20 identical' in finished.stdout
 
 
 @pytest.mark.parametrize('words', CONFIG_LINES)
