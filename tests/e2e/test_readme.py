@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
