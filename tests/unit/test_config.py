@@ -37,6 +37,8 @@ BAD = {
     'verify': ['', 'all', None, True],
     'async_busy': ['', 'queue', None, True],
     'exit_wait_secs': [-1, '5', None, True, float('nan')],
+    'save_on_signal': ['', 'USR1', 'SIGKILL', 10, True, ['SIGTERM', 'SIGSEGV'], [15], {'SIGTERM': 1}],
+    'save_on_file': [None, 1, 'save_now'],
     'chat_template': [None, 1, 'llama3_chat'],
     'ema': [None, 1, 'averaged'],
 }
@@ -69,6 +71,8 @@ GOOD = [
     dict(max_keep_ckpts=-1),
     dict(module='llm.model', ema=False),
     dict(writer='positional', async_save=True, async_busy='skip', exit_wait_secs=0),
+    dict(save_on_signal='SIGUSR1', save_on_file=True),
+    dict(save_on_signal=['SIGTERM', 'SIGINT', 'SIGTERM']),
     dict(lora='merge', llava_format='huggingface'),
     dict(tokenizer='folder'),
     dict(tokenizer=Path('folder')),

@@ -7,6 +7,7 @@ its signature with :class:`CallOptions`. The frontends' docstrings take the mean
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from xhf_hooks.config.checks import (
     optional_switch,
     parse_size,
     seconds,
+    signal_names,
     size,
     switch,
     tokenizer_like,
@@ -129,6 +131,8 @@ class CallOptions(SaveOptions):
     async_save: ClassVar[bool] = False
     async_busy: ClassVar[str] = 'wait'
     exit_wait_secs: ClassVar[float] = 600.0
+    save_on_signal: ClassVar[tuple[str, ...]] = ()
+    save_on_file: ClassVar[bool] = False
     on_error: ClassVar[str] = 'raise'
 
     step: int | None = _option(
@@ -163,9 +167,23 @@ class RunOptions(SaveOptions):
     async_busy: str = _option(
         'wait', "'wait' or 'skip' a save that is due while the one before is being written.", one_of('wait', 'skip')
     )
+    save_on_signal: str | Sequence[str] | None = _option(
+        None,
+        "Signals to any rank that make all ranks save at the end of the iteration or of the validation: 'SIGUSR1', "
+        "'SIGUSR2', and those that end a process, which they then do after the save: 'SIGTERM' (preemption), 'SIGINT', "
+        "'SIGHUP', 'SIGXCPU'. One or several.",
+        signal_names,
+    )
+    save_on_file: bool = _option(
+        False,
+        'Save, as on a signal, when a file ``save_now`` appears in the work_dir (Trainer: in ``output_dir``), which is '
+        'deleted then.',
+        switch,
+    )
     exit_wait_secs: float = _option(
         600,
-        'How long the end of the process (an exception, SIGTERM) waits for a save that is being written. torchrun '
+        'How long the end of the process (an exception, SIGTERM) waits for a save that is being written, or for the '
+        'one that ``save_on_signal`` makes. torchrun '
         'follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is started with '
         '``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s).',
         seconds,
