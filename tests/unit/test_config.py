@@ -72,6 +72,8 @@ GOOD = [
     dict(module='llm.model', ema=False),
     dict(writer='positional', async_save=True, async_busy='skip', exit_wait_secs=0),
     dict(save_on_signal='SIGUSR1', save_on_file=True),
+    dict(save_on_signal='SIGUSR1', interval=-1, save_last=False),
+    dict(save_on_file=True, interval=-1, save_last=False),
     dict(save_on_signal=['SIGTERM', 'SIGINT', 'SIGTERM']),
     dict(lora='merge', llava_format='huggingface'),
     dict(tokenizer='folder'),

@@ -195,6 +195,11 @@ class RunOptions(SaveOptions):
         if self.async_busy != 'wait' and not self.async_save:
             raise OptionError('async_busy', "'wait' when async_save is False", self.async_busy)
 
+    @property
+    def saves_on_demand(self) -> bool:
+        """Whether there may be saves that no schedule knows of."""
+        return bool(self.save_on_signal) or self.save_on_file
+
 
 @dataclass(eq=False)
 class HookOptions(RunOptions):
@@ -237,7 +242,8 @@ class HookOptions(RunOptions):
         super().__post_init__()
         if self.by_epoch is not None and self.interval is None:
             raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
-        if self.interval == -1 and not self.save_last and self.save_best is None:
+        saves_anyway = self.save_last or self.save_best is not None or self.saves_on_demand
+        if self.interval == -1 and not saves_anyway:
             expected = 'a number, or save_last or save_best: otherwise nothing is ever saved'
             raise OptionError('interval', expected, self.interval)
         if self.rule is not None and self.save_best is None:
@@ -263,5 +269,5 @@ class CallbackOptions(RunOptions):
         super().__post_init__()
         if self.save_steps is not None and self.save_strategy != 'steps':
             raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
-        if self.save_strategy == 'no' and not self.save_last:
+        if self.save_strategy == 'no' and not self.save_last and not self.saves_on_demand:
             raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')

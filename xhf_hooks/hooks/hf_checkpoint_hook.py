@@ -54,7 +54,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         log = RunLog(runner.logger, 'HFCheckpointHook')
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch, self.save_begin)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
-        check_schedule(runner, self._schedule, log, saves_anyway=self.save_last or self._best is not None)
+        saves_anyway = self.save_last or self._best is not None or self.saves_on_demand
+        check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         self._saves = CheckpointManager(
             unwrapped,

@@ -35,7 +35,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: They will not; the same on every rank.
         """
         self.close()
-        if not self.save_last and self.save_strategy is None and args.save_strategy == 'no':
+        saves_anyway = self.save_last or self.saves_on_demand
+        if not saves_anyway and self.save_strategy is None and args.save_strategy == 'no':
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
         log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
         self._check_steps(state, log)
@@ -85,7 +86,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         if self.save_strategy != 'steps' or every <= state.max_steps:
             return
         end = f'training ends after {state.max_steps} steps'
-        if not self.save_last:
+        if not self.save_last and not self.saves_on_demand:
             raise OptionError('save_steps', f'a smaller one, or save_last: {end}, and nothing is ever saved', every)
         log.warning(f'save_steps: every {every} steps is never, for {end}; set a smaller one')
 
