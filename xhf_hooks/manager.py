@@ -20,6 +20,7 @@ from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.model.unwrap import Unwrapped
+from xhf_hooks.on_demand.save_requests import SaveRequests
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
@@ -79,6 +80,7 @@ class CheckpointManager:
         self._options, self._log = options, log
         self._on_committed = on_committed
         self._after: Callable[[], None] | None = None  # of the save in flight
+        self._requests: SaveRequests | None = None
         self.saved_at: int | None = None
         if options.dtype == 'F32':
             preflight.refuse_unreadable_fp32_masters(unwrapped.engine)
@@ -120,6 +122,7 @@ class CheckpointManager:
         when: Any,
         sweep: Path | None = None,
         finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]] | None = None,
+        request_file: Path | None = None,
     ) -> None:
         """Plan, claim the folders and rehearse.
 
@@ -128,6 +131,7 @@ class CheckpointManager:
             when: Describes the schedule, for the log.
             sweep: A work_dir to clear of what killed runs left.
             finish_tokenizer: Returns the final tokenizer, EOS token ids to add, and log messages.
+            request_file: Asks for a save, with the option ``save_on_file``.
 
         Raises:
             XhfError: Saves will not work; the same on every rank. This manager is closed then.
@@ -157,6 +161,7 @@ class CheckpointManager:
                     reserved = self._saver.reserve_snapshot()
                 self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
+            self._accept_requests(request_file if self._options.save_on_file else None)
             log_preparations(
                 self._log,
                 plan,
@@ -212,6 +217,23 @@ class CheckpointManager:
         if may_skip:
             self._watch.saved(began)
 
+    def save_if_asked(self, step: Step, *, validated: bool = False) -> None:
+        """Save where a signal or a file has asked for it. Runs on: all ranks, at points that all of them pass.
+
+        Args:
+            validated: It is the end of a validation, not of an iteration.
+
+        Raises:
+            XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree on it.
+        """
+        if self._requests is not None and self._requests.is_due(step.iteration, validated=validated):
+            self._save_asked(step)
+
+    def save_last_asked(self, step: Step) -> None:
+        """:meth:`save_if_asked` when training has ended."""
+        if self._requests is not None and self._requests.is_due_at_end():
+            self._save_asked(step)
+
     @property
     def must_tell_after(self) -> bool:
         """Whether there is a save in flight whose ``after`` has not been called."""
@@ -255,6 +277,24 @@ class CheckpointManager:
                 self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
         CheckpointManager._open.discard(self)
         self._ending.close()
+        if self._requests is not None:
+            self._requests.end_process()
+
+    def _accept_requests(self, file: Path | None) -> None:
+        signals = self._options.save_on_signal
+        if signals or file is not None:
+            wait_secs = self._options.exit_wait_secs
+            self._requests = SaveRequests(self.collective, self._log, signals=signals, file=file, wait_secs=wait_secs)
+            self._ending.callback(self._requests.close)
+            weakref.finalize(self, self._requests.close).atexit = False
+
+    def _save_asked(self, step: Step) -> None:
+        self.collect()  # before saved_at is looked at: all ranks learn here whether the save in flight has failed
+        if self.saved_at != step.iteration:
+            self.save(step)
+        if self._requests.must_end:
+            self.collect()
+            self._requests.end_process()
 
     def _end_interrupted(self) -> None:
         """Close earlier runs of this process that hold our folders."""

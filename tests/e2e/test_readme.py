@@ -52,7 +52,11 @@ COMMANDS = {
         'bash tools/test.sh',
     ],
 }
-CONFIG_LINES = ["dict(type='HFCheckpointHook')", 'interval=500']
+CONFIG_LINES = {
+    "dict(type='HFCheckpointHook')": 'getting-started.md',
+    'interval=500': 'getting-started.md',
+    'save_on_signal=': 'on-demand.md',
+}
 
 
 def blocks(language: str, page: str = 'README.md') -> list[str]:
@@ -151,7 +155,7 @@ def test_the_config_lines_configure_the_hook(words):
 
     from xhf_hooks import HFCheckpointHook
 
-    config = Config.fromstring(code(words, 'getting-started.md'), '.py')
+    config = Config.fromstring(code(words, CONFIG_LINES[words]), '.py')
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
 
 

@@ -23,7 +23,7 @@ PURE = ('planning/', 'errors.py', 'config/', 'format/safetensors.py', 'files/', 
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'preflight', 'verify', 'convert', 'save',
-    'meta_model', 'commit', 'integrity', 'sources', 'exporters', 'writers', 'concurrency', 'telemetry',
+    'meta_model', 'commit', 'integrity', 'sources', 'exporters', 'writers', 'on_demand', 'concurrency', 'telemetry',
     'config', 'registry', 'planning', 'distributed', 'format', 'files', 'model', 'version', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.

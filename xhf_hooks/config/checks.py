@@ -11,6 +11,8 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+#: That can ask for a save; the first two do nothing else.
+SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 
 _SIZE_UNITS = {'': 1, 'B': 1}
@@ -74,6 +76,14 @@ def seconds(option: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise OptionError(option, 'seconds, at least 0', value)
     return float(value)
+
+
+def signal_names(option: str, value: Any) -> tuple[str, ...]:
+    """None, a name such as ``'SIGUSR1'``, or several; returns them all."""
+    names = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name in SIGNALS for name in names):
+        raise OptionError(option, f'None, or some of {SIGNALS}', value)
+    return tuple(dict.fromkeys(names))
 
 
 def dtype_code(option: str, value: Any) -> str | None:

@@ -7,6 +7,7 @@ its signature with :class:`CallOptions`. The frontends' docstrings take the mean
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from xhf_hooks.config.checks import (
     optional_switch,
     parse_size,
     seconds,
+    signal_names,
     size,
     switch,
     tokenizer_like,
@@ -130,6 +132,8 @@ class CallOptions(SaveOptions):
     async_save: ClassVar[bool] = False
     async_busy: ClassVar[str] = 'wait'
     exit_wait_secs: ClassVar[float] = 600.0
+    save_on_signal: ClassVar[tuple[str, ...]] = ()
+    save_on_file: ClassVar[bool] = False
     on_error: ClassVar[str] = 'raise'
 
     step: int | None = _option(
@@ -164,9 +168,23 @@ class RunOptions(SaveOptions):
     async_busy: str = _option(
         'wait', "'wait' or 'skip' a save that is due while the one before is being written.", one_of('wait', 'skip')
     )
+    save_on_signal: str | Sequence[str] | None = _option(
+        None,
+        "Signals to any rank that make all ranks save at the end of the iteration or of the validation: 'SIGUSR1', "
+        "'SIGUSR2', and those that end a process, which they then do after the save: 'SIGTERM' (preemption), 'SIGINT', "
+        "'SIGHUP', 'SIGXCPU'. One or several.",
+        signal_names,
+    )
+    save_on_file: bool = _option(
+        False,
+        'Save, as on a signal, when a file ``save_now`` appears in the work_dir (Trainer: in ``output_dir``), which is '
+        'deleted then.',
+        switch,
+    )
     exit_wait_secs: float = _option(
         600,
-        'How long the end of the process (an exception, SIGTERM) waits for a save that is being written. torchrun '
+        'How long the end of the process (an exception, SIGTERM) waits for a save that is being written, or for the '
+        'one that ``save_on_signal`` makes. torchrun '
         'follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is started with '
         '``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s).',
         seconds,
@@ -177,6 +195,11 @@ class RunOptions(SaveOptions):
         super().__post_init__()
         if self.async_busy != 'wait' and not self.async_save:
             raise OptionError('async_busy', "'wait' when async_save is False", self.async_busy)
+
+    @property
+    def saves_on_demand(self) -> bool:
+        """Whether there may be saves that no schedule knows of."""
+        return bool(self.save_on_signal) or self.save_on_file
 
 
 @dataclass(eq=False)
@@ -220,7 +243,8 @@ class HookOptions(RunOptions):
         super().__post_init__()
         if self.by_epoch is not None and self.interval is None:
             raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
-        if self.interval == -1 and not self.save_last and self.save_best is None:
+        saves_anyway = self.save_last or self.save_best is not None or self.saves_on_demand
+        if self.interval == -1 and not saves_anyway:
             expected = 'a number, or save_last or save_best: otherwise nothing is ever saved'
             raise OptionError('interval', expected, self.interval)
         if self.rule is not None and self.save_best is None:
@@ -246,5 +270,5 @@ class CallbackOptions(RunOptions):
         super().__post_init__()
         if self.save_steps is not None and self.save_strategy != 'steps':
             raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
-        if self.save_strategy == 'no' and not self.save_last:
+        if self.save_strategy == 'no' and not self.save_last and not self.saves_on_demand:
             raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')

@@ -54,7 +54,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         log = RunLog(runner.logger, 'HFCheckpointHook')
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch, self.save_begin)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
-        check_schedule(runner, self._schedule, log, saves_anyway=self.save_last or self._best is not None)
+        saves_anyway = self.save_last or self._best is not None or self.saves_on_demand
+        check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         self._saves = CheckpointManager(
             unwrapped,
@@ -71,6 +72,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             when=self._schedule,
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
             finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg) if self.chat_template else None,
+            request_file=Path(runner.work_dir, 'save_now'),
         )
         self._log = log
         if self._best is not None:
@@ -83,6 +85,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._saves.collect_if_done()
         if self._schedule.is_due_after_iter(done):
             self._saves.save(Step('iter', done, done), may_skip=done < runner.max_iters)
+        self._saves.save_if_asked(Step('iter', done, done))
 
     def after_train_epoch(self, runner: Any) -> None:
         done = runner.epoch + 1
@@ -90,8 +93,23 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self._saves.save(self._step(runner, done), may_skip=runner.iter < runner.max_iters)
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
-        if self._best is None or not metrics or self._saves is None:
+        if self._saves is None:
             return
+        if self._best is not None and metrics:
+            self._save_if_best(runner, metrics)
+        self._saves.save_if_asked(Step('iter', runner.iter, runner.iter), validated=True)
+
+    def after_train(self, runner: Any) -> None:
+        try:
+            self._saves.collect()
+            if self.save_last and self._saves.saved_at != runner.iter:
+                self._saves.save(self._step(runner, runner.epoch))
+                self._saves.collect()
+            self._saves.save_last_asked(self._step(runner, runner.epoch))
+        finally:
+            self.close()
+
+    def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
         if self._saves.must_tell_after:  # whether it was saved decides what the best is
             self._saves.collect()
         try:
@@ -104,15 +122,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             remember = partial(self._remember, runner, metric, score)
             facts = self._best.facts(metric, score)
             self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember, facts=facts)
-
-    def after_train(self, runner: Any) -> None:
-        try:
-            self._saves.collect()
-            if self.save_last and self._saves.saved_at != runner.iter:
-                self._saves.save(self._step(runner, runner.epoch))
-                self._saves.collect()
-        finally:
-            self.close()
 
     def _learn_of_best(self, runner: Any) -> None:
         """Read the scores of the best folders: the resumed checkpoint may be older. Runs on: all ranks."""

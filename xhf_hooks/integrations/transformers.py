@@ -35,7 +35,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: They will not; the same on every rank.
         """
         self.close()
-        if not self.save_last and self.save_strategy is None and args.save_strategy == 'no':
+        saves_anyway = self.save_last or self.saves_on_demand
+        if not saves_anyway and self.save_strategy is None and args.save_strategy == 'no':
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
         log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
         self._check_steps(state, log)
@@ -46,13 +47,20 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             log,
             run=state,
         )
-        self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
+        self._saves.prepare(
+            kwargs.get('processing_class'), when=self._when(args, state), request_file=Path(args.output_dir, 'save_now')
+        )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._saves.collect_if_done()
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(state)
+        self._saves.save_if_asked(_step(state))
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._saves is not None:
+            self._saves.save_if_asked(_step(state), validated=True)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
@@ -69,6 +77,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             if self.save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
                 self._save(state)
                 self._saves.collect()
+            self._saves.save_last_asked(_step(state))
         finally:
             self.close()
 
@@ -77,13 +86,12 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         if self.save_strategy != 'steps' or every <= state.max_steps:
             return
         end = f'training ends after {state.max_steps} steps'
-        if not self.save_last:
+        if not self.save_last and not self.saves_on_demand:
             raise OptionError('save_steps', f'a smaller one, or save_last: {end}, and nothing is ever saved', every)
         log.warning(f'save_steps: every {every} steps is never, for {end}; set a smaller one')
 
     def _save(self, state: TrainerState) -> None:
-        done = state.global_step
-        self._saves.save(Step('iter', done, done), may_skip=done < state.max_steps)
+        self._saves.save(_step(state), may_skip=state.global_step < state.max_steps)
 
     def _when(self, args: TrainingArguments, state: TrainerState) -> str:
         if self.save_strategy == 'steps':
@@ -93,6 +101,10 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         if self.save_strategy == 'no' or args.save_strategy == 'no':
             return 'at the end only'
         return 'whenever Trainer saves'
+
+
+def _step(state: TrainerState) -> Step:
+    return Step('iter', state.global_step, state.global_step)
 
 
 def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:

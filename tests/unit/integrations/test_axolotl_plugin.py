@@ -97,7 +97,7 @@ def test_the_callback_has_the_hooks_options():
     of_mmengine = {'interval', 'by_epoch', 'save_begin', 'save_best', 'rule', 'chat_template', 'ema'}
     assert hook.keys() - callback.keys() == of_mmengine
     assert callback.keys() - hook.keys() == {'save_strategy', 'save_steps'}
-    of_runs = {'save_last', 'async_save', 'async_busy', 'exit_wait_secs', 'on_error'}
+    of_runs = {'save_last', 'async_save', 'async_busy', 'exit_wait_secs', 'save_on_signal', 'save_on_file', 'on_error'}
     assert hook.keys() - call.keys() == of_mmengine | of_runs
     assert call.keys() - hook.keys() == {'model', 'step'}
     same = hook.keys() & callback.keys()

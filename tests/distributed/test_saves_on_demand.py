@@ -1,0 +1,256 @@
+"""Saves that a signal or a file asks for, in real runs: all ranks save at the same iteration, the weights of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed.test_frontends import trainer_run
+from tests.distributed.test_hook_runs import run, saves
+from tests.helpers.frontends import verify_folder
+from tests.helpers.ranks import run_ranks
+from tests.helpers.requesting_run import Preempted, RandomSignals, fast_agreement
+from tests.helpers.scenarios import check, run_scenarios
+
+N_SIGNALS = 10
+NEVER_DUE = dict(interval=-1, by_epoch=False, max_keep_ckpts=-1, save_on_signal='SIGUSR2')
+#: Training checkpoints would take most of the time.
+NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
+#: Name to (ZeRO stage, further options of the hook, further options of the run).
+RANDOM: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    'zero3': (3, {}, {}),
+    'zero2': (2, {}, {}),
+    'async': (3, dict(async_save=True), {}),
+    'with_validation': (2, {}, dict(scores=[0.5] * 5000)),
+}
+
+
+def random_signals(name: str, n_signals: int, work_dir: Path) -> Any:
+    """Runs on: all ranks."""
+    stage, hook, options = RANDOM[name]
+    signals = dict(type='RandomSignals', n_signals=n_signals, seed=stage)
+    hook = {**NEVER_DUE, 'save_last': True, **hook}
+    with fast_agreement():
+        log_dir = run(
+            dict(hook=hook, stage=stage, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals], **options),
+            work_dir,
+        )
+    asked = RandomSignals.newest
+    return log_dir, asked.saved, asked.sent
+
+
+def every_iteration(stage: int, max_iters: int, work_dir: Path) -> str:
+    hook = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
+    return run(dict(hook=hook, stage=stage, max_iters=max_iters, checkpoint=NO_CHECKPOINTS), work_dir)
+
+
+def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, max_iters: int = 60, **more: Any) -> str:
+    """Training goes on after the save. Runs on: all ranks."""
+    hooks = [dict(type='AtIteration', **ask)]
+    with fast_agreement():
+        return run(
+            dict(
+                hook={**NEVER_DUE, **options},
+                stage=3,
+                max_iters=max_iters,
+                checkpoint=NO_CHECKPOINTS,
+                hooks=hooks,
+                **more,
+            ),
+            work_dir,
+        )
+
+
+def with_handler(handler: Any, options: dict[str, Any], work_dir: Path) -> Any:
+    """SIGTERM to all ranks, one after another, in a program that handles it. Runs on: all ranks."""
+    called, before = [], signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: Any) -> None:
+        called.append(number)
+        if handler == 'raise':
+            raise Preempted
+
+    signal.signal(signal.SIGTERM, handle)
+    hook = dict(save_on_signal=['SIGTERM'], **options)
+    try:
+        asked(hook, dict(iteration=5, ask='SIGTERM'), work_dir)
+        ended = 'to its end'
+    except Preempted:
+        ended = 'preempted'
+        _release(work_dir)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return ended, len(called)
+
+
+def _release(work_dir: Path) -> None:
+    """What the end of the process does: threads end, handlers are gone."""
+    from xhf_hooks.manager import CheckpointManager
+
+    for manager in list(CheckpointManager._open):
+        if work_dir in manager.newest.final.parents:
+            manager.close()
+
+
+def too_late(work_dir: Path) -> None:
+    """No time for a save. Ranks end one after another; one that waits for an ended one fails. Runs on: all ranks."""
+    options = dict(exit_wait_secs=0, interval=4, save_on_signal='SIGTERM')
+    with (
+        mock.patch('xhf_hooks.on_demand.agreement.SaveAgreement._agree', lambda self, name: time.sleep(1)),
+        contextlib.suppress(RuntimeError),
+    ):
+        asked(options, dict(iteration=6, ask='SIGTERM'), work_dir)
+
+
+def callback(work_dir: Path) -> list[str]:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        work_dir.mkdir(parents=True)
+        (work_dir / 'save_now').touch()
+    dist.barrier()
+    options = dict(save_strategy='no', save_on_file=True, max_keep_ckpts=-1)
+    with fast_agreement():
+        return trainer_run(options, dict(save_strategy='no', max_steps=60), 3, False, work_dir)
+
+
+SCENARIOS: dict[str, Any] = {
+    'file': partial(asked, dict(save_on_signal=None, save_on_file=True), dict(iteration=5, ask='file', rank=1)),
+    'ignored_file': partial(asked, {}, dict(iteration=5, ask='file', rank=0)),
+    'validation': partial(
+        asked,
+        dict(async_save=True),
+        dict(iteration=4, ask='SIGUSR2', rank=2, in_validation=True),
+        scores=[0.5] * 6,
+        max_iters=8,
+    ),
+    'all_ranks': partial(asked, {}, dict(iteration=5, ask='SIGUSR2')),
+    'preempted': partial(with_handler, 'raise', {}),
+    'preempted_async': partial(with_handler, 'raise', dict(async_save=True)),
+    'goes_on': partial(with_handler, 'return', {}),
+}
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp('on_demand')
+    scenarios = {name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}
+    for name in RANDOM:
+        scenarios[f'random_{name}'] = partial(random_signals, name, N_SIGNALS, root / f'random_{name}')
+    for stage in (2, 3):
+        scenarios[f'every{stage}'] = partial(every_iteration, stage, 40, root / f'every{stage}')
+    return root, run_scenarios(scenarios, 3)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob('*.safetensors')}
+
+
+def only_log_dir(root: Path, name: str) -> Path:
+    (newest,) = (root / name).glob('*/hf_model')
+    return newest.parent
+
+
+@pytest.mark.parametrize('name', RANDOM)
+def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
+    _, outcomes = finished
+    ranks = check(outcomes, f'random_{name}')
+    log_dir, saved, _ = ranks[0]
+    assert all(rank[:2] == (log_dir, saved) for rank in ranks)
+    assert len(saved) == N_SIGNALS and saved == sorted(saved)
+    sent = {number: iteration for *_, own in ranks for number, iteration in own.items()}
+    assert sorted(sent) == list(range(N_SIGNALS))
+    assert all(saved[number] >= iteration for number, iteration in sent.items()), 'saved before it was asked for'
+    found = {iteration: folder for folder, iteration in saves(Path(log_dir)).items()}
+    assert set(saved) <= set(found)
+    for folder in found.values():
+        verify_folder(Path(log_dir, folder))
+
+
+@pytest.mark.parametrize('name', ['zero3', 'zero2', 'async'])
+def test_the_weights_are_those_of_the_step(finished, name):
+    _, outcomes = finished
+    log_dir = check(outcomes, f'random_{name}')[0][0]
+    stage = RANDOM[name][0]
+    other = Path(check(outcomes, f'every{stage}')[0])
+    expected = {iteration: folder for folder, iteration in saves(other).items()}
+    compared = 0
+    for folder, iteration in saves(Path(log_dir)).items():
+        if iteration in expected:
+            assert files_of(Path(log_dir, folder)) == files_of(other / expected[iteration]), iteration
+            compared += 1
+    assert compared, 'all saves are of later iterations than the other run has'
+
+
+@pytest.mark.parametrize('name', ['file', 'all_ranks'])
+def test_one_save_then_training_goes_on(finished, name):
+    root, outcomes = finished
+    check(outcomes, name)
+    asked_for, last = sorted(saves(only_log_dir(root, name)).values())
+    assert 5 < asked_for < 60 and last == 60
+    assert not (root / name / 'save_now').exists()
+
+
+def test_without_the_option_a_file_is_a_file(finished):
+    root, outcomes = finished
+    check(outcomes, 'ignored_file')
+    assert saves(only_log_dir(root, 'ignored_file')) == {'hf_model': 60}
+    assert (root / 'ignored_file' / 'save_now').exists()
+
+
+def test_in_a_validation_it_is_the_step_before(finished):
+    root, outcomes = finished
+    check(outcomes, 'validation')
+    assert sorted(saves(only_log_dir(root, 'validation')).values()) == [4, 8]
+
+
+@pytest.mark.parametrize('name', ['preempted', 'preempted_async'])
+def test_sigterm_ends_the_run_after_the_save(finished, name):
+    root, outcomes = finished
+    assert check(outcomes, name) == [('preempted', 1)] * 3
+    found = saves(only_log_dir(root, name))
+    assert list(found) == ['hf_model'] and 5 < found['hf_model'] < 60
+    verify_folder(only_log_dir(root, name) / 'hf_model')
+
+
+def test_a_handler_may_let_training_go_on_after_sigterm(finished):
+    root, outcomes = finished
+    assert check(outcomes, 'goes_on') == [('to its end', 1)] * 3
+    found = sorted(saves(only_log_dir(root, 'goes_on')).values())
+    assert found[-1] == 60 and 5 < found[0] < 60
+
+
+def test_the_save_before_stays_where_time_is_short(tmp_path):
+    run_ranks(too_late, 2, tmp_path / 'run', expected_deaths=(0, 1))
+    log_dir = only_log_dir(tmp_path, 'run')
+    assert saves(log_dir) == {'hf_model': 4}
+    verify_folder(log_dir / 'hf_model')
+
+
+def preempted_by_default(work_dir: Path) -> None:
+    asked(dict(save_on_signal='SIGTERM', async_save=True), dict(iteration=5, ask='SIGTERM'), work_dir)
+
+
+def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):
+    assert run_ranks(preempted_by_default, 2, tmp_path / 'run', expected_deaths=(0, 1)) == [None, None]
+    log_dir = only_log_dir(tmp_path, 'run')
+    assert list(saves(log_dir)) == ['hf_model']
+    assert 5 < saves(log_dir)['hf_model'] < 60
+    verify_folder(log_dir / 'hf_model')
+
+
+@pytest.mark.modern_only
+def test_trainer_saves_when_the_file_appears(tmp_path):
+    names = run_scenarios({'callback': partial(callback, tmp_path / 'run')}, 2)
+    found = check(names, 'callback')[0]
+    assert found[0] == 'hf_model' and len(found) == 2, found
+    manifest = json.loads((tmp_path / 'run' / found[1] / 'xhf_manifest.json').read_text())
+    assert 0 < manifest['iteration'] < 60

@@ -1,0 +1,124 @@
+"""A run that asks for saves: hooks that send signals at chosen or random instants, and slow phases to hit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+SIGNAL = signal.SIGUSR2  # the harness uses the other one
+POLL_SECS = 0.02
+
+
+class Preempted(Exception):
+    """What the user's handler raises."""
+
+
+@HOOKS.register_module()
+class RandomSignals(Hook):
+    """One signal at a time to one rank, each at a random instant after the save that the one before asked for.
+
+    Attributes:
+        saved: Iterations that were saved on demand; the same on all ranks.
+        sent: For the signals that this rank got, by number, the iterations that were done then.
+    """
+
+    priority = 99  # after the hook that saves
+    newest: RandomSignals | None = None
+
+    def __init__(self, n_signals: int, seed: int) -> None:
+        self._n_signals, self._random = n_signals, random.Random(seed)
+        self._n_sent = 0
+        self.saved: list[int] = []
+        self.sent: dict[int, int] = {}
+        RandomSignals.newest = self
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self._go_on(runner, runner.iter + 1)
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        self._go_on(runner, runner.iter)
+
+    def _go_on(self, runner: Any, done: int) -> None:
+        if done == 1 and not self._n_sent:
+            self._count_saves(runner)
+            self._send_next(runner)
+        elif len(self.saved) == self._n_signals:
+            runner.train_loop.stop_training = True
+        elif len(self.saved) == self._n_sent:
+            self._send_next(runner)
+
+    def _count_saves(self, runner: Any) -> None:
+        """Also where the iteration had been saved, and is not again."""
+        saves = next(hook for hook in runner.hooks if type(hook).__name__ == 'HFCheckpointHook')._saves
+        save = saves._save_asked
+
+        def counted(step: Any) -> None:
+            save(step)
+            self.saved.append(step.iteration)
+
+        saves._save_asked = counted
+
+    def _send_next(self, runner: Any) -> None:
+        self._n_sent += 1
+        rank, delay, number = (
+            self._random.randrange(dist.get_world_size()),
+            self._random.random() * 0.06,
+            len(self.saved),
+        )
+
+        def send() -> None:
+            self.sent[number] = runner.iter  # done, or one less where its end has not been counted yet
+            os.kill(os.getpid(), SIGNAL)
+
+        if dist.get_rank() == rank:
+            threading.Timer(delay, send).start()
+
+
+@HOOKS.register_module()
+class AtIteration(Hook):
+    """At the end of an iteration, or in the validation after it, one or all ranks get a signal, or a file is made.
+
+    Args:
+        ask: Name of a signal, or 'file'.
+        rank: None is all, each at its own time.
+    """
+
+    def __init__(self, iteration: int, ask: str, rank: int | None = None, in_validation: bool = False) -> None:
+        self._iteration, self._ask, self._rank, self._in_validation = iteration, ask, rank, in_validation
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        time.sleep(0.01)
+        if not self._in_validation and runner.iter == self._iteration:
+            self._go(runner)
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if self._in_validation and runner.iter == self._iteration:
+            time.sleep(0.05)
+            if batch_idx == 0:
+                self._go(runner)
+
+    def _go(self, runner: Any) -> None:
+        if self._rank not in (None, dist.get_rank()):
+            return
+        if self._ask == 'file':
+            Path(runner.work_dir, 'save_now').touch()
+            return
+        time.sleep(0.05 * dist.get_rank())
+        os.kill(os.getpid(), getattr(signal, self._ask))
+
+
+def fast_agreement() -> Any:
+    """Threads that look often, so that many requests take little time."""
+    from xhf_hooks.on_demand.agreement import SaveAgreement
+
+    return mock.patch.dict(SaveAgreement.__init__.__kwdefaults__, poll_secs=POLL_SECS)

@@ -1,0 +1,170 @@
+"""All ranks learn at which point of training they save, once one of them asks, without a collective in training.
+
+Each rank has a thread that reads a counter in the process group's key-value store twice a second. A *point* is a
+number that grows as training goes on; all ranks pass the same points in the same order, each at its own time. A round
+of the agreement, in the store's keys of that round:
+
+1. *asked*: a rank that wants a save adds 1; every thread sees it.
+2. *here*: every thread adds 1 and waits until all have. Training goes on. Where a rank has died or left, nothing more
+   happens.
+3. *held*: every thread closes a gate, which its training thread waits at before it passes another point, and then tells
+   the last point that was passed.
+4. *target*: when all have, rank 0 writes the highest of these points, plus 1. Every thread reads it, then opens its
+   gate. The rank saves at the first point that is not below the target.
+
+Why all ranks save at the same point: the target is written once (a compare-and-set), so it is the same for all. It is
+computed from what was told behind closed gates, which open when the target is known. So when a rank learns of it, all
+the points that this rank has passed are below the target, and so are those of the others. The first common point that
+is not below it is ahead of every rank, and is the same one, as all ranks pass the same points. A rank begins the next
+round only after it has passed that point.
+
+Why no rank waits for ever: between closing and opening a gate threads wait for threads alone, never for training, which
+may stand still in a collective whose peer is at its gate. If one does not answer, because its process has died just
+then, another cancels the round after a while, with the same compare-and-set: the target or the cancellation counts,
+whichever came first, for all. A rank that leaves in step 2 cancels the round at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+from xhf_hooks.errors import RankLostError
+
+_POLL_SECS = 0.5
+#: While the gates are closed.
+_HELD_POLL_SECS = 0.005
+#: For how long gates are closed at most. All threads have just answered: one that does not now has died.
+_HELD_SECS = 30.0
+#: In place of a target.
+_CANCELLED = -1
+
+
+class SaveAgreement:
+    """Agrees with the other ranks on the point of a save. Runs on: all ranks.
+
+    Args:
+        store: That all ranks reach, under a prefix of this run.
+        is_wanted: Whether this rank wants a save. Called by the thread, several times a second.
+        on_lost: Called by the thread when the store can no longer be reached.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        is_wanted: Callable[[], bool],
+        on_lost: Callable[[Exception], None],
+        *,
+        poll_secs: float = _POLL_SECS,
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._is_wanted, self._on_lost, self._poll_secs = is_wanted, on_lost, poll_secs
+        self._gate = threading.Condition()
+        self._is_closed = False
+        self._passed = 0
+        self._target: int | None = None
+        self._lost: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='xhf-save-agreement', daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can still be agreed on."""
+        return self._thread.is_alive()
+
+    def is_due(self, point: int) -> bool:
+        """Whether all ranks save at this point. Runs on: the training thread of all ranks, at each common point.
+
+        Args:
+            point: At least 1. One that is not above those before does not count.
+
+        Raises:
+            RankLostError: The store went away when the ranks were about to agree: others may have begun to save.
+        """
+        with self._gate:
+            while self._is_closed:
+                self._gate.wait()
+            if self._lost is not None:
+                raise RankLostError(
+                    f"rank {self._rank} lost the process group's store while ranks agreed on a save: {self._lost}"
+                ) from self._lost
+            if point <= self._passed:
+                return False
+            self._passed = point
+            if self._target is None or point < self._target:
+                return False
+            self._target = None
+            return True
+
+    def close(self) -> None:
+        """End the thread. Needs no other rank; waits for them no longer than gates may be closed."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while self._pause(self._poll_secs):
+                wanted = self._is_wanted()
+                with self._gate:
+                    if self._target is not None:
+                        continue  # of the round before
+                if self._store.add(f'{number}/asked', int(wanted)):
+                    self._agree(str(number))
+                    number += 1
+        except Exception as error:
+            self._on_lost(error)
+
+    def _agree(self, name: str) -> None:
+        here = self._store.add(f'{name}/here', 1)
+        while here < self._world_size:
+            if not self._pause(self._poll_secs / 4):
+                self._decide(name, _CANCELLED)
+                return
+            self._is_wanted()
+            here = self._store.add(f'{name}/here', 0)
+        with self._gate:
+            self._is_closed = True
+            passed = self._passed
+        target = _CANCELLED
+        try:
+            target = self._find_target(name, passed)
+        except Exception as error:
+            self._lost = error
+            raise
+        finally:
+            with self._gate:
+                self._target = None if target == _CANCELLED else target
+                self._is_closed = False
+                self._gate.notify_all()
+
+    def _find_target(self, name: str, passed: int) -> int:
+        self._store.set(f'{name}/passed/{self._rank}', str(passed))
+        self._store.add(f'{name}/held', 1)
+        deadline = time.monotonic() + _HELD_SECS
+        while True:
+            target = self._store.add(f'{name}/target', 0)
+            if target:
+                return target
+            if self._rank == 0 and self._store.add(f'{name}/held', 0) == self._world_size:
+                points = (self._store.get(f'{name}/passed/{rank}') for rank in range(self._world_size))
+                return self._decide(name, 1 + max(map(int, points)))
+            if time.monotonic() > deadline:
+                return self._decide(name, _CANCELLED)
+            time.sleep(_HELD_POLL_SECS)
+
+    def _decide(self, name: str, target: int) -> int:
+        """Write the outcome of a round, if there is none; returns the one that counts."""
+        self._store.add(f'{name}/target', 0)  # makes the key
+        return int(self._store.compare_set(f'{name}/target', '0', str(target)))
+
+    def _pause(self, secs: float) -> bool:
+        """False where the thread is to end."""
+        return not self._stop.wait(secs)
