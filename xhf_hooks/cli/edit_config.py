@@ -89,8 +89,8 @@ class _Config:
     @cached_property
     def imports(self) -> list[tuple[ast.ImportFrom, ast.alias]]:
         """Of a class of the hook's name."""
-        froms = [node for node in self.nodes if isinstance(node, ast.ImportFrom)]
-        return [(node, alias) for node in froms for alias in node.names if alias.name == HOOK]
+        import_froms = [node for node in self.nodes if isinstance(node, ast.ImportFrom)]
+        return [(node, alias) for node in import_froms for alias in node.names if alias.name == HOOK]
 
     @cached_property
     def types(self) -> list[ast.expr]:
