@@ -35,8 +35,7 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.files.open_files import allow_open_files
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.rounds import Spread
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Spread, Step, TensorSpec
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.live_chunks import ChunkStream, LiveChunks, Snapshot

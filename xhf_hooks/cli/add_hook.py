@@ -11,7 +11,8 @@ from pathlib import Path
 
 from xhf_hooks.cli.arguments import CommandParser
 from xhf_hooks.cli.edit_config import bases_of, read_config_text, with_hook
-from xhf_hooks.cli.output import complain, say
+from xhf_hooks.cli.ending import explain
+from xhf_hooks.cli.output import say
 from xhf_hooks.errors import ConfigError, TargetError, XhfError
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
@@ -49,12 +50,9 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf add-hook') -> int:
     args = parse_args(argv, prog)
     try:
         return _run(args)
-    except XhfError as error:
-        complain(f'{prog}: {error}')
-        return BAD_INPUT
-    except OSError as error:
-        complain(f'{prog}: {error}')
-        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        explain(prog, error)
+        return BAD_INPUT if isinstance(error, XhfError) else FAILED
 
 
 def _run(args: argparse.Namespace) -> int:

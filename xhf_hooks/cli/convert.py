@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.arguments import CommandParser, count
 from xhf_hooks.cli.collector import without_collector
+from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import (
     complain,
     descriptors_silenced,
     lacks_memory,
     libraries_print_lines,
-    print_traceback,
     say,
 )
-from xhf_hooks.cli.packages import how_to_install
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
@@ -123,23 +122,10 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     try:
         with _ended_by_sigterm(), libraries_print_lines():
             return _run(args, prog)
-    except KeyboardInterrupt:
-        complain(f'{prog}: interrupted; nothing was left at OUT')
-        return FAILED
-    except Exception as error:
-        if lacks_memory(error):
-            complain(f'{prog}: this process got no more memory; nothing was left at OUT. --workers 1 takes least')
-            return FAILED
-        if isinstance(error, (XhfError, OSError)):
-            complain(f'{prog}: {error}')
-            failed = isinstance(error, (IncompleteError, ChangedError, OSError))
-            return FAILED if failed else BAD_INPUT
-        remedy = how_to_install(error)
-        if remedy is not None:
-            complain(f'{prog}: {remedy}')
-            return FAILED
-        print_traceback()  # a fault of this program: that is what is needed
-        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        explain(prog, error, left='; nothing was left at OUT', memory='. --workers 1 takes least')
+        is_bad_input = isinstance(error, XhfError) and not isinstance(error, (IncompleteError, ChangedError))
+        return BAD_INPUT if is_bad_input and not lacks_memory(error) else FAILED
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:

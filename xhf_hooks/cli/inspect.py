@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.arguments import CommandParser, count
 from xhf_hooks.cli.collector import without_collector
-from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
-from xhf_hooks.cli.packages import how_to_install
-from xhf_hooks.errors import XhfError
+from xhf_hooks.cli.ending import explain
+from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.format.text import size_text
 
 if TYPE_CHECKING:
@@ -55,18 +54,9 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf inspect') -> int:
     try:
         with libraries_print_lines():
             return _run(args, prog)
-    except KeyboardInterrupt:
-        complain(f'{prog}: interrupted')
-    except Exception as error:
-        if lacks_memory(error):
-            complain(f'{prog}: this process got no more memory')
-        elif isinstance(error, (XhfError, OSError)):
-            complain(f'{prog}: {error}')
-        elif (remedy := how_to_install(error)) is not None:
-            complain(f'{prog}: {remedy}')
-        else:
-            print_traceback()  # a fault of this program: that is what is needed
-    return UNUSABLE
+    except (Exception, KeyboardInterrupt) as error:
+        explain(prog, error)
+        return UNUSABLE
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.cli.arguments import CommandParser, count
-from xhf_hooks.cli.output import complain, lacks_memory, libraries_print_lines, print_traceback, say
-from xhf_hooks.cli.packages import how_to_install
+from xhf_hooks.cli.ending import explain
+from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.options import LORA_MODES
-from xhf_hooks.errors import XhfError
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -82,18 +81,9 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
             for line in result:
                 say(line)
         return status
-    except KeyboardInterrupt:
-        complain(f'{prog}: interrupted')
-    except Exception as error:
-        if lacks_memory(error):
-            complain(f'{prog}: this process got no more memory. --workers 1 takes least')
-        elif isinstance(error, (XhfError, OSError)):
-            complain(f'{prog}: {error}')
-        elif (remedy := how_to_install(error)) is not None:
-            complain(f'{prog}: {remedy}')
-        else:
-            print_traceback()  # a fault of this program: that is what is needed
-    return UNUSABLE
+    except (Exception, KeyboardInterrupt) as error:
+        explain(prog, error, memory='. --workers 1 takes least')
+        return UNUSABLE
 
 
 #: For people, or for programs.

@@ -19,7 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
-from xhf_hooks.planning.rounds import Portion, Round, Spread, fill_rounds
+from xhf_hooks.planning.rounds import fill_rounds
 from xhf_hooks.planning.types import (
     Bucket,
     Combine,
@@ -28,7 +28,10 @@ from xhf_hooks.planning.types import (
     Group,
     OutputFile,
     Placement,
+    Portion,
+    Round,
     SavePlan,
+    Spread,
     TensorSpec,
 )
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xhf_hooks.planning.rounds import Spread
-from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.planning.types import Spread, TensorSpec
 
 if TYPE_CHECKING:
     import torch

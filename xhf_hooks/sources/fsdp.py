@@ -18,7 +18,7 @@ from torch import nn
 
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
-from xhf_hooks.planning.rounds import Spread
+from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard
 from xhf_hooks.sources.replicated import ModuleSource, evenly

@@ -16,8 +16,7 @@ from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.planning.rounds import Portion
-from xhf_hooks.planning.types import Chunk, Group, Placement, SavePlan, TensorSpec
+from xhf_hooks.planning.types import Chunk, Group, Placement, Portion, SavePlan, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.telemetry.memory import MemoryMeter
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from xhf_hooks.distributed.collective import Collective
-from xhf_hooks.planning.rounds import Spread
+from xhf_hooks.planning.types import Spread
 from xhf_hooks.sources.base import LocalShard
 
 #: Of the first rank that has some of a tensor: its number, and where its fragment ends; of all: the longest fragment.

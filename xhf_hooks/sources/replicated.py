@@ -11,8 +11,7 @@ from torch import nn
 from xhf_hooks.distributed.collective import Collective, rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model.tensors import names_by_identity
-from xhf_hooks.planning.rounds import Spread
-from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.planning.types import Spread, TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.sources.master_fragments import local_fragment, spread_of_fragments

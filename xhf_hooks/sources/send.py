@@ -19,8 +19,7 @@ from xhf_hooks.concurrency.buffer_pool import BufferPool
 from xhf_hooks.concurrency.host_snapshot import host_memory
 from xhf_hooks.distributed.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import TensorError
-from xhf_hooks.planning.rounds import Round
-from xhf_hooks.planning.types import Chunk, SavePlan
+from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.local_shards import Slice
 from xhf_hooks.telemetry.memory import MemoryMeter
 

@@ -24,8 +24,7 @@ from xhf_hooks.commit.receipts import pack
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.rounds import Spread
-from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
+from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers import Writer
 

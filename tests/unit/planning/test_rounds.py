@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.rounds import Portion, Spread
-from xhf_hooks.planning.types import ExportEntry, SavePlan, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, Portion, SavePlan, Spread, TensorSpec
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
