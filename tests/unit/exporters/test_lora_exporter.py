@@ -11,11 +11,10 @@ from torch import nn
 
 from tests.helpers.adapted import KINDS, adapt, adapted, around, merged_by_peft, refusal
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import save_folder
+from tests.helpers.engines import names_read, save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
-from xhf_hooks.planning.types import SavePlan
 from xhf_hooks.sources import source_for
 
 MANIFEST = 'xhf_manifest.json'
@@ -23,10 +22,6 @@ BF16 = torch.bfloat16
 
 #: Where peft saves base weights, too: it takes an adapted embedding for one that may have been resized.
 PEFT_SAVES_EMBEDDINGS = ('embedding', 'embedding_dora')
-
-
-def read_names(plan: SavePlan) -> set[str]:
-    return {name for bucket in plan.buckets for name in bucket.read_names}
 
 
 def in_adapter(model: nn.Module) -> set[str]:
@@ -46,10 +41,10 @@ def test_adapter_is_the_folder_of_save_pretrained(kind, dtype, tmp_path):
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').iterdir()}
     found = {path.name: path.read_bytes() for path in committed.path.iterdir() if path.name != MANIFEST}
     assert found == expected
-    of_base = read_names(plan) - {f'llm.{name}' for name in in_adapter(model)}
+    of_base = names_read(plan) - {f'llm.{name}' for name in in_adapter(model)}
     assert all('embed' in name or 'lm_head' in name for name in of_base)
     assert bool(of_base) == (kind in PEFT_SAVES_EMBEDDINGS)
-    assert len(read_names(plan)) == len(folder_tensors(committed.path))
+    assert len(names_read(plan)) == len(folder_tensors(committed.path))
 
 
 def test_adapter_is_the_default(tmp_path):

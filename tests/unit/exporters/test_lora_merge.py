@@ -174,7 +174,7 @@ def test_memory_of_a_merge_is_told(tmp_path):
     expected = {}
     for lora in ('adapter', 'merge', 'both'):
         collective = Collective(timeout_secs=60)
-        saver = Saver(model, SaveOptions(lora=lora), collective)
+        saver = Saver(model, SaveOptions(lora=lora), collective, writer='gather')
         saver.prepare()
         collective.close()
         expected[lora] = saver.exporter.combine_nbytes

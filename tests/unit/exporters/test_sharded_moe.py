@@ -86,8 +86,10 @@ def test_folder_is_the_official_one(official, tmp_path, dtype):
         found = folder_tensors(committed.path)
         assert all(torch.equal(found[n], t.bfloat16()) for n, t in folder_tensors(official).items())
     assert_loads_clean(committed.path, MixtralForCausalLM)
-    fused = [group for bucket in plan.buckets for group in bucket.groups if len(group.placements) > 1]
-    assert len(fused) == 2 * 2 * 2 and all(len(group.reads) == 1 for group in fused)  # layers, shards, tensors
+    runs: dict[str, set[str]] = {}
+    for portion in (portion for at_once in plan.rounds for portion in at_once.portions):
+        runs.setdefault(portion.read.name, set()).add(portion.placement.hf_name)
+    assert sum(len(names) > 1 for names in runs.values()) == 2 * 2 * 2  # layers, shards, tensors
 
 
 def test_adapter_of_sharded_experts(official):
