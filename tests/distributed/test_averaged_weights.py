@@ -57,7 +57,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
 }
 #: Runs that must not begin: name to (options of `run`, in the message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    'zero3': (dict(stage=3), 'option ema: expected an EMAHook in a run whose parameters are whole'),
+    'zero3': (dict(stage=3), 'option ema: expected an EMAHook in a run whose parameters are not partitioned'),
     'zero3_persistent': (dict(stage=3, zero=dict(stage3_param_persistence_threshold=10**6)), 'partitioned by ZeRO-3'),
     'after_ours': (
         dict(stage=2, ema=dict(EMA, priority='LOWEST')),

@@ -18,8 +18,8 @@ MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
     'zero2_tied': dict(stage=2, model=dict(tied=True)),
     'zero3_fp32_training': dict(stage=3, bf16=False),
-    # Here each rank trains a model of its own, without DDP: only rank 0's is checkpointed, so only it may write
-    'runner': dict(stage=None, hook=dict(writer='stream')),
+    # Here each rank trains a model of its own, without DDP: only rank 0's is checkpointed, so only it may be read
+    'runner': dict(stage=None, hook=dict(writer='gather')),
     'zero2_weights_only': dict(
         stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
     ),
