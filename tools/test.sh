@@ -2,8 +2,8 @@
 # Every test, in one command, on both stacks: makes the environments that it needs.
 #
 #     bash tools/test.sh                          everything, as CI does
-#     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit with its coverage: no process, no root, no
-#                                                 Debian packages
+#     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit: no process, no root, no Debian packages
+#     bash tools/test.sh --coverage               which lines of the package tests/unit runs
 #     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS           some tests, for example a path, of the modern stack
 #
@@ -88,14 +88,14 @@ test_rest() {
     python -m pytest -q "${REST[@]}"
 }
 
-# The unit tier, and which lines of the package it ran.
-test_unit() {
+# Which lines of the package the unit tier runs. Without the tests of signal handlers and threads: a handler that
+# interrupts coverage waits for coverage's own lock for ever.
+measure_coverage() {
     use_env .venv
     # Costs next to nothing where Python tells of each line once
     python -c 'import sys; sys.exit(sys.version_info < (3, 12))' && export COVERAGE_CORE=sysmon
-    echo '== tests, one process'
-    python -m coverage run -m pytest -q tests/unit "$@"
-    echo '== lines of the package that were run, without the files that are run whole'
+    echo '== lines of the package that the unit tier runs, without the files that are run whole'
+    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/concurrency --ignore=tests/unit/on_demand
     python -m coverage report
 }
 
@@ -103,7 +103,13 @@ if [[ ${1-} == --unit ]]; then
     shift
     make_env .venv modern test
     lint
-    test_unit "$@"
+    test_modern tests/unit "$@"
+    exit
+fi
+
+if [[ ${1-} == --coverage ]]; then
+    make_env .venv modern test
+    measure_coverage
     exit
 fi
 
