@@ -43,6 +43,7 @@ setup(
     # What every frontend and command needs. The trainers that a run is made with come with the extras.
     install_requires=[
         'torch>=2.6',
+        'numpy>=1.26',
         'transformers>=4.48',
         'safetensors>=0.4.3',
         'isal>=1.6',
@@ -57,6 +58,11 @@ setup(
         'peft': ['peft>=0.14'],
         # xhf verify --plot
         'plot': ['matplotlib>=3.8'],
+        # upload_to and addresses of stores; fsspec itself comes with torch
+        's3': ['s3fs>=2024.6'],
+        'gcs': ['gcsfs>=2024.6'],
+        'azure': ['adlfs>=2024.4'],
+        'oss': ['ossfs>=2023.12'],
         'docs': ['codespell>=2.3'],
         'test': ['pytest>=8', 'ruff>=0.6', 'hypothesis>=6', 'mypy>=1.11', 'codespell>=2.3'],
         # XTuner is no extra: it pins a bitsandbytes that does not import beside torch's CUDA build, and it cannot be

@@ -8,6 +8,8 @@
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
     python tools/bench.py ranks [--ranks 2 4 8 16 32] [--repeats 5] [--out DIR]
     python tools/bench.py verify [--billions 0.5] [--repeats 5] [--out DIR]
+    python tools/bench.py upload [--ranks 8] [--megabytes 640] [--uplink 40] [--repeats 5] [--out DIR]
+    python tools/bench.py out_dir [--ranks 8] [--billions 0.8] [--uplink 40] [--repeats 3] [--out DIR]
     python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
     python tools/bench.py all --out docs/bench
     python tools/bench.py draw --out docs/bench
@@ -19,6 +21,8 @@ stall: for how long a save stops training, how fast training is beside one, and 
 plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
 ranks: calls of save_hf on 2,000 small tensors by 2 to 32 processes: what agreement costs, stage by stage.
 verify: verifying folders, against reading them.
+upload: a save to an object store, by all ranks and by rank 0 alone, each rank's uplink throttled.
+out_dir: the same without a disk, against gathering, saving and uploading on rank 0.
 convert: the conversion of a checkpoint, with xtuner's environment (bench/convert.py).
 all: one after the other, as by default, all that README and docs quote.
 draw: nothing is measured; tables and charts of what lies in DIR.
@@ -44,7 +48,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import convert, plan, ranks, saves, verify
+from bench import convert, out_dir, plan, ranks, saves, upload, verify
 from bench.charts import chart_of
 from bench.progress import time_words
 from bench.report import describe_machine, table
@@ -81,6 +85,8 @@ BENCHES = {
     'plan': Bench(plan.add_options, plan.expected_secs, plan.measure),
     'ranks': Bench(ranks.add_options, ranks.expected_secs, ranks.measure, is_quoted=False),
     'verify': Bench(verify.add_options, verify.expected_secs, verify.measure),
+    'upload': Bench(upload.add_options, upload.expected_secs, upload.measure),
+    'out_dir': Bench(out_dir.add_options, out_dir.expected_secs, out_dir.measure, is_quoted=False),
     'convert': Bench(convert.add_options, convert.expected_secs, convert.measure, stack='xtuner'),
 }
 

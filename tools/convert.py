@@ -1,4 +1,4 @@
-"""Turn the checkpoint of a finished run into a Hugging Face folder. The same as the command xhf-convert.
+"""Convert the checkpoint of a finished run into a Hugging Face folder. Same as the command xhf-convert.
 
 python tools/convert.py CHECKPOINT OUT [--dry-run] [--help]
 """

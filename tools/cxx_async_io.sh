@@ -1,31 +1,34 @@
 #!/usr/bin/env bash
-# The C++ compiler for DeepSpeed's async_io: its 12 files include torch/extension.h each, which takes most of a minute.
-# Here it is compiled once, and debugging information for a test's operator not at all.
+# The C++ compiler for DeepSpeed's async_io. Nine of its files make the same templates of torch/extension.h, which takes
+# nearly all of the time: here they are compiled as one, and without debugging information, which a test has no use for.
 #
 # Called as c++, which torch calls: with another name, the next process to load the operator would compile it again.
-# PRECOMPILED is a folder for the header, CXX_ITSELF the compiler.
+# PRECOMPILED is a folder for the file that names them all, CXX_ITSELF the compiler.
 set -euo pipefail
 
-if [[ " $* " != *' -c '* ]]; then
-    exec "$CXX_ITSELF" "$@" # it links, or is asked for its version
-elif [[ " $* " != *' -DTORCH_EXTENSION_NAME=async_io '* ]]; then
-    exec "$CXX_ITSELF" "$@" -g0 # what async_io needs has a file or two
-fi
-header=$PRECOMPILED/all.h
-exec 9>"$PRECOMPILED/lock"
-flock 9
-if [[ ! -e $header.gch ]]; then
-    arguments=("$@") options=()
-    while ((${#arguments[@]})); do
-        case ${arguments[0]} in
-            -c | -o | -MF) arguments=("${arguments[@]:2}") ;;
-            -MMD) arguments=("${arguments[@]:1}") ;;
-            *) options+=("${arguments[0]}") && arguments=("${arguments[@]:1}") ;;
-        esac
-    done
-    echo '#include <torch/extension.h>' >"$header"
-    "$CXX_ITSELF" "${options[@]}" -g0 -x c++-header "$header" -o "$header.tmp"
-    mv "$header.tmp" "$header.gch"
-fi
-flock -u 9
-exec "$CXX_ITSELF" -include "$header" "$@" -g0
+source='' object='' dependencies='' all=("$@")
+while (($#)); do
+    case $1 in
+        -c) source=${2-} ;;
+        -o) object=${2-} ;;
+        -MF) dependencies=${2-} ;;
+    esac
+    shift
+done
+
+case $source in
+    '') exec "$CXX_ITSELF" "${all[@]}" ;; # it links, or is asked for its version
+    */py_lib/py_ds_aio.cpp)
+        # Their headers have no guards. A folder of system headers, so that ninja does not look for this one again
+        {
+            printf '#import "%s"\n' "${source%/*}"/*.h
+            printf '#include "%s"\n' "${source%/*}"/*.cpp | grep -v '/py_ds_aio\.cpp"'
+        } >"$PRECOMPILED/all_of_async_io.h"
+        exec "$CXX_ITSELF" -isystem "$PRECOMPILED" -include all_of_async_io.h "${all[@]}" -g0
+        ;;
+    */aio/py_lib/*.cpp) # in that one
+        "$CXX_ITSELF" -x c++ -fPIC -c - -o "$object" </dev/null
+        echo "$object: $source" >"$dependencies"
+        ;;
+    *) exec "$CXX_ITSELF" "${all[@]}" -g0 ;;
+esac

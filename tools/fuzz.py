@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Spoil small checkpoints and model folders, one way after the other, and look at what the commands make of them.
+"""Fuzz xhf-convert and xhf-verify with mutants of small checkpoints and model folders.
 
     python tools/fuzz.py convert --mutants 10000
     python tools/fuzz.py verify --mutants 10000
-    python tools/fuzz.py convert --only 1234        # one again, in this process, with its traceback
+    python tools/fuzz.py convert --only 1234        # repeat one in this process, with its traceback
 
-Each mutant is a whole run of xhf-convert or xhf-verify in a process of its own, with limits on CPU time and memory. It
-must be refused in one line, or give what the files say: the weights are compared with what torch, safetensors and
-transformers read. Exits with 1 if one does not. A mutant is the same for the same seed and number.
+Each mutant is run in a child process with limits on CPU time and memory. The command must refuse it in one line, or
+give the same weights as torch, safetensors and transformers. Exits with 1 otherwise. Mutants are determined by seed and
+number.
 """
 
 from __future__ import annotations

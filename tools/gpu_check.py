@@ -1,11 +1,12 @@
-"""Save a model at ZeRO-3 on the GPUs that there are, in every way, and compare every byte.
+"""Save a model at ZeRO-3 on all GPUs with every writer, and compare every byte.
 
     torchrun --standalone --nproc_per_node GPUS tools/gpu_check.py [--layers 16] [--bucket-size 128MB] [--out DIR]
 
-On nccl: each writer, in the foreground and in the background while training goes on; against save_pretrained of the
-gathered model. Checked are the bytes, that no save takes more of the device's memory than a bucket, and that host
-copies are pinned. One line and one row in DIR/gpu_check.json for each way; exit status 1 where something is wrong, 2
-without a GPU. ``--cpu`` goes through the same steps on gloo, for a look at this script; it shows nothing of a GPU.
+With nccl, each writer saves in the foreground and in the background during training; the writers that send slices do so
+once more with messages from GPU to GPU, which saves do not use. The result is compared with save_pretrained of the
+gathered model. Checks the bytes, that a save uses at most one bucket of device memory, and that host copies are pinned.
+Prints one line per case and writes DIR/gpu_check.json; exit status 1 for failures, 2 without a GPU. ``--cpu`` runs the
+same steps with gloo, to test this script.
 """
 
 from __future__ import annotations
@@ -14,23 +15,45 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import xhf_hooks.save
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
+from xhf_hooks.sources.live_chunks import LiveChunks
 
-WRITERS = ('positional', 'parallel', 'stream')
 STEPS_MEANWHILE = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to save. Messages go through the host, or from device to device."""
+
+    writer: str
+    in_background: bool = False
+    on_device: bool = False
+
+    def __str__(self) -> str:
+        where = ', in the background' if self.in_background else ', messages from device to device' * self.on_device
+        return f'{self.writer}{where}'
+
+
+WAYS = (
+    *(Way(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)),
+    *(Way(writer, on_device=True) for writer in ('parallel', 'stream')),  # last: it is the one that may hang
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class Row:
 
     writer: str
     in_background: bool
+    on_device: bool
     same_bytes: bool
     seconds: float
     stalled_secs: float
@@ -68,6 +92,12 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
+    @property
+    def shard_nbytes(self) -> int:
+        """For two files for each rank and more: in 'parallel' a file has one writer."""
+        nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in self.engine.module.parameters())
+        return nbytes // (2 * dist.get_world_size())
+
     def step(self) -> None:
         tokens = torch.randint(32000, (1, 128), device=self.device)
         loss = self.engine(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -84,16 +114,17 @@ class Training:
         if dist.get_rank() == 0:
             with torch.device('meta'):
                 whole = LlamaForCausalLM(self.architecture).to(torch.bfloat16)
-            whole.save_pretrained(folder, state_dict=weights)
+            whole.save_pretrained(folder, state_dict=weights, max_shard_size=self.shard_nbytes)
         dist.barrier()
 
 
-def save(training: Training, writer: str, in_background: bool, bucket_nbytes: int, out: Path) -> Row:
+def save(training: Training, way: Way, bucket_nbytes: int, out: Path) -> Row:
     """One way to save. Runs on: all ranks."""
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
-    options = SaveOptions(bucket_size=bucket_nbytes)
-    saver = Saver(training.engine.module, options, Collective(), writer=writer, in_background=in_background)
+    in_background = way.in_background
+    options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
+    saver = Saver(training.engine.module, options, Collective(), writer=way.writer, in_background=in_background)
     saver.prepare()
     pinned, meanwhile = True, STEPS_MEANWHILE if in_background else 0
     if in_background:
@@ -104,7 +135,9 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    committed = _save(saver, folder)
+    live_chunks = partial(LiveChunks, device=training.device) if way.on_device else LiveChunks
+    with mock.patch.object(xhf_hooks.save, 'LiveChunks', live_chunks):
+        committed = _save(saver, folder)
     device_nbytes = torch.cuda.max_memory_allocated() - before if with_gpu else 0
     for _ in range(meanwhile):
         training.step()
@@ -124,7 +157,9 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
         problems.append('host copies are not pinned')
     cost = committed.cost
     figures = (cost.seconds, cost.stalled_secs, max(all_nbytes) / 1e6, cost.peak_extra_nbytes / 1e6)
-    return Row(writer, in_background, same, *figures, with_gpu and in_background and pinned, tuple(problems))
+    return Row(
+        way.writer, in_background, way.on_device, same, *figures, with_gpu and in_background and pinned, tuple(problems)
+    )
 
 
 def _save(saver: Saver, folder: CheckpointFolder) -> CommittedCheckpoint | None:
@@ -159,11 +194,10 @@ def main() -> int:
     training.step()
     name = 'CPU, gloo' if args.cpu else f'{dist.get_world_size()} x {torch.cuda.get_device_name()}, nccl'
     rows: list[Row] = []
-    for writer in WRITERS:
-        for in_background in (False, True):
-            rows.append(save(training, writer, in_background, args.bucket_size, args.out.absolute()))
-            if dist.get_rank() == 0:
-                print(_line(rows[-1]), flush=True)
+    for way in WAYS:
+        rows.append(save(training, way, args.bucket_size, args.out.absolute()))
+        if dist.get_rank() == 0:
+            print(_line(rows[-1]), flush=True)
     if dist.get_rank() == 0:
         result: dict[str, Any] = {'device': name, 'ranks': dist.get_world_size(), 'rows': [asdict(row) for row in rows]}
         (args.out / 'gpu_check.json').write_text(json.dumps(result, indent=2) + '\n')
@@ -174,7 +208,7 @@ def main() -> int:
 
 
 def _line(row: Row) -> str:
-    how = f'{row.writer}{", in the background" if row.in_background else ""}'
+    how = Way(row.writer, row.in_background, row.on_device)
     verdict = '; '.join(row.problems) or 'the bytes of save_pretrained'
     return (
         f'{how}: {row.seconds:.2f} s, training stalled {row.stalled_secs:.2f} s, {row.device_mb:.0f} MB on the device, '

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Kill runs in the middle of saves, again and again, and count what was lost: nothing, or this exits with 1.
+"""Kill runs during saves many times and count lost saves; exits with 1 if there are any.
 
     python tools/kill_test.py --kills 200
 
-Runs of two real processes save all the time, over all writers, in the background and not, at ZeRO-3 and not, and are
-ended at random instants, all processes or one of them, by SIGKILL or SIGTERM. After each end everything visible must
-be whole (checksums of the manifest, recomputed with zlib) and of one save, no committed save may be missing, and the
-next run must sweep what was left and save.
+Runs of two processes save continuously, with all writers, in foreground and background, with and without ZeRO-3. One or
+all processes are ended at random times with SIGKILL or SIGTERM. Afterwards every visible folder must be complete (by
+the manifest's checksums, recomputed with zlib) and of one save, no committed save may be missing, and the next run must
+remove the leftovers and save.
 """
 
 from __future__ import annotations

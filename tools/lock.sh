@@ -17,5 +17,5 @@ lock() {
         --custom-compile-command 'bash tools/lock.sh' --output-file "$stack.lock.txt" "$@"
 }
 
-lock modern 3.10 modern.txt test.txt docs.txt "$@"
+lock modern 3.10 modern.txt test.txt stores.txt docs.txt "$@"
 lock xtuner 3.11 xtuner.txt xtuner_no_deps.txt test.txt "$@"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Save again and again on a network file system and count the saves that are damaged: none, or this exits with 1.
+"""Save many times on a network file system and count damaged saves; exits with 1 if there are any.
 
     python tools/network_fs_test.py --saves 200
 
-Two and three hosts with caches of 60 s save into one folder, over all writers, in the background and not, by calls and
-by runs, with one and two saves kept. After each save a host without caches reads everything visible: it must be what
-its manifest says (checksums, recomputed with zlib), and hold, byte for byte, the weights of the save that its name
-says. Needs root, FUSE, and Debian's moosefs-master, moosefs-chunkserver and moosefs-client.
+Two and three hosts with caches of 60 s save into one folder, with all writers, in foreground and background, by calls
+and by runs, with one and two saves kept. After each save a host without caches reads all visible folders: they must
+match their manifests (checksums, recomputed with zlib) and have, byte for byte, the weights of their step. Needs root,
+FUSE, and Debian's moosefs-master, moosefs-chunkserver and moosefs-client.
 """
 
 from __future__ import annotations

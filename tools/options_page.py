@@ -1,4 +1,4 @@
-"""docs/options.md, made from the options' own descriptions: ``python tools/options_page.py > docs/options.md``."""
+"""Generates docs/options.md from the options' descriptions: ``python tools/options_page.py > docs/options.md``."""
 
 from __future__ import annotations
 

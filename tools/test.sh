@@ -4,11 +4,13 @@
 #     bash tools/test.sh                          everything, as CI does
 #     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit: no process, no root, no Debian packages
 #     bash tools/test.sh --coverage               which lines of the package tests/unit runs
+#     bash tools/test.sh --lm-eval                a run that lm_eval evaluates (0.6 GB more in .venv)
 #     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS           some tests, for example a path, of the modern stack
 #
-# With everything, two runs of pytest go on at the same time: the modern stack's, and XTuner's, which ends sooner and is
-# followed by the rest of the modern stack's. What the second one has to say is shown when it has ended.
+# With everything, three runs of pytest go on at the same time, for half of a run is waiting: tests/stress on the modern
+# stack, the other tests on it, and XTuner's stack, followed by the modern stack's tests of object stores. What the first
+# and the last have to say is shown when all have ended.
 #
 # Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root (small file systems are mounted, and Debian's
 # packages that tests need are installed). Says how much it will download; a machine without a GPU needs a sixth of that:
@@ -17,8 +19,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
-# Tests of the modern stack that come after XTuner's
-REST=(tests/stress/test_{network_fs,local_fs,hostile_models,special_files}.py tests/distributed/test_{nvme,zero_plus_plus,zoo}.py)
+# Tests of the modern stack that come after XTuner's, whose run is the shortest
+STORES=(tests/distributed/test_{upload_to,out_dir_store}.py)
 
 logs=$(mktemp -d)
 # Each job in the background has a process group of its own
@@ -47,9 +49,10 @@ compile_async_io() {
     rm -rf "$PRECOMPILED" # of a run that was stopped
     mkdir -p "$PRECOMPILED"
     ln -sf "$PWD/tools/cxx_async_io.sh" "$PRECOMPILED/c++"
+    # What it leaves half done nothing else can go on with
     PATH=$PRECOMPILED:$PATH nice python -c '
 from deepspeed.ops.op_builder import AsyncIOBuilder
-AsyncIOBuilder().load()'
+AsyncIOBuilder().load()' || rm -rf "$TORCH_EXTENSIONS_DIR/async_io"
     rm -r "$PRECOMPILED"
 }
 
@@ -82,12 +85,6 @@ test_xtuner() {
     python -m pytest -q -m 'not modern_only' tests
 }
 
-test_rest() {
-    use_env .venv
-    echo '== the rest of the tests, modern stack'
-    python -m pytest -q "${REST[@]}"
-}
-
 # Which lines of the package the unit tier runs. Without the tests of signal handlers and threads: a handler that
 # interrupts coverage waits for coverage's own lock for ever.
 measure_coverage() {
@@ -101,15 +98,21 @@ measure_coverage() {
 
 if [[ ${1-} == --unit ]]; then
     shift
-    make_env .venv modern test
+    make_env .venv modern test stores
     lint
     test_modern tests/unit "$@"
     exit
 fi
 
 if [[ ${1-} == --coverage ]]; then
-    make_env .venv modern test
+    make_env .venv modern test stores
     measure_coverage
+    exit
+fi
+
+if [[ ${1-} == --lm-eval ]]; then
+    make_env .venv modern test stores lm_eval
+    test_modern tests/e2e/test_lm_eval.py
     exit
 fi
 
@@ -121,7 +124,7 @@ fi
 
 # What DeepSpeed reads NVMe with, a network file system, and file systems to be mounted
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
-make_env .venv modern test docs
+make_env .venv modern test stores docs
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
 if [[ $# -gt 0 ]]; then
@@ -135,23 +138,26 @@ set +e
 (
     (set -e; test_xtuner) >"$logs/xtuner.log" 2>&1
     xtuner=$?
-    (set -e; test_rest) >"$logs/rest.log" 2>&1
+    (set -e; test_modern "${STORES[@]}") >"$logs/stores.log" 2>&1
     exit $((2 * ($? != 0) + (xtuner != 0)))
 ) &
 second=$!
+(set -e; build_docs; test_modern tests/stress) >"$logs/stress.log" 2>&1 &
+stress=$!
 set +m
 failed=()
-(set -e; lint; build_docs; test_modern tests "${REST[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
+(set -e; lint; test_modern tests --ignore=tests/stress "${STORES[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
 ((PIPESTATUS[0] == 0)) || failed+=(modern)
+wait $stress || failed+=(stress)
 wait $second
 status=$?
 ((status & 1)) && failed+=(xtuner)
-((status & 2)) && failed+=(rest)
-((status > 3)) && failed+=(xtuner rest) # it was killed
+((status & 2)) && failed+=(stores)
+((status > 3)) && failed+=(xtuner stores) # it was killed
 set -e
-cat "$logs/xtuner.log" "$logs/rest.log"
-for stack in "${failed[@]}"; do
-    echo "== failed: $stack"
-    grep -E '^(FAILED|ERROR) ' "$logs/$stack.log" || tail -n 50 "$logs/$stack.log"
+cat "$logs/stress.log" "$logs/xtuner.log" "$logs/stores.log"
+for run in "${failed[@]}"; do
+    echo "== failed: $run"
+    grep -E '^(FAILED|ERROR) ' "$logs/$run.log" || tail -n 50 "$logs/$run.log"
 done
 exit ${#failed[@]}

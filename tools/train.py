@@ -1,23 +1,30 @@
-"""Train what an MMEngine config describes, on GPUs with nccl or on CPU with gloo.
+"""Train an MMEngine config, on GPUs with nccl or on CPU with gloo.
 
     torchrun --nproc_per_node 2 tools/train.py CONFIG [--work-dir DIR] [--resume [CHECKPOINT]]
         [--cfg-options model.a=1 train_cfg.max_iters=10]
 
-Both runners work (`runner_type = 'FlexibleRunner'` in the config, else Runner). Modules that lie
-beside this file can be named in the config's `custom_imports`.
+Both runners work (`runner_type = 'FlexibleRunner'` in the config, else Runner). The config's `custom_imports` may name
+modules beside this file.
 """
 
 import argparse
 import os
+import sys
 import warnings
 
-import torch
-from mmengine.config import Config, DictAction
+try:
+    import torch
+    from mmengine.config import Config, DictAction
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"tools/train.py: {error.name} is not installed here: pip install '.[deepspeed]', or "
+        'source tools/env.sh && use_env .venv'
+    )
 
 
 def parse_args() -> argparse.Namespace:
     """Parse the command line and refuse to run without torchrun."""
-    parser = argparse.ArgumentParser(description='Train what an MMEngine config describes.')
+    parser = argparse.ArgumentParser(description='Train an MMEngine config.')
     parser.add_argument('config', help='path of the config file')
     parser.add_argument('--work-dir', help="instead of the config's work_dir")
     parser.add_argument(

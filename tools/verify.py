@@ -1,4 +1,4 @@
-"""Is a model folder whole and unchanged? Are two the same model? The same as the command xhf-verify.
+"""Check that a model folder is complete and unchanged, or compare two models. Same as the command xhf-verify.
 
 python tools/verify.py DIR
 python tools/verify.py A B [--json] [--plot FILE] [--help]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.config.checks import folder
+from xhf_hooks.config.checks import folder_or_url
 from xhf_hooks.config.frontends import frontend_function
 from xhf_hooks.config.options import CallOptions
 from xhf_hooks.distributed.collective import Collective
@@ -34,6 +34,7 @@ def save_hf(
     bucket_size: int | str = '128MB',
     writer: str = 'auto',
     verify: str = 'sizes',
+    backend_args: dict[str, Any] | None = None,
 ) -> CommittedCheckpoint:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
@@ -43,7 +44,8 @@ def save_hf(
     Args:
         model: A DeepSpeed engine, what ``accelerator.prepare`` returned, or a PreTrainedModel or PeftModel,
             alone, in DDP or in FSDP.
-        out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
+        out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete. Or the URL of
+            an object store, to which every rank sends what it owns.
 
     Returns:
         What was committed: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
@@ -55,7 +57,7 @@ def save_hf(
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
     began = time.perf_counter()
-    final = folder('out_dir', out_dir)
+    final = folder_or_url('out_dir', out_dir)
     if final is None:
         raise OptionError('out_dir', 'the path of a folder', out_dir)
     options = CallOptions(
@@ -70,15 +72,16 @@ def save_hf(
         bucket_size=bucket_size,
         writer=writer,
         verify=verify,
+        backend_args=backend_args,
     )
+    if options.backend_args is not None and isinstance(final, Path):
+        raise OptionError('backend_args', 'None when out_dir is a folder', [*options.backend_args])
     number = options.step or 0
     committed: list[CommittedCheckpoint] = []
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
     shared = Collective.shared()  # connections to all ranks: made at the first call
     try:
-        saves = CheckpointManager(
-            unwrap(model), final.absolute(), options, log, on_committed=committed.append, collective=shared
-        )
+        saves = CheckpointManager(unwrap(model), final, options, log, on_committed=committed.append, collective=shared)
         try:
             saves.prepare(None, when='now')
             saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)

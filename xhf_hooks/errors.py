@@ -59,6 +59,10 @@ class TargetError(XhfError):
     """The output folder cannot be used: not writable, in use, too small, or not ours to replace."""
 
 
+class StoreError(TargetError, OSError):
+    """An object store cannot be reached, refuses what it is asked for, or has lost something."""
+
+
 class LimitError(XhfError):
     """A limit of the system is too low for a save."""
 

@@ -7,24 +7,32 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from xhf_hooks import preflight
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, new_name
+from xhf_hooks.commit.store_folder import StoreFolder
+from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.exit_guard import ExitWait
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.model.unwrap import Unwrapped
+from xhf_hooks.on_demand.exceptions import UncaughtExceptions
 from xhf_hooks.on_demand.save_requests import SaveRequests
+from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_run, wait_for_all
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
-from xhf_hooks.writers.choose import choose_writer
+from xhf_hooks.uploads.run_uploads import uploads_of_run
+from xhf_hooks.writers.choose import choose_store_writer, choose_writer
+
+#: What the name of the folder of a save after an exception ends with.
+_EXCEPTION = 'exception'
 
 
 class RunFrontend:
@@ -50,8 +58,10 @@ class CheckpointManager:
 
     Args:
         unwrapped: The trained model.
+        final: The folder of the newest save, or the URL of a store.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
         on_committed: Called with each committed save.
+        on_result: Called on rank 0 with the numbers that ``on_saved`` has returned.
         collective: One that outlives these saves; None makes one.
 
     Attributes:
@@ -67,7 +77,7 @@ class CheckpointManager:
     def __init__(
         self,
         unwrapped: Unwrapped,
-        final: Path,
+        final: Path | str,
         options: RunOptions | CallOptions,
         log: RunLog,
         *,
@@ -75,26 +85,38 @@ class CheckpointManager:
         suffixes: Sequence[str] = (),
         reward_token_id: int | None = None,
         on_committed: Callable[[CommittedCheckpoint], None] | None = None,
+        on_result: Callable[[Result], None] | None = None,
         collective: Collective | None = None,
     ) -> None:
         self._options, self._log = options, log
-        self._on_committed = on_committed
+        self._on_committed, self._on_result = on_committed, on_result
         self._after: Callable[[], None] | None = None  # of the save in flight
         self._requests: SaveRequests | None = None
+        self._after_saves: AfterSaves | None = None
+        self._passed: Step | None = None
         self.saved_at: int | None = None
         if options.dtype == 'F32':
             preflight.refuse_unreadable_fp32_masters(unwrapped.engine)
         self._run = None if run is None else weakref.ref(run)
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self.newest = CheckpointFolder(final, options.max_keep_ckpts)
-        self.others = {
-            suffix: CheckpointFolder(final.with_name(f'{final.name}_{suffix}'), max_keep=1) for suffix in suffixes
-        }
+        self.newest: SaveTarget
+        if isinstance(final, str):
+            self.newest = StoreFolder(final, options.max_keep_ckpts, options.backend_args)
+        else:
+            self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts)
+        suffixes = [*suffixes, *([_EXCEPTION] if options.save_on_exception else [])]
+        self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._end_interrupted()
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
-            self._writer = choose_writer(log, options.writer, new_name(final, 'shared'), self.collective)
+            if isinstance(final, str):
+                self._writer = choose_store_writer(options.writer)
+            else:
+                self._writer = choose_writer(
+                    log, options.writer, new_name(self.newest.final, 'shared'), self.collective
+                )
+            self._uploads = uploads_of_run(options, [folder.final for folder in self._folders], self.collective, log)
             self._saver = Saver(
                 unwrapped.model,
                 options,
@@ -104,6 +126,7 @@ class CheckpointManager:
                 reward_token_id=reward_token_id,
                 in_background=options.async_save,
                 facts=unwrapped.facts,
+                after_commit=None if self._uploads is None else self._uploads.offer,
             )
             ending.callback(self._saver.close)
             for folder in self._folders:
@@ -119,7 +142,7 @@ class CheckpointManager:
         self,
         tokenizer: Any | None,
         *,
-        when: Any,
+        when: str | None,
         sweep: Path | None = None,
         finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]] | None = None,
         request_file: Path | None = None,
@@ -128,7 +151,7 @@ class CheckpointManager:
 
         Args:
             tokenizer: Of the run; the option ``tokenizer`` takes precedence, the base model's is the fallback.
-            when: Describes the schedule, for the log.
+            when: Describes the schedule, for the log; None is no schedule.
             sweep: A work_dir to clear of what killed runs left.
             finish_tokenizer: Returns the final tokenizer, EOS token ids to add, and log messages.
             request_file: Asks for a save, with the option ``save_on_file``.
@@ -139,7 +162,10 @@ class CheckpointManager:
         try:
             plan = self._saver.prepare()
             with self.collective.stage('preflight'):
-                if self.collective.rank == 0:
+                if self.collective.rank != 0:
+                    for folder in self._folders:
+                        folder.connect()
+                else:
                     self._refuse_other_runs()
                     preflight.claim_targets(
                         self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep
@@ -156,18 +182,27 @@ class CheckpointManager:
                     self._saver.set_tokenizer(found, eos_token_ids)
                     for warning in self._saver.rehearse(self.newest):
                         self._log.warning(warning)
+                    self._look_after_saves()
+            if self._uploads is not None:
+                self._ending.callback(self._uploads.end)
+                with self.collective.stage('preflight'):
+                    self._uploads.claim(self.collective.rank)
+                self._ending.callback(ExitWait(self._uploads.wait).close)
+                weakref.finalize(self, self._uploads.end_forgotten).atexit = False
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
                 self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
             self._accept_requests(request_file if self._options.save_on_file else None)
+            self._watch_for_exceptions()
             log_preparations(
                 self._log,
                 plan,
                 self._saver.expected_extra_nbytes,
-                when=when,
+                when=self._occasions(when),
                 writer=self._writer,
+                in_background=self._saver.in_background,
                 final=self.newest.final,
                 left_out=self._saver.exporter.left_out,
                 notes=self._saver.exporter.notes,
@@ -179,7 +214,7 @@ class CheckpointManager:
     def save(
         self,
         step: Step,
-        folder: CheckpointFolder | None = None,
+        folder: SaveTarget | None = None,
         *,
         may_skip: bool = False,
         after: Callable[[], None] | None = None,
@@ -226,13 +261,21 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree on it.
         """
+        self._passed = step
         if self._requests is not None and self._requests.is_due(step.iteration, validated=validated):
             self._save_asked(step)
 
-    def save_last_asked(self, step: Step) -> None:
-        """:meth:`save_if_asked` when training has ended."""
+    def finish(self, step: Step) -> None:
+        """Training has ended: :meth:`save_if_asked`, then wait for what ``on_saved`` has yet to do."""
         if self._requests is not None and self._requests.is_due_at_end():
             self._save_asked(step)
+        if self._options.on_saved is None:
+            return
+        try:
+            wait_for_all(self._after_saves, self.collective, self._options.exit_wait_secs, self._log)
+        except XhfError as error:
+            self.handle(error, 'waiting for on_saved')
+        self._tell_results()
 
     @property
     def must_tell_after(self) -> bool:
@@ -240,9 +283,13 @@ class CheckpointManager:
         return self._after is not None
 
     def collect_if_done(self) -> None:
-        """Report the background save if it has succeeded on this rank, where the others are about to."""
+        """Report the background save if it has succeeded on this rank, where the others are about to.
+
+        And what ``on_saved`` has returned.
+        """
         if self._saver.background.succeeded:
             self.collect()
+        self._tell_results()
 
     def collect(self) -> None:
         """Wait for the save in flight, if any, and report it; the same outcome on all ranks."""
@@ -280,6 +327,18 @@ class CheckpointManager:
         if self._requests is not None:
             self._requests.end_process()
 
+    def _occasions(self, when: str | None) -> str:
+        """All that makes a save, for the log."""
+        options = self._options
+        occasions = [] if when is None else [when]
+        if isinstance(options, RunOptions):
+            occasions += ['when training ends'] * options.save_last
+            best = [folder.name for suffix, folder in self.others.items() if suffix != _EXCEPTION]
+            occasions += [f'when the model is the best so far ({name})' for name in best]
+            occasions += ['after an exception'] * options.save_on_exception
+            occasions += ['on demand'] * options.saves_on_demand
+        return ', '.join(occasions)
+
     def _accept_requests(self, file: Path | None) -> None:
         signals = self._options.save_on_signal
         if signals or file is not None:
@@ -287,6 +346,43 @@ class CheckpointManager:
             self._requests = SaveRequests(self.collective, self._log, signals=signals, file=file, wait_secs=wait_secs)
             self._ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
+
+    def _look_after_saves(self) -> None:
+        """Runs on: rank 0."""
+        self._after_saves = after_saves_of_run(self._options, self._log)
+        if self._after_saves is not None:
+            self._ending.callback(self._after_saves.close)
+            weakref.finalize(self, self._after_saves.close).atexit = False
+
+    def _tell_results(self) -> None:
+        for result in () if self._after_saves is None else self._after_saves.results():
+            if self._on_result is not None:
+                self._on_result(result)
+
+    def _watch_for_exceptions(self) -> None:
+        if not self._options.save_on_exception:
+            return
+        own = weakref.ref(self)  # a run that is never closed must not keep its model in memory
+
+        def iterations_done() -> int | None:
+            saves = own()
+            return None if saves is None or saves._passed is None else saves._passed.iteration
+
+        def save(error: Exception) -> None:
+            if (saves := own()) is not None:
+                saves._save_after(error)
+
+        exceptions = UncaughtExceptions(self.collective, self._log, iterations_done=iterations_done, save=save)
+        self._ending.callback(exceptions.close)
+        weakref.finalize(self, exceptions.close).atexit = False
+
+    def _save_after(self, error: Exception) -> None:
+        """All ranks have raised, after the same number of iterations."""
+        with suppress(XhfError):
+            self.collect()
+        facts = {'exception': f'{type(error).__name__}: {error}'[:1000]}
+        progress = ProgressLog(self._log, self._passed.label)
+        log_save(self._log, self._saver.save(self.others[_EXCEPTION], self._passed, progress, facts))
 
     def _save_asked(self, step: Step) -> None:
         self.collect()  # before saved_at is looked at: all ranks learn here whether the save in flight has failed
@@ -322,7 +418,7 @@ class CheckpointManager:
         return other._run() is not self._run()
 
     @property
-    def _folders(self) -> list[CheckpointFolder]:
+    def _folders(self) -> list[SaveTarget]:
         return [self.newest, *self.others.values()]
 
     def _make_way(self, step: Step, *, may_skip: bool) -> bool:
@@ -343,6 +439,8 @@ class CheckpointManager:
         committed = replace(committed, warnings=(*self._tokenizer_warnings, *committed.warnings))  # logged before
         if self._on_committed is not None:
             self._on_committed(committed)
+        if self._after_saves is not None:
+            self._after_saves.committed(committed)
 
     def _wait_at_exit(self) -> None:
         background = self._saver.background
@@ -355,8 +453,8 @@ class CheckpointManager:
                 )
 
 
-def _release(process: int, folders: Sequence[CheckpointFolder]) -> None:
+def _release(process: int, folders: Sequence[SaveTarget]) -> None:
     """After garbage collection, in this process or in a child."""
     if os.getpid() == process:
         for folder in folders:
-            folder.release()
+            folder.release_forgotten()

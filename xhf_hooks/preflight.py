@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.commit.checkpoint_folder import sweep_dead_runs
+from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.errors import OptionError, TargetError
 
 _Log = logging.Logger | logging.LoggerAdapter
@@ -30,7 +31,7 @@ def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
 
 
 def claim_targets(
-    log: _Log, folders: Sequence[CheckpointFolder], nbytes: int, base_dir: str, *, sweep: Path | None = None
+    log: _Log, folders: Sequence[SaveTarget], nbytes: int, base_dir: str, *, sweep: Path | None = None
 ) -> None:
     """Claim the folders and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
@@ -53,7 +54,7 @@ def claim_targets(
                 log.info(f'cleared what a killed run left: {path}')
     free = newest.require_room(nbytes)
     copies = newest.max_keep + 1  # the kept ones, and the next while it is written
-    if newest.max_keep > 0 and free < copies * nbytes:
+    if newest.max_keep > 0 and free is not None and free < copies * nbytes:
         log.warning(
             f'{newest.final.parent} has {free / 1e9:.2f} GB free; keeping {newest.max_keep} '
             f'and writing the next needs {copies * nbytes / 1e9:.2f} GB'

@@ -55,6 +55,8 @@ class Registry:
 SOURCES = Registry('source')
 EXPORTERS = Registry('exporter')
 WRITERS = Registry('writer')
+#: To an object store; not by the option ``writer``, but by the URL of ``out_dir``.
+STORE_WRITERS = Registry('writer to a store')
 
 
 def mmengine_hooks() -> Any | None:
@@ -91,12 +93,28 @@ def build_from_config(config: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: MMEngine is not installed.
     """
+    return _mmengine_registry('tokenizer', 'a tokenizer or a folder', config).build(dict(config))
+
+
+def type_in_config(config: Mapping[str, Any], option: str, instead: str) -> Any:
+    """The class or function that an MMEngine config names; None when there is none.
+
+    Args:
+        option: That the config is given as, for the message.
+        instead: What else the option may be.
+
+    Raises:
+        OptionError: MMEngine is not installed.
+    """
+    found = config['type']
+    return _mmengine_registry(option, instead, config).get(found) if isinstance(found, str) else found
+
+
+def _mmengine_registry(option: str, instead: str, config: Mapping[str, Any]) -> Any:
     try:
         from mmengine.registry import Registry as MMEngineRegistry
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition('.')[0] != 'mmengine':
             raise
-        raise OptionError(
-            'tokenizer', 'a tokenizer or a folder (configs need MMEngine, which is not installed)', config
-        ) from None
-    return MMEngineRegistry('builder', scope='mmengine').build(dict(config))
+        raise OptionError(option, f'{instead} (configs need MMEngine, which is not installed)', config) from None
+    return MMEngineRegistry('builder', scope='mmengine')

@@ -4,9 +4,9 @@ Source.specs()      what there is                     names and full shapes, no 
 Exporter.entries()  what goes out, under which names
 make_plan()         where each byte will lie          digest compared across ranks
 local_shards()      what each rank has of a tensor     with writer='positional', where it is possible
-SliceSender         the same, sent to the owner        with writer='stream' and 'parallel', where it is possible
+SliceSender         the same, sent to the owner        with 'stream', 'parallel' and stores, where it is possible
 gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
-Writer.write()      into a staging folder             while the next slice or bucket is read
+Writer.write()      into a staging folder or a store   while the next slice or bucket is read
 require_samples()   some of it, seen by others     before it is committed
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
@@ -23,28 +23,29 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import merge, pack
+from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
+from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.files.open_files import allow_open_files
+from xhf_hooks.planning.front_to_back import most_waiting_nbytes
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Spread, Step, TensorSpec
-from xhf_hooks.registry import WRITERS
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.live_chunks import ChunkStream, LiveChunks, Snapshot
-from xhf_hooks.sources.send import device_of_messages
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.telemetry.timing import SaveClock
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers import Writer
-from xhf_hooks.writers.evidence import require_samples, some_samples
+from xhf_hooks.writers.choose import writer_named
+from xhf_hooks.writers.evidence import some_samples
 from xhf_hooks.writers.file_io.output_file import FileIdentity
 
 #: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
@@ -61,7 +62,7 @@ class _Job:
         to_close: Ends the threads.
     """
 
-    folder: CheckpointFolder
+    folder: SaveTarget
     step: Step
     facts: Mapping[str, Any]
     on_progress: Callable[[int, int], None] | None
@@ -76,10 +77,11 @@ class Saver:
     Args:
         model: The bare trained module (not the engine or wrapper around it).
         root: What the source reads where that is another module (model/unwrap.py); None: the model.
-        writer: Name in WRITERS; what the option of that name has come to.
+        writer: What the option of that name has come to (writers/choose.py).
         reward_token_id: Of a reward model that is told by the config of the run; None for any other.
         in_background: Whether :meth:`start` will be used.
         facts: What else the manifest says, such as engine and ZeRO stage.
+        after_commit: Called on all ranks after each commit, in the thread that saves, with the final name.
 
     Attributes:
         exporter: Set by :meth:`prepare`.
@@ -98,7 +100,9 @@ class Saver:
         reward_token_id: int | None = None,
         in_background: bool = False,
         facts: Mapping[str, Any] | None = None,
+        after_commit: Callable[[Path, Step, Collective], None] | None = None,
     ) -> None:
+        self._after_commit = after_commit
         self._model = model
         self._root = model if root is None else root
         self._options, self._writer, self._reward_token_id = options, writer, reward_token_id
@@ -151,9 +155,11 @@ class Saver:
         """About how much memory a save takes on the busiest rank."""
         gathered = self._source.memory_factor * self.plan.largest_bucket_nbytes + self.exporter.combine_nbytes
         received = self._half_bucket + 3 * self._round_nbytes if self.plan.rounds else 0
-        return max(gathered, received) + _SLICES_NBYTES * bool(self.plan.sliced)
+        writer = writer_named(self._writer)
+        waiting = most_waiting_nbytes(self.plan, self._collective.rank) if writer.front_to_back else 0
+        return max(gathered, received) + waiting + writer.own_parts_nbytes + _SLICES_NBYTES * bool(self.plan.sliced)
 
-    def rehearse(self, folder: CheckpointFolder) -> list[str]:
+    def rehearse(self, folder: SaveTarget) -> list[str]:
         """Write and remove the files around the weights, where they will go. Runs on: rank 0.
 
         Returns:
@@ -166,7 +172,7 @@ class Saver:
 
     def save(
         self,
-        folder: CheckpointFolder,
+        folder: SaveTarget,
         step: Step,
         on_progress: Callable[[int, int], None] | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -187,13 +193,13 @@ class Saver:
         clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
-        job = self._begin(folder, step, facts, on_progress)
+        job = self._begin(folder, step, facts, on_progress, beside_training=False)
         chunks = self._live_chunks().opened(self._collective, clock.meter)
         return self._write_and_commit(job, chunks, self._collective, clock)
 
     def start(
         self,
-        folder: CheckpointFolder,
+        folder: SaveTarget,
         step: Step,
         on_progress: Callable[[int, int], None] | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -212,10 +218,15 @@ class Saver:
             self._renew_plan()
         with clock.stage('snapshot'):
             held = self._take_snapshot(clock.meter)
-        job = self._begin(folder, step, facts, on_progress)
+        job = self._begin(folder, step, facts, on_progress, beside_training=True)
         clock.training_goes_on()
         chunks = held.opened(self._in_background, clock.meter)
-        self.background.start(lambda: self._write_and_commit(job, chunks, self._in_background, clock))
+
+        def work() -> CommittedCheckpoint:
+            lower_priority()
+            return self._write_and_commit(job, chunks, self._in_background, clock)
+
+        self.background.start(work)
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training.
@@ -244,8 +255,7 @@ class Saver:
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     def _live_chunks(self) -> LiveChunks:
-        device = device_of_messages(self._root)
-        return LiveChunks(self.plan, self._source, use_fp32_master=self._use_fp32_master, device=device)
+        return LiveChunks(self.plan, self._source, use_fp32_master=self._use_fp32_master)
 
     def _take_snapshot(self, meter: MemoryMeter) -> Snapshot:
         held = Snapshot(self.plan)
@@ -254,7 +264,7 @@ class Saver:
 
     def _make_plan(self, specs: list[TensorSpec], spread: Mapping[str, Spread]) -> None:
         self._specs = specs
-        writer = WRITERS.get(self._writer)
+        writer = writer_named(self._writer)
         if self._use_fp32_master:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
         entries = self.exporter.entries(specs, self._options.dtype)
@@ -266,26 +276,33 @@ class Saver:
             bucket_nbytes=self._half_bucket,
             n_parameters=self.exporter.n_parameters,
             n_writers=self._collective.world_size if writer.all_ranks else 1,
+            share_files=writer.writes_local_shards,
             sliced=spread if writer.writes_local_shards else (),
-            spread=spread if writer.receives_local_shards else {},
+            spread=spread if writer.writes_local_shards or writer.receives_local_shards else {},
+            share_copies=self.in_background,
             round_nbytes=self._round_nbytes,
+            front_to_back=writer.front_to_back,
         )
 
     def _begin(
         self,
-        folder: CheckpointFolder,
+        folder: SaveTarget,
         step: Step,
         facts: Mapping[str, Any] | None,
         on_progress: Callable[[int, int], None] | None,
+        *,
+        beside_training: bool,
     ) -> _Job:
         """Start all threads that the save will need, before training goes on. Whoever gets them closes them."""
         with ExitStack() as to_close:
             with self._collective.stage('threads'):
-                writer = WRITERS.get(self._writer)(pending_nbytes=self._half_bucket, fsync=folder.fsync)
+                kind = writer_named(self._writer)
+                writer = kind(self._half_bucket, fsync=folder.fsync, beside_training=beside_training)
                 to_close.callback(writer.abort)
                 readers = None
                 if self._options.verify == 'full' and self._collective.rank == 0:
-                    readers = to_close.enter_context(WorkerThreads(default_workers()))
+                    prepare = lower_priority if beside_training else lambda: None
+                    readers = to_close.enter_context(WorkerThreads(default_workers(), prepare))
             return _Job(folder, step, facts or {}, on_progress, writer, readers, to_close.pop_all())
 
     def _write_and_commit(
@@ -303,17 +320,17 @@ class Saver:
             with clock.stage('staging'):
                 with collective.stage('staging'):
                     if is_rank0:
-                        staging = folder.open_staging()
+                        staging = folder.open_staging(job.step)
                         free_before = folder.require_room(plan.nbytes)
                         warnings += self.exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-                        made = staging.name, writer.create(plan, staging)
-                name, files = collective.broadcast(made)
-                staging = folder.final.with_name(name)
+                        made = folder.token, writer.create(plan, folder.place(folder.token))
+                token, files = collective.broadcast(made)
             with clock.stage('write'):
-                records, overflows = self._write(writer, staging, files, chunks, collective, job.on_progress)
+                place = folder.place(token)
+                records, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
             if self._options.verify != 'off':
                 with clock.stage('look'):
-                    self._look(writer, staging, files, collective)
+                    self._look(writer, collective)
             with clock.stage('receipts'):
                 records = collective.reduce(records, merge)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
@@ -329,6 +346,8 @@ class Saver:
             raise
         finally:
             job.to_close.close()
+        if self._after_commit is not None:
+            self._after_commit(folder.final, job.step, collective)
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         cost = SaveCost(
@@ -341,12 +360,12 @@ class Saver:
             free_before_nbytes=free_before,
             free_after_nbytes=free_after,
         )
-        return CommittedCheckpoint(folder.final, job.step, cost, tuple(warnings))
+        return CommittedCheckpoint(folder.name_of(token), job.step, cost, tuple(warnings))
 
     def _write(
         self,
         writer: Writer,
-        staging: Path,
+        place: Any,
         files: Mapping[str, FileIdentity],
         chunks: AbstractContextManager[ChunkStream],
         collective: Collective,
@@ -356,7 +375,7 @@ class Saver:
         done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
-            writer.open(staging, files)
+            writer.open(self.plan, place, files)
             for chunk in some:
                 if collective.is_failing:
                     continue  # the others gather on until the next agreement, and need this rank for it
@@ -370,7 +389,7 @@ class Saver:
                     collective.remember('write', error)
             return pack(self.plan, [] if collective.is_failing else writer.finish()), some.overflows
 
-    def _look(self, writer: Writer, staging: Path, files: Mapping[str, FileIdentity], collective: Collective) -> None:
+    def _look(self, writer: Writer, collective: Collective) -> None:
         """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
         samples = some_samples(writer.samples, collective.rank)
         if writer.all_ranks:
@@ -378,7 +397,9 @@ class Saver:
             distances = sorted({1, max(1, collective.world_size // 2)})
             samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
         with collective.stage('look'):
-            require_samples(staging, files, samples)
+            writer.look(samples)
+            if self._options.verify == 'full':
+                writer.read_back()
 
     def _own_nbytes(self, collective: Collective) -> int:
         """About what this rank writes."""

@@ -95,7 +95,9 @@ def count_agreements(root: Path) -> dict[str, Any]:
                 message = 'no error'
                 with fault:
                     try:
-                        plan, _ = save_folder(engine.module, root / 'hf_model', bucket_size=2000, writer=writer)
+                        plan, _ = save_folder(
+                            engine.module, root / 'hf_model', bucket_size=2000, max_shard_size=20_000, writer=writer
+                        )
                     except AgreedError as error:
                         message = str(error)
                 n_planned = len(plan.buckets) + len(plan.rounds)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from tests.distributed.test_hook_runs import log_dir_of, run, saves
 from tests.helpers.compare import folder_tensors
 from tests.helpers.ending_run import ENDS_AT
+from tests.helpers.engines import zero_engine
 from tests.helpers.ranks import REPO_ROOT
 from tests.helpers.scenarios import check, run_scenarios
 
@@ -24,6 +26,7 @@ EVERY = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
 LAST = 5
 #: Name to (ZeRO stage, writer).
 PAIRS = {'zero2_positional': (2, 'positional'), 'zero3_positional': (3, 'positional'), 'zero3_stream': (3, 'stream')}
+WRITERS = ('positional', 'stream')
 ENDS = ('exception', 'sigterm')
 WRITE_SECS = 0.04
 N_WRITES = 21  # one tensor each
@@ -31,16 +34,59 @@ N_WRITES = 21  # one tensor each
 
 def slowed(hook: dict[str, Any], work_dir: Path) -> str:
     """A run on a disk that takes several iterations for a save. Runs on: all ranks."""
+    import torch.distributed as dist
+
     from xhf_hooks.writers.file_io.output_file import OutputFile
 
     write = OutputFile.write
+    work_dir.mkdir(parents=True, exist_ok=True)
 
     def write_slowly(self: OutputFile, *args: Any) -> None:
+        gives_way = nice_value(threading.get_native_id()) > nice_value(os.getpid())
+        (work_dir / f'rank_{dist.get_rank()}_{"gives_way" if gives_way else "does_not"}').touch()
         time.sleep(WRITE_SECS)
         write(self, *args)
 
     with mock.patch.object(OutputFile, 'write', write_slowly):
         return run(dict(hook={**EVERY, **hook}, stage=3, max_iters=LAST), work_dir)
+
+
+def nice_value(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def direct(writer: str, root: Path) -> int:
+    """Save slices that are large enough to go to the disk directly. Runs on: all ranks.
+
+    Returns:
+        How many bytes went there so, of the save in the background.
+    """
+    import torch
+
+    from tests.helpers.zoo.llamas import larger_llama
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.config.options import SaveOptions
+    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.planning.types import Step
+    from xhf_hooks.save import Saver
+    from xhf_hooks.writers.file_io.direct import DirectWrites
+
+    model = zero_engine(larger_llama().to(torch.bfloat16), 3).module
+    saver = Saver(model, SaveOptions(), Collective(), writer=writer, in_background=True)
+    saver.prepare()
+    write, done = DirectWrites.write, [0]
+
+    def count(self: DirectWrites, *args: Any) -> int:
+        done.append(write(self, *args))
+        return done[-1]
+
+    with mock.patch.object(DirectWrites, 'write', count):
+        saver.save(CheckpointFolder(root / 'waited', 1), Step('iter', 1, 1))
+        assert done == [0]
+        saver.start(CheckpointFolder(root / 'background', 1), Step('iter', 1, 1))
+        saver.background.outcome()
+    saver.close()
+    return sum(done)
 
 
 def failing(on_error: str, work_dir: Path) -> list[Any]:
@@ -78,6 +124,8 @@ def finished(tmp_path_factory):
     for busy in ('wait', 'skip'):
         scenarios[busy] = partial(slowed, dict(async_save=True, async_busy=busy), root / busy)
     scenarios['not_async'] = partial(slowed, {}, root / 'not_async')
+    for writer in WRITERS:
+        scenarios[f'direct_{writer}'] = partial(direct, writer, root / f'direct_{writer}')
     best = dict(hook=dict(save_best='acc', interval=2, by_epoch=False, async_save=True), stage=3, max_iters=8)
     scenarios['best'] = partial(run, dict(best, scores=[0.5, 0.7, 0.6, 0.4]), root / 'best')
     for on_error in ('continue', 'raise'):
@@ -103,6 +151,25 @@ def test_same_files_as_without(finished, name):
         assert files_of(background / folder) == files_of(without / folder)
 
 
+@pytest.mark.parametrize('writer', WRITERS)
+def test_same_files_when_written_directly(finished, writer):
+    written, root = check(finished[1], f'direct_{writer}'), finished[0] / f'direct_{writer}'
+    assert files_of(root / 'background') == files_of(root / 'waited')
+    if not written[0]:
+        pytest.skip(f'NOT TESTED: {root} is not on ext4 or XFS')
+    nbytes = (root / 'waited' / 'model.safetensors').stat().st_size
+    # Slices of 512 KB, but for their ends, and not those of 256 KB, whoever writes them
+    assert 0.5 * nbytes < sum(written) < nbytes
+    assert (written[1] == 0) == (writer == 'stream')
+
+
+def test_threads_give_way_to_training_in_the_background_alone(finished):
+    for name, found in (('skip', 'gives_way'), ('not_async', 'does_not')):
+        assert sorted(path.name for path in (finished[0] / name).glob('rank_*')) == [
+            f'rank_{rank}_{found}' for rank in range(2)
+        ]
+
+
 def test_training_goes_on_and_the_weights_are_those_of_the_step(finished):
     """In a run of one save in flight at a time over a slow disk, which is skipped when it is due meanwhile."""
     log_dir, whole = log_dir_of(finished, 'skip'), log_dir_of(finished, 'not_async')
@@ -119,10 +186,10 @@ def test_training_goes_on_and_the_weights_are_those_of_the_step(finished):
 
 
 def test_training_stands_still_for_the_copy_alone(finished):
-    pattern = re.compile(r'in ([\d.]+) s, [\d.]+ GB/s, training stalled for ([\d.]+) s')
+    pattern = re.compile(r'in ([\d.]+) s\n +cost +training stalled for ([\d.]+) s')
     times = [(float(a), float(b)) for a, b in pattern.findall(log_of(log_dir_of(finished, 'skip')))]
     slow_secs = N_WRITES * WRITE_SECS
-    assert all(seconds >= slow_secs and stalled < seconds for seconds, stalled in times), times
+    assert times and all(seconds >= slow_secs and stalled < seconds for seconds, stalled in times), times
 
 
 def test_a_save_that_is_due_waits(finished):

@@ -39,13 +39,16 @@ WRITERS = ('stream', 'parallel', 'positional', 'gather')
 #: Ways that must give another answer, the same each.
 IN_SHARDS = {writer: dict(writer=writer, max_shard_size=20_000) for writer in WRITERS}
 MASTERS = {writer: dict(writer=writer, dtype='float32') for writer in WRITERS}
-#: A model that is neither tied nor frozen has nothing of its own that the number of ranks could change.
+#: A model that is neither tied nor frozen has nothing of its own that the number of ranks could change, nor have
+#: stages of the same layout (0, and 1 as 2), nor has memory that a partition is offloaded to.
 MODELS_OF = {2: MODELS, 1: MODELS[1:], 3: MODELS[1:]}
+SPREAD = ('zero2', 'zero3', 'zero3_default_persistence', 'zero3_small_sub_groups')
+ENGINES_OF = {2: tuple(ENGINES), 1: SPREAD, 3: SPREAD}
+NAMES_OF = {n: [f'{m}-{e}' for m in MODELS_OF[n] for e in ENGINES_OF[n]] for n in MODELS_OF}
 CASES = [
-    pytest.param(n, f'{m}-{e}', id=f'{n}ranks-{m}-{e}', marks=[pytest.mark.modern_only] * (n != 2))
-    for n, models in MODELS_OF.items()
-    for m in models
-    for e in ENGINES
+    pytest.param(n, name, id=f'{n}ranks-{name}', marks=[pytest.mark.modern_only] * (n != 2))
+    for n, names in NAMES_OF.items()
+    for name in names
 ]
 FROZEN = [param for param in CASES if 'frozen' in param.id]
 
@@ -97,7 +100,7 @@ def saved(tmp_path_factory):
     @cache
     def launch(world_size: int) -> tuple[Path, dict[str, Any]]:
         root = tmp_path_factory.mktemp(f'one_answer{world_size}')
-        scenarios = {f'{m}-{e}': partial(save_case, m, e, root) for m in MODELS_OF[world_size] for e in ENGINES}
+        scenarios = {name: partial(save_case, *name.split('-'), root) for name in NAMES_OF[world_size]}
         return root, run_scenarios(scenarios, world_size)
 
     return launch

@@ -74,7 +74,7 @@ def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
 
     model = shard(build(), kind)
     for writer in WRITERS:
-        save_hf(model, root / 'fresh' / writer, writer=writer, bucket_size=20_000)
+        save_hf(model, root / 'fresh' / writer, writer=writer, bucket_size=20_000, max_shard_size=20_000)
     if dist.get_rank() == 0:
         build().save_pretrained(root / 'fresh' / 'theirs')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -83,7 +83,7 @@ def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
     with torch.no_grad():
         model(**doors.batch())  # what it gathered for this, it keeps until the next step
     for writer in WRITERS:
-        save_hf(model, root / 'trained' / writer, writer=writer, bucket_size=20_000)
+        save_hf(model, root / 'trained' / writer, writer=writer, bucket_size=20_000, max_shard_size=20_000)
     doors.train_steps(model, optimizer)
     save_hf(model, root / 'bf16', dtype='bfloat16')
     save_hf(model, root / 'last')

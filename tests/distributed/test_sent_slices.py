@@ -18,8 +18,12 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 N_RANKS = 4
 BUCKET_NBYTES = 16 * 10**6
+#: For more files than ranks, so that in parallel each rank writes some.
+SHARD_NBYTES = 10**7
 WRITERS = ('stream', 'parallel')
 LARGE = 1e38
+#: Of a file at most, for more files than ranks, for fewer, and for one.
+FILES = {'many files': 10_000, 'few files': 60_000, 'one file': 10**9}
 
 
 class PeakSampler:
@@ -43,16 +47,17 @@ class PeakSampler:
         self._thread.join()
 
 
-def save_and_count(writer: str, root: Path) -> dict[str, int]:
+def save_and_count(writer: str, stage: int, in_background: bool, root: Path) -> dict[str, int]:
     """Bytes that this rank sends in one save, whole tensors that it gathers, its memory. Runs on: all ranks."""
     import torch
 
     from tests.helpers.zoo.llamas import larger_llama
     from xhf_hooks.distributed.collective import Collective
-    from xhf_hooks.sources import Zero3Source
+    from xhf_hooks.sources import ModuleSource, Zero3Source
 
-    engine = zero_engine(larger_llama().to(torch.bfloat16), 3)
-    post, gathered = Collective.post, Zero3Source.gathered
+    engine = zero_engine(larger_llama().to(torch.bfloat16), stage)
+    source = Zero3Source if stage == 3 else ModuleSource
+    post, gathered = Collective.post, source.gathered
     sent, whole = [], []
 
     def count(self: Collective, outgoing: Any, *args: Any) -> Any:
@@ -63,15 +68,15 @@ def save_and_count(writer: str, root: Path) -> dict[str, int]:
         whole.extend(names)
         return gathered(self, names, **options)
 
-    how = dict(writer=writer, bucket_size=BUCKET_NBYTES)
+    how = dict(writer=writer, bucket_size=BUCKET_NBYTES, max_shard_size=SHARD_NBYTES, in_background=in_background)
     save_folder(engine.module, root / writer, **how)  # what the first save brings with it
     with (
         mock.patch.object(Collective, 'post', count),
-        mock.patch.object(Zero3Source, 'gathered', count_gathered),
+        mock.patch.object(source, 'gathered', count_gathered),
         PeakSampler() as sampler,
     ):
         plan, _ = save_folder(engine.module, root / writer, **how)
-    save_folder(engine.module, root / 'gather', writer='gather')
+    save_folder(engine.module, root / 'gather', writer='gather', max_shard_size=SHARD_NBYTES)
     engine.destroy()
     return {
         'sent': sum(sent),
@@ -95,8 +100,8 @@ def save_overflowing(writer: str, root: Path) -> tuple[str, ...]:
     return committed.warnings
 
 
-def save_in_files(root: Path) -> tuple[set[str], int]:
-    """The files that this rank writes into, of more than there are ranks. Runs on: all ranks."""
+def save_in_files(root: Path, name: str) -> tuple[set[str], int]:
+    """The files that this rank writes into, and how many there are. Runs on: all ranks."""
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.writers.file_io.output_file import OutputFile
 
@@ -108,7 +113,8 @@ def save_in_files(root: Path) -> tuple[set[str], int]:
         make(self, path, *args, **options)
 
     with mock.patch.object(OutputFile, '__init__', note):
-        plan, _ = save_folder(engine.module, root / 'files', writer='parallel', max_shard_size=10_000)
+        plan, _ = save_folder(engine.module, root / name, writer='parallel', max_shard_size=FILES[name])
+    save_folder(engine.module, root / f'{name}, gathered', writer='gather', max_shard_size=FILES[name])
     engine.destroy()
     return set(opened), len(plan.files)
 
@@ -116,10 +122,14 @@ def save_in_files(root: Path) -> tuple[set[str], int]:
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('sent')
-    scenarios: dict[str, Any] = {writer: partial(save_and_count, writer, root / writer) for writer in WRITERS}
+    scenarios: dict[str, Any] = {}
+    for writer in WRITERS:
+        scenarios[writer] = partial(save_and_count, writer, 3, False, root / writer)
+        scenarios[f'{writer}, whole'] = partial(save_and_count, writer, 2, False, root / f'{writer}, whole')
+    scenarios['whole, background'] = partial(save_and_count, 'stream', 2, True, root / 'background')
     for writer in (*WRITERS, 'gather'):
         scenarios[f'overflow, {writer}'] = partial(save_overflowing, writer, root / 'overflow')
-    scenarios['files'] = partial(save_in_files, root)
+    scenarios |= {name: partial(save_in_files, root, name) for name in FILES}
     return root, run_scenarios(scenarios, N_RANKS)
 
 
@@ -144,6 +154,24 @@ def test_memory_is_that_of_a_few_buckets(saved, writer):
         assert 0 < rank['most_at_once'] <= BUCKET_NBYTES / 4
 
 
+@pytest.mark.parametrize('writer', WRITERS)
+def test_what_every_rank_has_whole_does_not_travel(saved, writer):
+    """As at ZeRO-2: its owner reads it, in parts."""
+    root, results = saved
+    ranks = check(results, f'{writer}, whole')
+    assert [(rank['sent'], rank['gathered']) for rank in ranks] == [(0, 0)] * N_RANKS
+    assert all(rank['memory'] < 3 * BUCKET_NBYTES for rank in ranks), ranks
+    assert_same_folder_tensors(root / f'{writer}, whole' / writer, root / f'{writer}, whole' / 'gather')
+
+
+def test_in_the_background_each_rank_copies_and_sends_its_share_of_it(saved):
+    root, results = saved
+    ranks = check(results, 'whole, background')
+    assert [rank['sent'] > 0 for rank in ranks] == [False, True, True, True]
+    assert sum(rank['sent'] for rank in ranks) == ranks[0]['weights'] * (N_RANKS - 1) // N_RANKS
+    assert_same_folder_tensors(root / 'background' / 'stream', root / 'background' / 'gather')
+
+
 @pytest.mark.parametrize('writer', (*WRITERS, 'gather'))
 def test_what_a_cast_makes_infinite_is_counted_where_it_is_read(saved, writer):
     _, results = saved
@@ -151,9 +179,12 @@ def test_what_a_cast_makes_infinite_is_counted_where_it_is_read(saved, writer):
         assert '1 finite weights became infinite in F16' in warnings
 
 
-def test_each_file_has_one_writer(saved):
-    _, results = saved
-    written, n_files = zip(*check(results, 'files'), strict=True)
-    names = [name for rank in written for name in rank]
-    assert len(names) == len(set(names)) == n_files[0] > N_RANKS
-    assert all(written)
+@pytest.mark.parametrize('name', FILES)
+def test_each_file_has_one_writer(saved, name):
+    root, results = saved
+    written, (n_files, *_) = zip(*check(results, name), strict=True)
+    assert (n_files > N_RANKS, 1 < n_files < N_RANKS, n_files == 1) == tuple(name == wanted for wanted in FILES)
+    names = [file for rank in written for file in rank]
+    assert len(names) == len(set(names)) == n_files
+    assert sum(map(bool, written)) == min(n_files, N_RANKS)
+    assert_same_folder_tensors(root / name, root / f'{name}, gathered')

@@ -58,7 +58,7 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
         'model.safetensors',
         'wrote ',
         'GB/s',
-        'MB of memory',
+        'peak extra memory',
     ):
         assert words in said
     expected = build('qwen2').state_dict()

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -227,8 +228,12 @@ def test_progress_in_a_log(capsys):
 
 @pytest.mark.modern_only  # it does not depend on the stack
 def test_progress_on_a_terminal():
-    code = 'import time\nfrom xhf_hooks.cli.progress import Progress\n'
-    code += 'with Progress("reading") as p:\n    p(1, 100); time.sleep(1); p(25, 100); p(100, 100)'
+    said = on_a_terminal('with Progress("reading") as p:\n    p(1, 100); time.sleep(1); p(25, 100); p(100, 100)')
+    assert 'reading:' in said and '25%' in said and '\r' in said
+
+
+def on_a_terminal(lines: str) -> str:
+    code = f'import time\nfrom xhf_hooks.cli.progress import Progress\n{lines}'
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 100, 0, 0))  # tqdm draws nothing on no columns
     os.set_blocking(ours, False)  # what was never written is an error then
@@ -236,4 +241,19 @@ def test_progress_on_a_terminal():
     said = os.read(ours, 10_000).decode()
     os.close(theirs)
     os.close(ours)
-    assert 'reading:' in said and '25%' in said and '\r' in said
+    return said
+
+
+@pytest.mark.modern_only
+def test_the_page_shows_the_progress_of_a_conversion(capsys):
+    """All but figures and how much of the bar is full."""
+    shown = [line for line in (ROOT / 'docs' / 'converting.md').read_text().splitlines() if '42' in line]
+    said = on_a_terminal('with Progress("converting") as p:\n    p(1, 10**10); time.sleep(1); p(42 * 10**8, 10**10)')
+    (bar,) = [line for line in said.split('\r') if '42%' in line]
+    with Progress('converting', line_every_secs=0.0) as progress:
+        progress(42 * 10**8, 10**10)
+    assert [shape(line) for line in shown] == [shape(bar), shape(capsys.readouterr().err.strip())]
+
+
+def shape(line: str) -> str:
+    return re.sub(r'\|.*\|', '|', re.sub(r'[kMGTP]?B/s', 'B/s', re.sub(r'[\d.]+', '0', line)))

@@ -35,6 +35,12 @@ COMMANDS = {
     'getting-started.md': ['bash tools/demo.sh', ENTER, 'pip install .', *AFTER_THE_DEMO],
     'converting.md': [f'python tools/convert.py CHECKPOINT OUT {how}' for how in ('--dry-run', '--verify')],
     'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
+    # tests/unit/verify/test_stored_folder.py, of a store in memory
+    'object-stores.md': [
+        'xhf-verify s3://bucket/run',
+        'xhf-verify s3://bucket/run/hf_model_iter_500',
+        'xhf-verify work_dirs/run/iter_500.pth s3://bucket/run',
+    ],
     'reliability.md': LONG_RUNS,
     'security.md': [f'python tools/fuzz.py {what} --mutants 10000' for what in ('convert', 'verify')],
     'performance.md': [*BENCHMARKS[:5], XTUNERS, *BENCHMARKS[5:], 'python tools/bench.py all --out docs/bench'],
@@ -56,6 +62,12 @@ CONFIG_LINES = {
     "dict(type='HFCheckpointHook')": 'getting-started.md',
     'interval=500': 'getting-started.md',
     'save_on_signal=': 'on-demand.md',
+    'python evaluate.py': 'on-saved.md',
+    'my_package.evaluate': 'on-saved.md',
+    'upload_keep=3': 'object-stores.md',
+    'endpoint_url=': 'object-stores.md',
+    'hf://organization': 'object-stores.md',
+    "out_dir='s3://bucket/run'": 'object-stores.md',
 }
 
 
@@ -112,6 +124,20 @@ def test_the_chinese_readme_says_the_same():
     assert figures[0] == figures[1]
 
 
+@pytest.mark.parametrize('page', ['README.md', 'README_zh-CN.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CHANGELOG.md'])
+def test_the_links_lead_somewhere(page):
+    """Sphinx checks those of docs/."""
+    for target in re.findall(r'\]\(([^)]+)\)', (ROOT / page).read_text(encoding='utf-8')):
+        if '://' in target:
+            continue
+        path, _, anchor = target.partition('#')
+        file = ROOT / (path or page)
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r'^#+ (.*)$', file.read_text(encoding='utf-8'), flags=re.MULTILINE)
+            assert anchor in [re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings], target
+
+
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
 
@@ -127,10 +153,48 @@ def test_the_demo_leaves_the_tree(demo_folder):
     assert sorted(names) == sorted(path.name for path in demo_folder.iterdir())
 
 
+def shapes(text: str) -> list[str]:
+    """The lines of a log without root, date and figures."""
+    lines = text.replace(f'{ROOT}/', '').splitlines()
+    return [re.sub(r'[\d.]+(e-\d+)?', '0', re.sub(r'^(\d{4}/)?\d\d/\d\d [\d:]{8} - ', '', line)) for line in lines]
+
+
+@pytest.mark.modern_only
+def test_the_demo_logs_what_the_page_shows(demo_folder):
+    (shown,) = [block for block in blocks('text', 'getting-started.md') if 'ready to save' in block]
+    log = shapes((demo_folder.parent / f'{demo_folder.parent.name}.log').read_text())
+    assert not [line for line in shapes(shown) if line not in log]
+    assert max(len(line) for line in shown.splitlines()) <= 100
+
+
+@pytest.mark.modern_only
+def test_the_picture_has_the_scalars_that_a_run_logs(demo_folder):
+    """Made by tools/demo/scalars.py."""
+    from tools.demo.scalars import saves_of, svg
+
+    folder = ROOT / 'docs' / 'run'
+    drawn = saves_of((folder / 'scalars.json').read_text())
+    logged = saves_of((demo_folder.parent / 'vis_data' / 'scalars.json').read_text())
+    assert svg(drawn) == (folder / 'scalars.svg').read_text()
+    assert len(logged) >= 3 and {tuple(save) for save in drawn} == {tuple(save) for save in logged}
+    assert '(run/scalars.svg)' in PAGES['getting-started.md']
+
+
 @pytest.mark.modern_only
 def test_the_loading_lines_load_it(demo_folder):
     lines = code('from_pretrained(').replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
     subprocess.run([sys.executable, '-c', lines], check=True)
+
+
+@pytest.mark.modern_only
+def test_others_read_the_demos_tokenizer(demo_folder):
+    """What transformers 4.48 (which has no generic class of version 5) and gguf.vocab.LlamaHfVocab ask for."""
+    settings = json.loads((demo_folder / 'tokenizer_config.json').read_text())
+    assert settings['tokenizer_class'] == 'LlamaTokenizer'
+    assert settings.get('add_prefix_space') is None, '4.48 would read tokenizer.model then'
+    tokenizer = json.loads((demo_folder / 'tokenizer.json').read_text())
+    assert tokenizer['model']['type'] == 'BPE' and tokenizer['model']['byte_fallback']
+    assert tokenizer['decoder']['type'] == 'Sequence'
 
 
 @pytest.mark.modern_only
@@ -157,6 +221,15 @@ def test_the_config_lines_configure_the_hook(words):
 
     config = Config.fromstring(code(words, CONFIG_LINES[words]), '.py')
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
+
+
+def test_the_recipe_after_each_save_is_a_command():
+    """It is run by [test_lm_eval], where lm_eval is installed."""
+    from xhf_hooks import HFCheckpointHook
+
+    found: dict = {}
+    exec(code('lm_eval', 'on-saved.md'), found)
+    assert HFCheckpointHook(**{'on_saved': found['on_saved']}).on_saved[-2:] == ('{path}', '{output}/lm_eval')
 
 
 def test_the_import_to_change_is_xtuners_name():
@@ -378,6 +451,15 @@ def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
     for how in SENDERS:  # rank 1 sends its half, and nobody anything else
         assert share[f'{FLOOR_SENT}{BY}{how}'] == pytest.approx(0.5, abs=0.01)
     assert '<svg' in (tmp_path / 'save.svg').read_text()
+
+
+@pytest.mark.parametrize('words', ['convert.py README.md OUT', 'verify.py docs', 'train.py CONFIG'])
+def test_what_an_empty_environment_lacks_is_one_line(words):
+    script, *arguments = words.split()
+    command = [sys.executable, '-S', f'tools/{script}', *arguments]  # -S: without installed packages
+    finished = subprocess.run(command, cwd=ROOT, env=BARE, capture_output=True, text=True)
+    (line,) = finished.stderr.splitlines()
+    assert finished.returncode != 0 and ' not installed' in line and ': pip install ' in line
 
 
 @pytest.mark.modern_only

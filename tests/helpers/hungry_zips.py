@@ -73,17 +73,17 @@ def made(*parts: tuple[bytes, bytes], end: Callable[[int, bytes, int], bytes] | 
 
 _PICKLE = (b'a/data.pkl', _PKL)
 _PARTS = (_PICKLE, (b'a/data/0', b'x' * 64), (b'a/data/1', b'y' * 64))
-_DAMAGED = 'not a zip file as torch.save writes it: '
+_DAMAGED = 'not a valid zip file of torch.save: '
 #: Name to what writes the file, and part of the message.
 HUNGRY_ZIPS: dict[str, tuple[Callable[[Path], None], str]] = {
     '3 million parts': (entries(3_000_000), '3000001 parts'),
     '8 million parts': (entries(8_000_000), '8000001 parts'),
-    '3 million parts, one counted': (entries(3_000_000, counted=1), 'more parts than it counts'),
+    '3 million parts, one counted': (entries(3_000_000, counted=1), 'more parts than its directory counts'),
     '2**63 parts counted': (entries(10, counted=2**63), f'{2**63} parts'),
     'fewer parts than counted': (entries(10, counted=999_999), 'fewer parts'),
 }
 ODD_ZIPS: dict[str, tuple[Callable[[Path], None], str]] = {
-    'one name twice': (made(*_PARTS, _PARTS[1]), 'two parts of one name'),
+    'one name twice': (made(*_PARTS, _PARTS[1]), 'two parts of the same name'),
     'parts that overlap': (made(*_PARTS, header=60), 'overlap'),
     'a part within the list of parts': (made(_PICKLE, (b'a/data/0', b''), header=130), 'overlap'),
     'a part behind the end': (made(*_PARTS, header=2**31), 'overlap'),
@@ -92,7 +92,7 @@ ODD_ZIPS: dict[str, tuple[Callable[[Path], None], str]] = {
     'a path upwards': (made(_PICKLE, (b'../data/0', b'')), 'one folder'),
     'a comment': (made(*_PARTS, end=lambda n, d, s: d + ending(n, len(d), s, b'x' * 65535)), _DAMAGED),
     'an end in the comment': (
-        made(*_PARTS, end=lambda n, d, s: d + ending(n, len(d), s, ending(0, 0, 0))), 'not where its end says'),
+        made(*_PARTS, end=lambda n, d, s: d + ending(n, len(d), s, ending(0, 0, 0))), 'not where its end record says'),
     'something behind the list': (made(*_PARTS, end=lambda n, d, s: d + b'xx' + ending(n, len(d), s)), 'not where'),
     'a list that starts too early': (made(*_PARTS, end=lambda n, d, s: d + ending(n, len(d) + 5, s - 5)), _DAMAGED),
     'a list behind the end': (made(*_PARTS, end=lambda n, d, s: d + ending(n, len(d), 2**31)), 'not where'),
@@ -103,6 +103,6 @@ ODD_ZIPS: dict[str, tuple[Callable[[Path], None], str]] = {
     'a wide list in itself': (
         made(*_PARTS, end=lambda n, d, s: d + ending64(n, len(d), s).replace(struct.pack('<Q', s + len(d)), bytes(8))),
         'truncated'),
-    'a name that is no text': (made(_PICKLE, (b'a/\xff', b'')), 'no text'),
+    'a name that is no text': (made(_PICKLE, (b'a/\xff', b'')), 'not UTF-8'),
     'an end alone': (made(end=lambda n, d, s: local(b'a/data.pkl', _PKL) + ending(0, 0, 0)), _DAMAGED),
 }  # fmt: skip

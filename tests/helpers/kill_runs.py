@@ -184,7 +184,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
 
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)
-    options = SaveOptions(bucket_size=20_000, max_shard_size=30_000)
+    options = SaveOptions(bucket_size=20_000, max_shard_size=10_000)
     saver = Saver(model, options, collective, writer=kind.writer, in_background=kind.in_background)
     saver.prepare()
     folder = CheckpointFolder(parent / NAME, max_keep)

@@ -31,6 +31,8 @@ NAME = 'hf_model'
 WRITERS = ('positional', 'parallel', 'stream')
 #: By how it is asked for: `save_hf` each time; one run's many saves; the same in the background.
 DOORS = ('call', 'run', 'async')
+#: For as many files as there are ranks, and more: each has one writer in 'parallel'.
+SHARD_NBYTES = 8_000
 
 
 class Eyes(Protocol):
@@ -148,7 +150,8 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
     """`save_hf`. Runs on: all ranks."""
     from xhf_hooks import save_hf
 
-    save_hf(model, parent / NAME, step=number, writer=way.writer, max_keep_ckpts=way.max_keep, bucket_size=20_000)
+    sizes = dict(bucket_size=20_000, max_shard_size=SHARD_NBYTES)
+    save_hf(model, parent / NAME, step=number, writer=way.writer, max_keep_ckpts=way.max_keep, **sizes)
 
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
@@ -161,6 +164,7 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     parsed = RunOptions(
         max_keep_ckpts=way.max_keep,
         bucket_size=20_000,
+        max_shard_size=SHARD_NBYTES,
         writer=way.writer,
         async_save=way.door == 'async',
         on_error='raise',

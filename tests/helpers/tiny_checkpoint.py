@@ -30,7 +30,7 @@ def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> np.ndarray:
     """Fill the staging folder: every byte of every tensor is ``number``."""
     writer = StreamWriter(pending_nbytes=1)
     made = writer.create(plan, folder.open_staging())
-    writer.open(folder.staging, made)
+    writer.open(plan, folder.staging, made)
     for placement in plan.placements:
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
     return pack(plan, writer.finish())

@@ -13,7 +13,7 @@ from tests.helpers.zoo.llamas import odd_llama
 
 pytestmark = pytest.mark.modern_only
 
-PROCESSES, SAVES = 8, 50
+PROCESSES, SAVES = 8, 25
 WRITERS = ('stream', 'parallel', 'positional')
 
 

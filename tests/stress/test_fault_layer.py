@@ -65,7 +65,7 @@ class Run:
 
         self.collective = Collective(timeout_secs=timeout_secs)
         self.model = tiny_model(zero3=True)
-        options = SaveOptions(bucket_size=20_000, max_shard_size=30_000)
+        options = SaveOptions(bucket_size=20_000, max_shard_size=10_000)
         self.saver = Saver(self.model, options, self.collective, writer=writer)
         self.saver.prepare()
         self.folder = CheckpointFolder(parent / 'hf_model', max_keep)

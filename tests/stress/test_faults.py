@@ -90,7 +90,7 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     engine = zero_engine(model, stage=3)
     collective = Collective(timeout_secs=60)
     what, _, writer = STAGES[stage]
-    saver = Saver(engine.module, SaveOptions(bucket_size=10_000), collective, writer=writer)
+    saver = Saver(engine.module, SaveOptions(bucket_size=10_000, max_shard_size=30_000), collective, writer=writer)
     folder = CheckpointFolder(root / 'hf_model', max_keep=1)
     with collective.stage('claim'):
         saver.prepare()

@@ -92,7 +92,7 @@ def test_verify_tells_links_out_of_the_folder(model, tmp_path, capsys):
     (tmp_path / 'link').symlink_to(tmp_path / 'inner.txt')
     assert main([str(tmp_path)]) == SAME
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith('note')]
-    assert len(notes) == 1 and f'{len(list(model.iterdir()))} are links out of the folder' in notes[0]
+    assert len(notes) == 1 and f'{len(list(model.iterdir()))} links lead out of the folder' in notes[0]
 
 
 @pytest.mark.parametrize('name', ['notes.md', 'tokenizer.json', 'sub/notes.md', 'model.safetensors'])

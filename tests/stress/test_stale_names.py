@@ -23,7 +23,7 @@ WRITERS = ('positional', 'parallel')
 LEVELS = ('off', 'sizes', 'full')
 
 
-def another_file(self: Any, folder: Path, made: Any) -> None:
+def another_file(self: Any, plan: Any, folder: Path, made: Any) -> None:
     """As a stale cache of names does: the name stands for another file, of the same size."""
     for name, identity in made.items():
         (folder / name).rename(folder / f'{name}.real')
@@ -43,14 +43,14 @@ def save_twice(root: Path, writer: str, verify: str, target: str, replacement: A
 
     model = small_model()
     fill(model, 1)
-    save_folder(model, root / 'hf_model', writer=writer, verify=verify)
+    save_folder(model, root / 'hf_model', writer=writer, verify=verify, max_shard_size=1000)
     fill(model, 2)
     dist.barrier()
     fault = mock.patch(target, replacement)
     if dist.get_rank() == LAST:
         fault.start()
     try:
-        save_folder(model, root / 'hf_model', writer=writer, verify=verify)
+        save_folder(model, root / 'hf_model', writer=writer, verify=verify, max_shard_size=1000)
         return 'no error'
     except AgreedError as error:
         return str(error)

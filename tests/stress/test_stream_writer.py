@@ -38,7 +38,7 @@ def plan_of(*sizes: int, shard: int = 10**9) -> SavePlan:
 
 def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int = 10**6) -> StreamWriter:
     writer = StreamWriter(pending_nbytes)
-    writer.open(folder, writer.create(plan, folder))
+    writer.open(plan, folder, writer.create(plan, folder))
     return writer
 
 
@@ -146,7 +146,7 @@ def test_bytes_are_right_in_any_order(tmp_path, memory, shard, pending_nbytes):
 
 def test_other_ranks_write_nothing(tmp_path):
     writer = StreamWriter(1)
-    writer.open(tmp_path, {})
+    writer.open(plan_of(1), tmp_path, {})
     assert writer.finish() == []
     assert list(tmp_path.iterdir()) == []
 

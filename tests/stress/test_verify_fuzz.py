@@ -1,4 +1,4 @@
-"""Fourteen thousand mutated headers, indexes and manifests: each is refused or reported, nothing else happens."""
+"""Seven thousand mutated headers, indexes and manifests: each is refused or reported, nothing else happens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from xhf_hooks.verify.folder import verify_folder
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
-N_WHOLE = 300  # of the 10,000 that tools/fuzz.py tries
-N_HEADERS, N_INDEXES, N_MANIFESTS = 4000, 1500, 1500  # twice each: bytes and values
+N_WHOLE = 150  # of the 10,000 that tools/fuzz.py tries
+N_HEADERS, N_INDEXES, N_MANIFESTS = 2000, 750, 750  # twice each: bytes and values
 SHARDS = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
 INDEX, MANIFEST = 'model.safetensors.index.json', 'xhf_manifest.json'
 

@@ -18,7 +18,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
 BAD = {
-    'out_dir': ['', 5, b'folder', 's3://bucket/folder', '/', ['folder']],
+    'out_dir': ['', 5, b'folder', 's3://', 'hf://org/name', '/', ['folder']],
     'interval': [0, -2, 1.5, '10', True],
     'save_begin': [-1, 1.5, '10', None, True],
     'save_last': [None, 1, 'yes'],
@@ -39,6 +39,14 @@ BAD = {
     'exit_wait_secs': [-1, '5', None, True, float('nan')],
     'save_on_signal': ['', 'USR1', 'SIGKILL', 10, True, ['SIGTERM', 'SIGSEGV'], [15], {'SIGTERM': 1}],
     'save_on_file': [None, 1, 'save_now'],
+    'save_on_exception': [None, 1, 'yes'],
+    'on_saved': ['', '   ', 5, True, [], [''], ['x', 5], "sh -c 'unclosed", {}, {'path': 'x'}, 'lm_eval {paths}'],
+    'on_saved_timeout_secs': [-1, '5', None, True, float('nan')],
+    'on_saved_queue': ['', 'oldest', None, True],
+    'upload_to': ['', 5, 'folder', '/folder', 's3:/bucket', ['s3://bucket']],
+    'upload_keep': [0, -2, 1.5, '3', None, True],
+    'upload_limit': [0, -1, 1.5, '', 'MB', '40MB/s', True],
+    'backend_args': ['', 5, ['endpoint_url']],
     'chat_template': [None, 1, 'llama3_chat'],
     'ema': [None, 1, 'averaged'],
 }
@@ -55,6 +63,18 @@ BAD_COMBINATIONS = [
     ('rule', dict(save_best='acc', rule=5)),
     ('rule', dict(save_best=['acc', 'loss', 'mAP'], rule=['greater', 'less'])),
     ('async_busy', dict(async_busy='skip')),
+    ('out_dir', dict(out_dir='s3://key:secret@bucket/run')),
+    ('upload_to', dict(out_dir='s3://bucket/run', upload_to='s3://bucket/copy')),
+    ('on_saved', dict(out_dir='s3://bucket/run', on_saved='ls {path}')),
+    ('on_saved_queue', dict(on_saved_queue='all')),
+    ('upload_to', dict(upload_to='s3://key:secret@bucket/run')),
+    ('upload_keep', dict(upload_keep=2)),
+    ('upload_limit', dict(upload_limit='40MB')),
+    ('backend_args', dict(backend_args=dict(endpoint_url='http://host'))),
+    ('backend_args', dict(upload_to='s3://bucket/run', backend_args=dict(backend='petrel'))),
+    ('upload_keep', dict(upload_to='hf://org/name', upload_keep=2)),
+    ('upload_limit', dict(upload_to='hf://org/name', upload_limit='40MB')),
+    ('backend_args', dict(upload_to='s3://bucket/run', backend_args={'client_kwargs': {1: 2}})),
     ('save_last', dict(interval=-1, save_last=False)),  # would never save anything
 ]
 
@@ -75,6 +95,15 @@ GOOD = [
     dict(save_on_signal='SIGUSR1', interval=-1, save_last=False),
     dict(save_on_file=True, interval=-1, save_last=False),
     dict(save_on_signal=['SIGTERM', 'SIGINT', 'SIGTERM']),
+    dict(on_saved='lm_eval --model_args pretrained={path}', on_saved_timeout_secs=60, on_saved_queue='all'),
+    dict(on_saved=['sh', '-c', 'echo "${HOME}" | awk \'{print}\'']),
+    dict(on_saved=print),
+    dict(on_saved=dict(type='my_package.Evaluation')),
+    dict(
+        upload_to='s3://bucket/run', upload_keep=3, upload_limit='40MB', backend_args=dict(endpoint_url='http://host')
+    ),
+    dict(out_dir='s3://bucket/run', max_keep_ckpts=2, backend_args=dict(endpoint_url='http://host')),
+    dict(upload_to='hf://org/name'),
     dict(lora='merge', llava_format='huggingface'),
     dict(tokenizer='folder'),
     dict(tokenizer=Path('folder')),
@@ -149,6 +178,11 @@ def test_out_dir_is_the_only_positional_option():
     assert HFCheckpointHook('folder').out_dir == Path('folder')
     with pytest.raises(TypeError):
         HFCheckpointHook('folder', 500)
+
+
+def test_a_command_is_split_as_a_shell_does():
+    assert HFCheckpointHook(on_saved="a 'b c' {path}").on_saved == ('a', 'b c', '{path}')
+    assert HFCheckpointHook(on_saved=['a', 'b c']).on_saved == ('a', 'b c')
 
 
 def test_home_folder():

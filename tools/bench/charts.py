@@ -31,6 +31,8 @@ def chart_of(what: str, measured: dict[str, Any]) -> Chart:
         'plan': _plan,
         'ranks': _ranks,
         'verify': _verify,
+        'upload': _upload,
+        'out_dir': _upload,
         'convert': _convert,
     }
     return makers[what](measured)
@@ -130,6 +132,19 @@ def _verify(measured: dict[str, Any]) -> Chart:
         sections.append(Section(where, rows))
     columns = (Column('seconds of verifying'), Column('seconds of reading alone'))
     return Chart('Verifying folders', columns, sections, _notes(measured))
+
+
+def _upload(measured: dict[str, Any]) -> Chart:
+    found = medians(measured['runs'])
+    rows = [
+        _row(way, is_ours=way.startswith(('upload_to', 'out_dir')), figures=(figures['seconds'], figures['sent_mb']))
+        for way, figures in found.items()
+    ]
+    uplink = measured['uplink_nbytes_per_sec'] / 1e6
+    section = Section(f'{measured["ranks"]} ranks, {uplink:.0f} MB/s each', rows)
+    return Chart(
+        'A save to an object store', (Column('seconds'), Column('sent by rank 0, MB', 0)), [section], _notes(measured)
+    )
 
 
 def _convert(measured: dict[str, Any]) -> Chart:

@@ -19,8 +19,9 @@ from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import RECORD, merge
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import ExportEntry, Group, SavePlan, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, Group, SavePlan, Spread, TensorSpec
 from xhf_hooks.sources.gather import BUCKETS_PER_AGREEMENT
+from xhf_hooks.sources.send import ROUNDS_PER_AGREEMENT
 
 _PART_NBYTES = 8 * 2**20  # what xhf_hooks/sources/local_shards.py writes at once, of 2-byte elements
 
@@ -115,18 +116,25 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
         for part, part_shape in parts:
             entries.append(ExportEntry(part, part_shape, 'BF16', (read,), unfuse, source_offset=first))
             first += math.prod(part_shape)
-    how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, n_writers=n_ranks)
-    sliced = {spec.name for spec in specs}
-    plan = make_plan(entries, specs, sliced=sliced, **how)
-    seconds = _median_secs(lambda: make_plan(entries, specs, sliced=sliced, **how))
-    memory = _peak_nbytes(lambda: make_plan(entries, specs, sliced=sliced, **how))
+    spread = {spec.name: Spread(numel := math.prod(spec.shape), -(-numel // n_ranks)) for spec in specs}
+    # As save.py does it, with a bucket_size of 128 MB
+    how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, round_nbytes=32 * 10**6, n_writers=n_ranks)
+    make = partial(make_plan, entries, specs, spread=spread, **how)
+    plan = make(sliced=spread, share_files=True)
+    seconds = _median_secs(lambda: make(sliced=spread, share_files=True))
+    memory = _peak_nbytes(lambda: make(sliced=spread, share_files=True))
     writes = _writes_of_rank(1, plan.sliced, n_ranks)
     coming = _records_to_rank0(plan, n_ranks)
     receipts_secs = _median_secs(lambda: _put_together(plan, coming))
     receipts_memory = _peak_nbytes(lambda: _put_together(plan, coming))
-    # Agreement is for what is gathered: as if that were all
-    n_buckets = len(make_plan(entries, specs, **how).buckets)
-    n_agreements = -(-n_buckets // BUCKETS_PER_AGREEMENT) + 1
+    # Agreement is for what is sent and gathered, as in 'parallel'
+    sending = make()
+    n_rounds, n_buckets = len(sending.rounds), len(sending.buckets)
+    n_agreements = sum(
+        -(-many // per_agreement) + 1
+        for many, per_agreement in ((n_rounds, ROUNDS_PER_AGREEMENT), (n_buckets, BUCKETS_PER_AGREEMENT))
+        if many
+    )
     return {
         'model': name,
         'parameters': sum(math.prod(spec.shape) for spec in specs),
@@ -142,10 +150,12 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
         'receipts_sent_nbytes': max(records.nbytes for records in coming),
         'receipts_secs': receipts_secs,
         'receipts_memory_mb': receipts_memory / 1e6,
+        'writers': len({place.owner for place in sending.placements}),
+        'rounds': n_rounds,
         'buckets': n_buckets,
         'agreements': n_agreements,
         # A wait goes up a binomial tree of ranks, an agreement up and down
-        'steps': (n_buckets + n_agreements) * math.ceil(math.log2(n_ranks)),
+        'steps': (n_rounds + n_buckets + n_agreements) * math.ceil(math.log2(n_ranks)),
     }
 
 

@@ -23,10 +23,16 @@ Column = tuple[str, Callable[[str, dict[str, float]], str | None]]
 
 def table(what: str, measured: dict[str, Any]) -> str:
     """Markdown."""
-    if what in ('plan', 'ranks', 'verify', 'memory'):
-        return {'plan': _plan_table, 'ranks': _ranks_table, 'verify': _verify_table, 'memory': _memory_table}[what](
-            measured
-        )
+    whole = {
+        'plan': _plan_table,
+        'ranks': _ranks_table,
+        'verify': _verify_table,
+        'memory': _memory_table,
+        'upload': _upload_table,
+        'out_dir': _upload_table,
+    }
+    if what in whole:
+        return whole[what](measured)
     if what == 'throttled':
         return '\n'.join(map(_throttled_table, measured['cases']))
     table_of = {'save': _save_table, 'stall': _stall_table, 'convert': _convert_table}[what]
@@ -175,6 +181,24 @@ def _convert_table(size: dict[str, Any]) -> str:
     return '\n'.join([*lines, ''])
 
 
+def _upload_table(measured: dict[str, Any]) -> str:
+    found = medians(measured['runs'])
+    slowest = max(figures['seconds'] for figures in found.values())
+    columns: list[Column] = [
+        ('seconds', _figure('seconds', '{:.2f}')),
+        ('times faster', lambda _, f: f'{slowest / f["seconds"]:.1f}'),
+        ('sent by rank 0, MB', _figure('sent_mb', '{:.0f}')),
+        ('on local disk afterwards, MB', _figure('on_disk_mb', '{:.0f}')),
+    ]
+    uplink = measured['uplink_nbytes_per_sec'] / 1e6
+    least = measured['nbytes'] / measured['uplink_nbytes_per_sec'] / measured['ranks']
+    head = (
+        f'{measured["nbytes"] / 1e6:.0f} MB, {measured["ranks"]} ranks, none of which can send more than '
+        f'{uplink:.0f} MB/s (all together need {least:.2f} s):'
+    )
+    return '\n'.join([head, '', *_rows(found, columns), ''])
+
+
 def _verify_table(measured: dict[str, Any]) -> str:
     lines = ['| verify.py | GB | reading alone, s | verifying, s | of the speed of reading |', '|---|---|---|---|---|']
     for where, runs in measured['runs'].items():
@@ -201,16 +225,17 @@ def _plan_table(measured: dict[str, Any]) -> str:
         )
     lines += [
         '',
-        'What ranks tell each other, receipts with positional, agreement where all is gathered:',
+        'What ranks tell each other, receipts with positional, agreement with parallel:',
         '',
-        '| model | receipts sent by a rank, MB | put together on rank 0, s | memory, MB | buckets | agreements '
-        '| steps of all waits and agreements, one after the other |',
-        '|---|---|---|---|---|---|---|',
+        '| model | receipts sent by a rank, MB | put together on rank 0, s | memory, MB | writers | rounds | buckets '
+        '| agreements | steps of all waits and agreements, one after the other |',
+        '|---|---|---|---|---|---|---|---|---|',
     ]
     for plan in measured['plans']:
         lines.append(
             f'| {plan["model"]} | {plan["receipts_sent_nbytes"] / 1e6:.2f} | {plan["receipts_secs"]:.2f} | '
-            f'{plan["receipts_memory_mb"]:.0f} | {plan["buckets"]} | {plan["agreements"]} | {plan["steps"]} |'
+            f'{plan["receipts_memory_mb"]:.0f} | {plan["writers"]} | {plan["rounds"]} | {plan["buckets"]} | '
+            f'{plan["agreements"]} | {plan["steps"]} |'
         )
     return '\n'.join([*lines, ''])
 

@@ -30,9 +30,16 @@ Tell = Callable[[str], None]
 STEP = Step('iter', 1, 1)
 
 
+#: Of a model, for each rank: in 'parallel' a file has one writer, and all ranks are to write as much.
+FILES_PER_RANK = 4
+
+
 def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
-    """Ready to save."""
-    saver = Saver(engine.module, SaveOptions(bucket_size=bucket_nbytes), Collective(), writer=writer, **options)
+    """Ready to save, into files of a size that does not depend on the writer."""
+    nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
+    shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
+    how = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=shard_nbytes)
+    saver = Saver(engine.module, how, Collective(), writer=writer, **options)
     saver.prepare()
     return saver
 

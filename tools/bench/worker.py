@@ -13,10 +13,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.launch import MODELS
+from bench.out_dir_worker import bench_out_dir
 from bench.save_worker import bench_save, bench_throttled
 from bench.stall_worker import bench_stall
 
-BENCHES = {'save': bench_save, 'throttled': bench_throttled, 'stall': bench_stall}
+BENCHES = {'save': bench_save, 'throttled': bench_throttled, 'stall': bench_stall, 'out_dir': bench_out_dir}
 
 
 def build_engine(billions: float) -> deepspeed.DeepSpeedEngine:

@@ -38,7 +38,7 @@ def generate(folder: Path) -> str:
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
     )
-    return tokenizer.decode(output[0])
+    return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
 def print_tree(folder: Path) -> None:

@@ -6,7 +6,7 @@ makes the *base folder*, all that training starts from, and does nothing where t
     python tools/demo/task.py BASE_FOLDER
 
     BASE_FOLDER/
-        tokenizer.json  tokenizer_config.json    byte-level BPE, trained on that text
+        tokenizer.json  tokenizer_config.json    BPE, trained on that text
         config.json                              a Llama of a few million parameters
         tokens.npy                               the text as token ids, (tokens,) uint16
 
@@ -14,6 +14,7 @@ As a module (`custom_imports` in configs/demo_zero3.py) it gives MMEngine the mo
 """
 
 import argparse
+import json
 import os
 import shutil
 import sysconfig
@@ -25,16 +26,16 @@ import numpy as np
 import torch
 from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedTokenizerFast,
+    LlamaTokenizer,
 )
 
-BOS, EOS, PAD = '<s>', '</s>', '<pad>'
+UNK, BOS, EOS, PAD = '<unk>', '<s>', '</s>', '<pad>'
 VOCAB_SIZE = 4096
 HIDDEN_SIZE = 256
 MAX_LENGTH = 512
@@ -52,32 +53,36 @@ def standard_library() -> Iterator[str]:
             yield path.read_text(encoding='utf-8', errors='replace')
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, which can spell any text, on `texts`."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
+    """Train a tokenizer, which can spell any text, on `texts`: BPE with bytes to fall back on, as Llama 2 has.
+
+    Old and new versions of transformers have its class, and llama.cpp converts it. They do not have the generic class
+    of transformers 5, and a byte-level one llama.cpp knows only by the ids that its vocabulary gives to a test text.
+    """
+    bpe = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token=UNK))
+    bpe.normalizer = normalizers.Replace(' ', '▁')
+    # In training only, so that no token reaches over two words. Indentation is one token
+    bpe.pre_tokenizer = pre_tokenizers.Split(Regex(r'▁*\w+|▁*[^\w▁\n]+|▁+|\n+'), 'isolated')
     bpe.train_from_iterator(
         texts,
         trainers.BpeTrainer(
             vocab_size=VOCAB_SIZE,
-            special_tokens=[BOS, EOS, PAD],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=[UNK, BOS, EOS, PAD, *(f'<0x{byte:02X}>' for byte in range(256))],
+            limit_alphabet=100,  # the rest is spelt in bytes
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=BOS,
-        eos_token=EOS,
+    trained = json.loads(bpe.to_str())['model']
+    return LlamaTokenizer(
+        vocab=trained['vocab'],
+        merges=[tuple(pair) for pair in trained['merges']],
         pad_token=PAD,
         model_max_length=MAX_LENGTH,
-        # Decoding must give the source back, its spaces included
-        clean_up_tokenization_spaces=False,
+        add_bos_token=True,  # what the class does by default differs between versions of transformers
     )
 
 
-def small_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def small_llama(tokenizer: LlamaTokenizer) -> LlamaConfig:
     """Return the config of a Llama that two CPU cores can train in minutes."""
     special_tokens = dict(
         bos_token_id=tokenizer.bos_token_id,
@@ -114,7 +119,7 @@ def make_base_folder(folder: Path) -> None:
         tokenizer.save_pretrained(staging)
         small_llama(tokenizer).save_pretrained(staging)
 
-        encoded = tokenizer.backend_tokenizer.encode_batch([BOS + text + EOS for text in texts])
+        encoded = tokenizer.backend_tokenizer.encode_batch([text + EOS for text in texts])
         tokens = np.concatenate([np.asarray(item.ids, dtype=np.uint16) for item in encoded])
         np.save(staging / 'tokens.npy', tokens)
 

@@ -1,4 +1,4 @@
-"""``xhf add-hook``: a config of MMEngine or XTuner with HFCheckpointHook in it."""
+"""``xhf add-hook``: adds HFCheckpointHook to a config of MMEngine or XTuner."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from xhf_hooks.errors import ConfigError, TargetError, XhfError
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _EXAMPLES = {
-    'config.py --dry-run': 'show what would change',
-    'config.py': 'show it, then change the file',
-    'config.py -o config_hf.py': 'show it, then write another file',
+    'config.py --dry-run': 'show the diff only',
+    'config.py': 'show the diff, then change the file',
+    'config.py -o config_hf.py': 'show the diff, then write a new file',
 }
 
 
@@ -28,13 +28,13 @@ def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser = CommandParser(
         prog=prog,
         examples=_EXAMPLES,
-        description='Put HFCheckpointHook into a config of MMEngine or XTuner. It is parsed, never run, and all\n'
-        "else in it stays as it is. XTuner's hook of that name is replaced. The difference is shown first.",
-        epilog='Exit status: 0 done, or the config has the hook; 1 failed; 2 bad input.',
+        description='Add HFCheckpointHook to a config of MMEngine or XTuner. The config is parsed, never run, and\n'
+        "otherwise unchanged. XTuner's hook of the same name is replaced. Shows a diff first.",
+        epilog='Exit status: 0 done, or the config already has the hook; 1 failed; 2 bad input.',
     )
-    parser.add_argument('config', metavar='CONFIG', type=Path, help='a config in Python')
-    parser.add_argument('-o', '--out', metavar='OUT', type=Path, help='the file to make; default: CONFIG itself')
-    parser.add_argument('--dry-run', action='store_true', help='show the difference, and write nothing')
+    parser.add_argument('config', metavar='CONFIG', type=Path, help='a Python config')
+    parser.add_argument('-o', '--out', metavar='OUT', type=Path, help='the file to write; default: CONFIG')
+    parser.add_argument('--dry-run', action='store_true', help='show the diff, write nothing')
     return parser.parse_args(argv)
 
 
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf add-hook') -> int:
     """Run the command.
 
     Args:
-        prog: What it was called as, for messages.
+        prog: The command's name in messages.
 
     Returns:
-        Its exit status.
+        The exit status.
     """
     args = parse_args(argv, prog)
     try:
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     for line in difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm=''):
         say(line)
     if before == after:
-        say(f'{args.config}: has the hook already')
+        say(f'{args.config}: already has the hook')
     if args.dry_run or (before == after and args.out is None):
         return DONE
     _write(out, after, like=args.config)
@@ -75,23 +75,23 @@ def _target(config: Path, given: Path | None, text: str) -> Path:
     """The file to write.
 
     Raises:
-        XhfError: It is another's, or would not find what it inherits from.
+        XhfError: The file exists, belongs to an installed package, or would not find its base configs.
     """
     if given is None:
         if not {'site-packages', 'dist-packages'}.isdisjoint(config.resolve().parts):
-            raise TargetError(f'{config}: a file of an installed package; name a file of yours with -o')
+            raise TargetError(f'{config}: belongs to an installed package; name a file of your own with -o')
         return config.resolve()
     out = given / config.name if given.is_dir() else given
     if (out.exists() or out.is_symlink()) and not os.path.samefile(out, config):
         raise TargetError(f'{out}: exists; name another file with -o')
     bases = bases_of(text, config)
     if bases and out.resolve().parent != config.resolve().parent:
-        raise ConfigError(f'{config}: it inherits from {bases[0][:80]!r}; name a file in the same folder with -o')
+        raise ConfigError(f'{config}: inherits from {bases[0][:80]!r}; name a file in the same folder with -o')
     return out
 
 
 def _write(out: Path, text: str, like: Path) -> None:
-    """At once, so that nothing is ever half of it."""
+    """Write atomically."""
     new = out.with_name(f'.{out.name}.{os.getpid()}.new')
     try:
         with new.open('xb') as file:

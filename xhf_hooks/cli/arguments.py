@@ -1,4 +1,4 @@
-"""Command lines: help that begins with examples, and kinds of arguments that several commands have."""
+"""Command-line parser that shows examples first, and argument types shared by the commands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Shows examples before all options.
+    """Prints examples before the options.
 
     Args:
-        examples: A command line, and what it does.
-        options: Of argparse.
+        examples: Command line to its description.
+        options: See argparse.
     """
 
     def __init__(self, *, examples: dict[str, str], **options: Any) -> None:
@@ -19,7 +19,7 @@ class CommandParser(argparse.ArgumentParser):
         self._examples = examples
 
     def format_help(self) -> str:
-        """The examples, then what argparse writes."""
+        """The examples, then argparse's help."""
         lines = ['examples:']
         for command, meaning in self._examples.items():
             lines += [f'  {self.prog} {command}', f'      {meaning}']
@@ -27,7 +27,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """A number of at least 1."""
+    """A positive integer."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f'a number of at least 1, not {text!r}')
+        raise argparse.ArgumentTypeError(f'expected a number of at least 1, found {text!r}')
     return int(text)

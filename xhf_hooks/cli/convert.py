@@ -1,4 +1,4 @@
-"""``xhf-convert``: the checkpoint of a finished run becomes a Hugging Face folder."""
+"""``xhf-convert``: converts the checkpoint of a finished run into a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _DTYPES = {'keep': None, **DTYPE_CODES}
-_MOST_NAMES = 20  # of files that were written, in a line
-_MOST_WORKERS = 16  # by default: more than a disk can feed, and each holds some MB
+_MOST_NAMES = 20  # of written files, in one line
+_MOST_WORKERS = 16  # by default; each needs some MB, and more do not help
 
 
 _EXAMPLES = {
-    'work_dirs/run OUT --dry-run': 'what is in the last checkpoint of this run, and what would be written',
-    'work_dirs/run/iter_500.pth OUT --verify': 'convert this one, and read everything back before OUT gets its name',
-    'checkpoint-500 OUT --dtype float32': 'of transformers.Trainer: the exact master weights',
-    'DIR OUT --base meta-llama/Llama-3.1-8B': 'where nothing beside the weights says which model they are of',
+    'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
+    'work_dirs/run/iter_500.pth OUT --verify': 'convert this checkpoint; read everything back before the commit',
+    'checkpoint-500 OUT --dtype float32': 'a checkpoint of transformers.Trainer; export the fp32 master weights',
+    'DIR OUT --base meta-llama/Llama-3.1-8B': 'a checkpoint without any config of the model',
 }
 
 
@@ -51,45 +51,45 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argpars
     parser = CommandParser(
         prog=prog,
         examples=_EXAMPLES,
-        description='Turn the checkpoint of a finished run into a Hugging Face folder. Nothing in it is executed.',
-        epilog='Exit status: 0 done, 1 failed, 2 bad input. What fails or is killed leaves no folder OUT.',
+        description='Convert the checkpoint of a finished run into a Hugging Face folder. Runs no code from it.',
+        epilog='Exit status: 0 done, 1 failed, 2 bad input. A conversion that fails or is killed leaves no OUT.',
     )
     parser.add_argument(
         'checkpoint',
         metavar='CHECKPOINT',
         type=Path,
-        help='iter_500.pth (a folder or a file), a work_dir, a checkpoint-500 of transformers.Trainer, a folder of '
-        'accelerator.save_state, or any folder that DeepSpeed saved into',
+        help='iter_500.pth (folder or file), a work_dir, checkpoint-500 of transformers.Trainer, a folder of '
+        'accelerator.save_state, or any folder saved by DeepSpeed',
     )
-    parser.add_argument('out', metavar='OUT', type=Path, help='the folder to make')
+    parser.add_argument('out', metavar='OUT', type=Path, help='the folder to write')
     _add_options(parser)
     return parser.parse_args(argv)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group('which model it is').add_argument
-    add('--config', type=Path, metavar='CFG', help="the run's config; default: the checkpoint's own, or one beside it")
-    add('--base', metavar='DIR', help='the model that training started from; default: what the config says')
-    add('--module', metavar='PATH', help='dotted path of the model to export in the trained model')
-    add('--trust-remote-code', action='store_true', help="run the base model's own code, if it has some")
+    add = parser.add_argument_group('which model').add_argument
+    add('--config', type=Path, metavar='CFG', help="the run's config; default: the one in the checkpoint or beside it")
+    add('--base', metavar='DIR', help='the model that training started from; default: as in the config')
+    add('--module', metavar='PATH', help='path of the submodule to export, such as llm')
+    add('--trust-remote-code', action='store_true', help='allow custom code of the base model')
     add = parser.add_argument_group('which weights').add_argument
     add(
         '--dtype',
         choices=list(_DTYPES),
         default='keep',
-        help='keep: the training dtype, as the hook saves it. float32: the exact master weights, where there are any. '
+        help='keep: the training dtype, as the hook saves it. float32: the fp32 master weights, where there are any. '
         "Default: 'keep'",
     )
     add(
         '--no-ema',
         action='store_false',
         dest='ema',
-        help='of a run with EMAHook, the live weights; default: the averaged ones, as CheckpointHook means them',
+        help='for a run with EMAHook: export the live weights; default: the averaged ones',
     )
     add(
         '--lora',
         choices=LORA_MODES,
-        help="for a LoRA run; default: as the hook's, 'adapter' for most",
+        help="for a LoRA run; default: as in the hook, mostly 'adapter'",
     )
     add(
         '--llava-format',
@@ -99,31 +99,31 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--optimizer-restarted',
         action='store_true',
-        help="of a ZeRO-3 run that was resumed without its optimizer's state: that has made fewer steps than the run",
+        help='for a ZeRO-3 run that was resumed without optimizer state: its step count is lower than the iteration',
     )
-    add = parser.add_argument_group('how it is written').add_argument
-    add('--dry-run', action='store_true', help='say what was found and what would be written')
-    add('--verify', action='store_true', help='read everything back and compare, before OUT gets its name')
+    add = parser.add_argument_group('output').add_argument
+    add('--dry-run', action='store_true', help='show what was found and what would be written')
+    add('--verify', action='store_true', help='read everything back and compare before the commit')
     add('--overwrite', action='store_true', help='replace OUT, if this package wrote it')
     add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
-    add('--workers', type=count, metavar='N', help='threads that read and write; default: one for each core')
+    add('--workers', type=count, metavar='N', help='threads; default: one per core')
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     """Run the command.
 
     Args:
-        prog: What it was called as, for messages.
+        prog: The command's name in messages.
 
     Returns:
-        Its exit status.
+        The exit status.
     """
     args = parse_args(argv, prog)
     try:
         with _ended_by_sigterm(), libraries_print_lines():
             return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error, left='; nothing was left at OUT', memory='. --workers 1 takes least')
+        explain(prog, error, left='; OUT was not written', memory='. --workers 1 needs the least memory')
         is_bad_input = isinstance(error, XhfError) and not isinstance(error, (IncompleteError, ChangedError))
         return BAD_INPUT if is_bad_input and not lacks_memory(error) else FAILED
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
 def _run(args: argparse.Namespace, prog: str) -> int:
     _require_new(args.out, args.overwrite)
     with without_collector(freeze=True):
-        from xhf_hooks.convert import Conversion, ConvertOptions  # torch and transformers: after what needs neither
+        from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
 
         options = ConvertOptions(
             config=args.config,
@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
             ema=args.ema,
             dtype=_DTYPES[args.dtype],
             max_shard_nbytes=args.max_shard_size,
-            workers=args.workers or min(_MOST_WORKERS, _cores()),
+            workers=args.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0))),
             verify=args.verify,
             trust_remote_code=args.trust_remote_code,
             optimizer_restarted=args.optimizer_restarted,
@@ -165,11 +165,11 @@ def _run(args: argparse.Namespace, prog: str) -> int:
 
 def _summarize(conversion: Conversion, committed: CommittedCheckpoint) -> None:
     cost = committed.cost
-    files = sorted(path.name for path in committed.path.iterdir())
+    files = sorted(path.name for path in Path(committed.path).iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
-        f'({size_text(conversion.read_nbytes)} read), {cost.peak_extra_nbytes / 1e6:.0f} MB of memory'
+        f'({size_text(conversion.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
     )
 
 
@@ -185,7 +185,7 @@ def _require_new(out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, and staging is cleared."""
+    """SIGTERM ends the command like Ctrl-C: staging is removed."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -197,12 +197,10 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _nbytes(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"a size such as '5GB' or a number of bytes, not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as '5GB' or a number of bytes, found {text!r}"
+        ) from None

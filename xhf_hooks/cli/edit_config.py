@@ -1,4 +1,4 @@
-"""Puts HFCheckpointHook into the text of an MMEngine config, which is parsed, never run; all else stays as it is."""
+"""Adds HFCheckpointHook to the text of an MMEngine config, which is parsed but never run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from xhf_hooks.files.regular_files import open_regular
 HOOK = 'HFCheckpointHook'
 _MOST_NBYTES, _MOST_BASES = 1_000_000, 100
 _IMPORT = f'from xhf_hooks import {HOOK}'
-#: Of a config without imports, whose types are texts; MMEngine imports what has dots.
+#: The type in configs without imports; MMEngine imports dotted names.
 _DOTTED = f'xhf_hooks.{HOOK}'
 _HOOKS = 'custom_hooks'
 
 
 def read_config_text(file: Path) -> str:
-    """The text of a config, line ends as they are.
+    """The text of a config with its line ends.
 
     Raises:
-        ConfigError: It cannot be read, or is no config in Python.
+        ConfigError: It cannot be read, or is not a Python config.
     """
     try:
         with open_regular(file) as opened:
@@ -39,21 +39,21 @@ def read_config_text(file: Path) -> str:
 
 
 def with_hook(text: str, file: Path) -> str:
-    """The config with one HFCheckpointHook of this package; the same text where it has one already.
+    """The config with HFCheckpointHook of this package; unchanged if it already has the hook.
 
-    XTuner's hook of that name is replaced. Bases are read where the config itself has no ``custom_hooks``.
+    XTuner's hook of the same name is replaced. Base configs are read only if the config has no ``custom_hooks``.
 
     Args:
-        file: Where the text is from.
+        file: The file that the text was read from.
 
     Raises:
-        ConfigError: It is no config, or one that cannot be edited safely.
+        ConfigError: It is not a config, or cannot be edited safely.
     """
     config = _Config(text, file)
     if 'training_args' in config.fields:
         raise ConfigError(
-            f"{file}: transformers.Trainer trains it, without MMEngine's hooks; give the Trainer the "
-            f'HFCheckpointCallback of xhf_hooks.integrations.transformers'
+            f'{file}: this config trains with transformers.Trainer, which does not run MMEngine hooks; add '
+            f'xhf_hooks.integrations.transformers.HFCheckpointCallback to the Trainer'
         )
     edits = _Edits(text)
     if not any(config.is_ours(kind) for kind in config.types):
@@ -64,7 +64,7 @@ def with_hook(text: str, file: Path) -> str:
 
 
 def bases_of(text: str, file: Path) -> list[str]:
-    """What the config inherits from, as it is written there."""
+    """The base configs, as written in the config."""
     return [str(path) for path in _Config(text, file).bases]
 
 
@@ -75,7 +75,7 @@ class _Config:
         self.text, self.file = text, file
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter('ignore')  # of odd escapes in texts
+                warnings.simplefilter('ignore')  # invalid escape sequences
                 self.tree = ast.parse(text)
             self.nodes = list(ast.walk(self.tree))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -83,12 +83,12 @@ class _Config:
 
     @cached_property
     def fields(self) -> set[str]:
-        """Every name that is assigned."""
+        """All assigned names."""
         return {node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
     @cached_property
     def imports(self) -> list[tuple[ast.ImportFrom, ast.alias]]:
-        """Of a class of the hook's name."""
+        """Imports of a class named HFCheckpointHook."""
         import_froms = [node for node in self.nodes if isinstance(node, ast.ImportFrom)]
         return [(node, alias) for node in import_froms for alias in node.names if alias.name == HOOK]
 
@@ -104,14 +104,14 @@ class _Config:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether MMEngine takes it for one whose types are imported (``Config._is_lazy_import``)."""
+        """Whether MMEngine treats it as a lazy-import config (``Config._is_lazy_import``)."""
         if '_base_' in self.fields:
             return False
         return any(isinstance(node, (ast.Import, ast.ImportFrom, ast.With)) for node in self.tree.body)
 
     @cached_property
     def bases(self) -> list[Path | str]:
-        """Files, relative to the config's folder; a text where it is no file beside this one."""
+        """Base configs: a Path relative to the config's folder, or a string for those of installed packages."""
         found: list[Path | str] = []
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == '_base_' for t in node.targets):
@@ -130,7 +130,7 @@ class _Config:
     def is_ours(self, kind: ast.expr) -> bool:
         """Whether it names the hook of this package."""
         if isinstance(kind, ast.Constant) and isinstance(kind.value, str):
-            if kind.value == HOOK:  # as custom_imports has registered it
+            if kind.value == HOOK:  # registered through custom_imports
                 return any(isinstance(node, ast.Constant) and node.value == 'xhf_hooks' for node in self.nodes)
             return kind.value.startswith('xhf_hooks.') and kind.value.endswith(f'.{HOOK}')
         names = {a.asname or a.name for node, a in self.imports if _is_in(node, 'xhf_hooks')}
@@ -156,14 +156,14 @@ def _imported_file(node: ast.ImportFrom) -> Path | str:
 
 @dataclass
 class _Edits:
-    """Pieces of the text to replace, by where they start and end in it."""
+    """Replacements in the text: (start, end, new text)."""
 
     text: str
     pieces: list[tuple[int, int, str]] = field(default_factory=list)
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each line starts, and the end; as Python counts lines."""
+        """Offsets of the line starts and of the end; lines as Python counts them."""
         return [0, *(match.end() for match in re.finditer('\r\n|\r|\n', self.text)), len(self.text)]
 
     @property
@@ -171,7 +171,7 @@ class _Edits:
         return '\r\n' if '\r\n' in self.text else '\n'
 
     def at(self, line: int, column: int) -> int:
-        """The offset of ast's line and column, which counts bytes."""
+        """The offset of an ast position, whose column counts bytes."""
         start = self.starts[line - 1]
         rest = self.text[start : self.starts[line]]
         return start + len(rest.encode()[:column].decode())
@@ -183,13 +183,13 @@ class _Edits:
         self.pieces.append((at, at, text))
 
     def insert_line(self, before: int, text: str) -> None:
-        """Before this line, counted from 1; lines are ended where the last one was not."""
+        """Insert a line before this one (counted from 1); ends the line above if necessary."""
         start = self.starts[min(before - 1, len(self.starts) - 1)]
         open_end = start > 0 and self.text[start - 1] not in '\r\n'
         self.insert(start, f'{self.line_end if open_end else ""}{text}{self.line_end}')
 
     def applied(self) -> str:
-        """The edited text; what is put in at one place stands there in the order of the calls."""
+        """The edited text; insertions at the same place keep the order of the calls."""
         parts, done = [], 0
         for start, end, new in sorted(self.pieces, key=lambda piece: piece[:2]):
             parts += [self.text[done:start], new]
@@ -198,7 +198,7 @@ class _Edits:
 
 
 def _replace_xtuners(config: _Config, edits: _Edits) -> bool:
-    """XTuner's hook becomes ours.
+    """Replace XTuner's hook.
 
     Returns:
         Whether the config has it.
@@ -229,7 +229,7 @@ def _import_from_us(config: _Config, edits: _Edits, node: ast.ImportFrom, alias:
 
 
 def _line_of_import(config: _Config) -> int:
-    """Before XTuner's, as sorters of imports have it, or after all."""
+    """The line for the import: before XTuner's imports, as isort sorts, else after all imports."""
     imports = [node for node in config.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in imports:
         if isinstance(node, ast.ImportFrom) and _is_in(node, 'xtuner'):
@@ -246,10 +246,12 @@ def _add(config: _Config, edits: _Edits) -> None:
             node for node, alias in config.imports if not _is_in(node, 'xhf_hooks') and not _is_in(node, 'xtuner')
         ]
         if others or HOOK in config.fields:
-            raise ConfigError(f'{config.file}: {HOOK} is another class there; add the hook by hand, as in README.md')
+            raise ConfigError(
+                f'{config.file}: {HOOK} is the name of another class; add the hook by hand, as in README.md'
+            )
         if ours:
             item = f'dict(type={ours[0].asname or HOOK})'
-        elif not config.imports:  # XTuner's, unused, has been replaced
+        elif not config.imports:  # an unused import of XTuner's hook was replaced already
             edits.insert_line(_line_of_import(config), _IMPORT)
     value = _last_value(config)
     if isinstance(value, ast.List):
@@ -266,13 +268,13 @@ def _inherited_name(config: _Config) -> str:
 
 
 def _last_value(config: _Config) -> ast.expr | None:
-    """What ``custom_hooks`` is last set to, lists that are added to it apart; None where it is not set."""
+    """The last value assigned to ``custom_hooks``; None if there is none."""
     last: ast.expr | None = None
     for node in config.tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _HOOKS for t in node.targets):
             last = node.value
         elif any(_sets_hooks(inner) for inner in ast.walk(node)):
-            last = ast.Name(_HOOKS)  # only running it could tell
+            last = ast.Name(_HOOKS)  # known only at run time
     return last
 
 
@@ -283,7 +285,7 @@ def _sets_hooks(node: ast.AST) -> bool:
 
 
 def _append(edits: _Edits, value: ast.List, item: str) -> None:
-    """As the list is laid out: on one line, or one item a line."""
+    """Append to the list in its own layout: on one line, or one item per line."""
     close = edits.span(value)[1] - 1
     if not value.elts:
         edits.insert(close, item)
@@ -306,7 +308,7 @@ def _append(edits: _Edits, value: ast.List, item: str) -> None:
 
 
 def _inherits_hooks(config: _Config, left: int) -> bool:
-    """Whether a base has ``custom_hooks``, which a list in the config would replace."""
+    """Whether a base config has ``custom_hooks``, which an assignment in this config would replace."""
     return any(_HOOKS in base.fields or _inherits_hooks(base, left - 1) for base in _opened_bases(config, left))
 
 
@@ -315,7 +317,7 @@ def _opened_bases(config: _Config, left: int) -> Iterator[_Config]:
         file = config.file.parent / base if isinstance(base, Path) else None
         if file is None or not left or not file.is_file():
             raise ConfigError(
-                f'{config.file}: it inherits from {str(base)[:80]!r}, which cannot be looked at from here; its '
-                f'hooks would be lost. Set {_HOOKS} in the config itself'
+                f'{config.file}: inherits from {str(base)[:80]!r}, which cannot be read, so its hooks could be '
+                f'lost. Set {_HOOKS} in the config itself'
             )
         yield _Config(read_config_text(file), file)

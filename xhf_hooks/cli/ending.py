@@ -1,27 +1,29 @@
-"""How a command ends that did not do what it was asked: one line, whatever the cause was."""
+"""Reports why a command failed, in one line."""
 
 from __future__ import annotations
 
 from xhf_hooks.cli.output import complain, lacks_memory, print_traceback
 from xhf_hooks.errors import XhfError
 
-#: Package to the extra that brings it.
+#: Package to the extra that installs it.
 _EXTRAS = {'mmengine': 'mmengine', 'deepspeed': 'deepspeed', 'accelerate': 'trainer', 'peft': 'peft'}
 _EXTRAS |= {'matplotlib': 'plot'}
+#: Of setup.py's install_requires: missing where a script of tools/ is run without installing.
+_REQUIRED = ('torch', 'numpy', 'transformers', 'safetensors', 'isal', 'huggingface_hub')
 
 
 def explain(prog: str, error: BaseException, *, left: str = '', memory: str = '') -> None:
-    """Print why a command ends; the traceback, too, of a fault of this program. Called where the error is handled.
+    """Print why a command failed; with a traceback if it is a bug. Called in the ``except`` block.
 
     Args:
-        prog: What the command was called as.
-        left: What is left behind when it is interrupted, or gets no more memory.
-        memory: What takes less.
+        prog: The command's name in messages.
+        left: For interrupts and lack of memory: what was left on disk.
+        memory: For lack of memory: how to need less.
     """
     if isinstance(error, KeyboardInterrupt):
         complain(f'{prog}: interrupted{left}')
     elif lacks_memory(error):
-        complain(f'{prog}: this process got no more memory{left}{memory}')
+        complain(f'{prog}: out of memory{left}{memory}')
     elif isinstance(error, (XhfError, OSError)):
         complain(f'{prog}: {error}')
     elif (remedy := _how_to_install(error)) is not None:
@@ -31,8 +33,10 @@ def explain(prog: str, error: BaseException, *, left: str = '', memory: str = ''
 
 
 def _how_to_install(error: BaseException) -> str | None:
-    """What to install where an import failed for want of a package; None for other errors and other packages."""
+    """The pip command for a missing optional package; None for other errors."""
     package = (error.name or '').partition('.')[0] if isinstance(error, ModuleNotFoundError) else ''
+    if package in _REQUIRED:
+        return f'{package} is needed for this and not installed: pip install xhf_hooks, or in a clone pip install .'
     if package not in _EXTRAS:
         return None
-    return f"{package} is needed for this and not installed: pip install 'xhf_hooks[{_EXTRAS[package]}]'"
+    return f"{package} is not installed: pip install 'xhf_hooks[{_EXTRAS[package]}]'"

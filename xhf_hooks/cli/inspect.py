@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         examples=_EXAMPLES,
         description='What is in a folder or checkpoint: model, step, tensors, dtypes, sizes, who wrote it.\n'
         'No tensor is read, and nothing in it is executed. xhf verify tells whether it is whole.',
-        epilog='Exit status: 0 all was read; 1 some of it could not be; 2 unusable.',
+        epilog='Exit status: 0 all was read; 1 some of it is damaged or could not be; 2 unusable.',
     )
     parser.add_argument('path', metavar='PATH', type=Path, help='a model folder, a checkpoint, or a work_dir')
     parser.add_argument('--tensors', type=count, metavar='N', default=0, help='also list the N largest tensors')
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
             _show(one, args.tensors)
     for error in errors:
         complain(f'{prog}: {error}')
-    return PARTLY if errors else DONE
+    return PARTLY if errors or any(one.problems for one in found) else DONE
 
 
 def _show(one: Described, n_tensors: int) -> None:

@@ -1,72 +1,48 @@
-"""``xhf``: all commands under one name. ``xhf-convert`` and ``xhf-verify`` are two of them."""
+"""``xhf``: all commands; ``xhf convert`` and ``xhf verify`` are also ``xhf-convert`` and ``xhf-verify``."""
 
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from xhf_hooks.cli.arguments import CommandParser
 from xhf_hooks.version import __version__
 
-
-def _convert(arguments: list[str], prog: str) -> int:
-    from xhf_hooks.cli import convert
-
-    return convert.main(arguments, prog)
-
-
-def _verify(arguments: list[str], prog: str) -> int:
-    from xhf_hooks.cli import verify
-
-    return verify.main(arguments, prog)
-
-
-def _inspect(arguments: list[str], prog: str) -> int:
-    from xhf_hooks.cli import inspect
-
-    return inspect.main(arguments, prog)
-
-
-def _add_hook(arguments: list[str], prog: str) -> int:
-    from xhf_hooks.cli import add_hook
-
-    return add_hook.main(arguments, prog)
-
-
-#: Name to what runs it, which imports nothing before, and what it does.
-_COMMANDS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
-    'convert': (_convert, 'the checkpoint of a finished run becomes a Hugging Face folder'),
-    'verify': (_verify, 'is a folder whole and unchanged? are two places the same model?'),
-    'inspect': (_inspect, 'what is in this folder or checkpoint?'),
-    'add-hook': (_add_hook, 'a config of MMEngine or XTuner gets HFCheckpointHook'),
+#: Name, which is that of a module beside this one, and description.
+_COMMANDS = {
+    'convert': 'convert the checkpoint of a finished run into a Hugging Face folder',
+    'verify': 'check that a folder is complete and unchanged, or compare two models',
+    'inspect': 'show what is in a folder or checkpoint',
+    'add-hook': 'add HFCheckpointHook to a config of MMEngine or XTuner',
 }
 _EXAMPLES = {
-    'convert work_dirs/run OUT': "the run's last checkpoint becomes the folder OUT",
-    'verify OUT': 'is OUT whole, consistent and unchanged?',
-    'inspect work_dirs/run': 'which model, step, tensors and sizes are there, and who wrote them?',
-    'add-hook config.py': 'the next run is saved as Hugging Face folders while it trains',
+    'convert work_dirs/run OUT': 'convert the last checkpoint of this run into the folder OUT',
+    'verify OUT': 'check that OUT is complete, consistent and unchanged',
+    'inspect work_dirs/run': 'show the models and checkpoints there: step, tensors, sizes, writer',
+    'add-hook config.py': 'add the hook, so that the next run saves Hugging Face folders',
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names.
+    """Run the command named by the first argument.
 
     Returns:
-        Its exit status.
+        The exit status.
     """
     parser = CommandParser(
         prog='xhf',
         examples=_EXAMPLES,
-        description='Hugging Face folders out of training checkpoints.',
+        description='Converts training checkpoints to Hugging Face folders, and checks and inspects both.',
         epilog='commands:\n'
-        + '\n'.join(f'  {name:<10}{meaning}' for name, (_, meaning) in _COMMANDS.items())
-        + '\n\n`xhf COMMAND --help` has the options of each.',
+        + '\n'.join(f'  {name:<10}{meaning}' for name, meaning in _COMMANDS.items())
+        + '\n\n`xhf COMMAND --help` shows the options of a command.',
     )
     parser.add_argument('--version', action='version', version=f'xhf_hooks {__version__}')
     parser.add_argument('command', metavar='COMMAND', choices=list(_COMMANDS), help=', '.join(_COMMANDS))
-    parser.add_argument('arguments', metavar='...', nargs=argparse.REMAINDER, help="the command's own")
+    parser.add_argument('arguments', metavar='...', nargs=argparse.REMAINDER, help='arguments of the command')
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given[:1] or ['--help'])
-    run, _ = _COMMANDS[args.command]
+    run = pkgutil.resolve_name(f'xhf_hooks.cli.{args.command.replace("-", "_")}:main')  # imported on demand
     return run(given[1:], f'xhf {args.command}')

@@ -1,4 +1,4 @@
-"""What the commands print. Names, values and messages may come from anybody's file: each is one line of plain text."""
+"""Output of the commands, as single lines of plain text: names and values may come from untrusted files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
 
-#: Of one line. Its beginning says what it is about, its end what to do.
+#: Longest line. The middle of longer ones is cut: the end says what to do.
 MOST_CHARACTERS = 1000
 _AT_THE_END = 300
 _MOST_TRACEBACK_LINES = 60
 
 
 def one_line(text: object, limit: int = MOST_CHARACTERS) -> str:
-    """The text with what is not printable (line ends, terminal codes, changes of direction) as escapes, cut to size."""
+    """The text with unprintable characters (line ends, terminal codes, bidi controls) escaped, cut to ``limit``."""
     whole = str(text)
     if len(whole) > limit:
         whole = f'{whole[: limit - _AT_THE_END]} [...] {whole[-_AT_THE_END:]}'
@@ -31,7 +31,7 @@ def one_line(text: object, limit: int = MOST_CHARACTERS) -> str:
 
 
 def say(line: object, to: TextIO | None = None) -> None:
-    """Print a line; on standard output, unless told otherwise."""
+    """Print a line, by default on standard output."""
     stream = sys.stdout if to is None else to
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
     print(one_line(line).encode(encoding, 'backslashreplace').decode(encoding), file=stream)
@@ -43,21 +43,21 @@ def complain(line: object) -> None:
 
 
 def print_traceback() -> None:
-    """Of the exception that is being handled: a fault of this program."""
+    """Print the current exception as a bug of this program."""
     for line in traceback.format_exc().splitlines()[-_MOST_TRACEBACK_LINES:]:
         complain(line)
 
 
 @contextmanager
 def libraries_print_lines() -> Iterator[None]:
-    """While it is open, what libraries log or warn of is one line each, too: they quote files as they are."""
+    """Within it, log records and warnings of libraries are single lines, too: they quote files unescaped."""
     make, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def record(*args: Any, **options: Any) -> logging.LogRecord:
         made = make(*args, **options)
         try:
             made.msg, made.args = one_line(made.getMessage()), ()
-        except Exception:  # a message that does not fit its arguments is logging's own business
+        except Exception:  # logging reports a message that does not fit its arguments
             made.msg, made.args = one_line(made.msg), ()
         if made.exc_info and made.exc_info[0] is not None:
             made.exc_text = '\n'.join(one_line(part) for part in traceback.format_exception_only(*made.exc_info[:2]))
@@ -77,7 +77,7 @@ def libraries_print_lines() -> Iterator[None]:
 
 @contextmanager
 def descriptors_silenced() -> Iterator[None]:
-    """What libraries print past Python, quoting files, goes nowhere: tokenizers' does."""
+    """Discard what native code prints: tokenizers quotes its files there."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]
@@ -94,7 +94,7 @@ def descriptors_silenced() -> Iterator[None]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether the system, or a limit, refused memory; libraries turn that into many kinds of errors."""
+    """Whether the cause is lack of memory, which libraries report as many kinds of errors."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, (MemoryError, SystemError)) or getattr(found, 'errno', None) == errno.ENOMEM:

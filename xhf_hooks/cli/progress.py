@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long command: a bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from xhf_hooks.format.text import size_text
 
 
 class Progress:
-    """Called with bytes done and bytes in all; a context manager, which ends the bar's line.
+    """Call it with bytes done and total bytes. A context manager that closes the bar.
 
     Args:
-        label: What goes on.
-        line_every_secs: Where there is no terminal.
+        label: Such as ``'converting'``.
+        line_every_secs: Interval of the lines without a terminal.
     """
 
     def __init__(self, label: str, line_every_secs: float = 10.0) -> None:
@@ -33,7 +33,7 @@ class Progress:
 
     def _tell(self, done: int, total: int) -> None:
         now = time.monotonic()
-        rate = (done - self._done_then) / max(now - self._told, 1e-9)  # of late: what was a hole took no time
+        rate = (done - self._done_then) / max(now - self._told, 1e-9)  # recent rate: holes take no time
         self._told, self._done_then = now, done
         left = f'{duration_text((total - done) / rate)} left' if rate > 0 else 'waiting for the disk'
         share = 100 * done // max(total, 1)

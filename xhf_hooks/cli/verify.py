@@ -1,4 +1,4 @@
-"""``xhf-verify``: is a model folder whole and unchanged, and are two places the same model?"""
+"""``xhf-verify``: checks that a model folder is complete and unchanged, or compares two models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.options import LORA_MODES
+from xhf_hooks.stores.open_store import is_url
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 _EXAMPLES = {
-    'hf_model': 'is this folder whole, consistent and unchanged?',
-    'hf_model --load': 'the same, and does it load and generate?',
-    'OUT work_dirs/run/iter_500.pth': 'is OUT the model in this checkpoint?',
-    'A B --plot differences.svg': 'how far apart are two models, layer by layer?',
+    'hf_model': 'check that this folder is complete, consistent and unchanged',
+    'hf_model --load': 'also load it and generate text',
+    'OUT work_dirs/run/iter_500.pth': 'compare OUT with the model in this checkpoint',
+    's3://bucket/run': 'check the newest save that upload_to made there',
+    'A B --plot differences.svg': 'plot the differences between two models by layer',
 }
 
 
@@ -32,23 +34,26 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     parser = CommandParser(
         prog=prog,
         examples=_EXAMPLES,
-        description='One path: is this Hugging Face folder whole, consistent and, where it has an xhf_manifest.json,\n'
-        'unchanged? Two paths: the same model? Each is a Hugging Face folder or a checkpoint\n'
-        'that xhf-convert reads.',
-        epilog='Exit status: 0 good, or the same (identical, or rounding only); 1 damaged, or different; 2 unusable.',
+        description='One path: check that a Hugging Face folder is complete, consistent and, if it has an\n'
+        'xhf_manifest.json, unchanged. Two paths: compare two models, each a Hugging Face folder or a\n'
+        'checkpoint that xhf-convert reads.',
+        epilog='Exit status: 0 good, or the same model (identical or rounding only); 1 damaged or different;\n'
+        '2 unusable input.',
     )
-    parser.add_argument('a', metavar='A', type=Path, help='a model folder')
-    parser.add_argument('b', metavar='B', type=Path, nargs='?', help='what A is compared with')
+    parser.add_argument(
+        'a', metavar='A', type=_place, help='a model folder, or the URL of one, or of what upload_to made'
+    )
+    parser.add_argument('b', metavar='B', type=_place, nargs='?', help='the model to compare A with')
     add = parser.add_argument_group('one path').add_argument
-    add('--load', action='store_true', help='also load A with transformers, run it, and let it write')
-    add('--no-read', action='store_true', help='headers and sizes only, no checksums')
-    add('--no-model', action='store_true', help='do not compare with the model and tokenizer classes')
+    add('--load', action='store_true', help='also load A with transformers, run it and generate text')
+    add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
+    add('--no-model', action='store_true', help='do not build the model and tokenizer of transformers')
     add = parser.add_argument_group('two paths').add_argument
-    add('--plot', type=Path, metavar='FILE', help='draw the differences per layer (.png, .svg or .pdf)')
+    add('--plot', type=Path, metavar='FILE', help='plot the differences by layer (.png, .svg or .pdf)')
     add = parser.add_argument_group('both').add_argument
-    add('--json', action='store_true', help='the result as JSON, on standard output')
-    add('--workers', type=count, metavar='N', help='threads; default: one more than there are cores')
-    add('--trust-remote-code', action='store_true', help="run the model's own code, if it has some")
+    add('--json', action='store_true', help='print the result as JSON')
+    add('--workers', type=count, metavar='N', help='threads; default: number of cores + 1, at most 8')
+    add('--trust-remote-code', action='store_true', help='allow custom code of the model')
     add = parser.add_argument_group('for checkpoints, as in xhf-convert').add_argument
     add('--config', type=Path, metavar='CFG')
     add('--base', metavar='DIR')
@@ -57,23 +62,29 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     args = parser.parse_args(argv)
     if args.b is None and args.plot:
         parser.error('--plot needs two paths')
+    if args.load and is_url(args.a):
+        parser.error('--load needs a folder on a disk')
     if args.b is not None and (args.load or args.no_read or args.no_model):
         parser.error('--load, --no-read and --no-model are for one path')
     return args
+
+
+def _place(text: str) -> Path | str:
+    return text if is_url(text) else Path(text)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     """Run the command.
 
     Args:
-        prog: What it was called as, for messages.
+        prog: The command's name in messages.
 
     Returns:
-        Its exit status.
+        The exit status.
     """
     args = parse_args(argv, prog)
     try:
-        with redirect_stdout(sys.stderr), libraries_print_lines():  # what libraries print is no part of the result
+        with redirect_stdout(sys.stderr), libraries_print_lines():  # keeps what libraries print out of the result
             status, result = _check(args, prog) if args.b is None else _compare(args)
         if isinstance(result, dict):
             print(json.dumps(result, indent=2))
@@ -82,33 +93,40 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
                 say(line)
         return status
     except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error, memory='. --workers 1 takes least')
+        explain(prog, error, memory='. --workers 1 needs the least memory')
         return UNUSABLE
 
 
-#: For people, or for programs.
+#: Lines of text, or JSON.
 _Result = list[str] | dict[str, Any]
 
 
 def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
+    from xhf_hooks.integrity.file_reader import FileReader
     from xhf_hooks.verify.folder import verify_folder
+    from xhf_hooks.verify.stored_folder import StoredFolder
 
-    with Progress('reading') as progress:
+    with Progress('reading') as progress, ExitStack() as closing:
+        stored = StoredFolder(args.a) if is_url(args.a) else None
+        if stored is not None:
+            closing.callback(stored.close)
         report = verify_folder(
-            args.a,
+            args.a if stored is None else stored.path,
+            open_reader=FileReader if stored is None else stored.open_reader,
             workers=args.workers,
             read=not args.no_read,
             model=not args.no_model,
             trust_remote_code=args.trust_remote_code,
             on_progress=progress,
         )
+        report = report if stored is None else stored.told_report(report)
     loaded = None
     if args.load and report.is_good:
         from xhf_hooks.verify.load import load_and_run
 
         loaded = load_and_run(args.a, trust_remote_code=args.trust_remote_code)
     elif args.load:
-        complain(f'{prog}: not loaded, since it is damaged')
+        complain(f'{prog}: not loaded, since the folder is damaged')
     good = report.is_good and (loaded is None or loaded.error is None)
     status = SAME if good else DIFFERENT
     if args.json:

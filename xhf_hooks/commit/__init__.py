@@ -1,1 +1,1 @@
-"""From a staged folder to a committed one, and from many committed ones to the few that are kept."""
+"""Commits a staging folder under its final name, and deletes old saves."""

@@ -26,6 +26,7 @@ from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.commit.others import others_in, set_apart
 from xhf_hooks.commit.rename_exchange import exchange
+from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
@@ -40,7 +41,7 @@ _MOST_ADDED_TO_NAME = 24
 _MOST_ADDED_TO_PATH = 128
 
 
-class CheckpointFolder:
+class CheckpointFolder(SaveTarget):
     """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
 
     Temporary folders get names that were never used before, so that no host has a stale entry for them. Before a folder
@@ -124,6 +125,8 @@ class CheckpointFolder:
         for leftover in self._leftovers():
             self._recover(leftover)
         self._delete_discarded()
+        for kept in self._unless_live('kept'):  # kept_folder.py: nothing of this run reads yet
+            shutil.rmtree(kept, ignore_errors=True)
         for probe in self._beside('probe', 'shared', 'lock.clock'):
             probe.unlink(missing_ok=True)
         _fsync(self.final.parent)
@@ -153,7 +156,7 @@ class CheckpointFolder:
         else:
             self._tidy(leftover, saved, current)
 
-    def open_staging(self) -> Path:
+    def open_staging(self, step: Step | None = None) -> Path:
         """An empty staging folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self._leftovers():  # of a save that failed after its commit
@@ -162,6 +165,19 @@ class CheckpointFolder:
         self.staging = new_name(self.final, 'staging')
         self.staging.mkdir()
         return self.staging
+
+    @property
+    def token(self) -> str:
+        return '' if self.staging is None else self.staging.name
+
+    def place(self, token: str) -> Path:
+        return self.final.with_name(token)
+
+    def name_of(self, token: str) -> Path:
+        return self.final
+
+    def beside(self, suffix: str) -> CheckpointFolder:
+        return CheckpointFolder(self.final.with_name(f'{self.final.name}_{suffix}'), max_keep=1)
 
     def free_nbytes(self) -> int:
         """Free bytes where the folder goes."""
@@ -321,7 +337,10 @@ class CheckpointFolder:
 
     def _leftovers(self) -> list[Path]:
         """Folders that were being filled or had been moved aside, unless a live run may be using them."""
-        found = self._beside('previous', 'staging')
+        return self._unless_live('previous', 'staging')
+
+    def _unless_live(self, *kinds: str) -> list[Path]:
+        found = self._beside(*kinds)
         if self._lock.answer is not Answer.UNKNOWN:
             return found
         return [path for path in found if not self._lock.changed_lately(path)]
@@ -346,7 +365,7 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
     """
     swept = []
     hidden = f'*/.{glob.escape(final_name)}'
-    for kind in ('staging', 'previous', 'discarded', 'shared', 'probe'):
+    for kind in ('staging', 'previous', 'discarded', 'kept', 'shared', 'probe'):
         for leftover in sorted(root.glob(f'{hidden}.{kind}*')):
             folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
             if folder.recover_if_dead():

@@ -1,18 +1,19 @@
-"""Checks that all ranks together have written every byte of every tensor once."""
+"""Checks that the ranks together wrote every byte of every tensor exactly once."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from xhf_hooks.errors import IncompleteError
+from xhf_hooks.format.text import some
 from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
 
 
 def assemble(plan: SavePlan, records: np.ndarray) -> list[WrittenTensor]:
-    """The written tensors with their checksums, from the records of all ranks (receipts.py). Runs on: rank 0.
+    """Combine the records of all ranks (receipts.py) to the written tensors and their checksums. Runs on: rank 0.
 
     Raises:
-        IncompleteError: Bytes of a tensor are missing, or were written twice.
+        IncompleteError: Bytes of a tensor are missing or were written twice.
     """
     placements = plan.placements
     expected = np.array([place.nbytes for place in placements], np.uint64)
@@ -36,10 +37,9 @@ def _what_is_wrong(place: Placement, pieces: np.ndarray) -> str:
 
 
 def warn_of_non_finite(tensors: list[WrittenTensor]) -> list[str]:
-    """What to tell the user about NaN and infinite values that were written."""
+    """Warnings about NaN and infinite values in the written tensors."""
     bad = [tensor for tensor in tensors if tensor.non_finite]
     if not bad:
         return []
-    some = ', '.join(f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad[:5])
-    more = f' and {len(bad) - 5} more' if len(bad) > 5 else ''
-    return [f'NaN or infinite values in {len(bad)} tensors: {some}{more}']
+    shown = some([f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad], 5)
+    return [f'NaN or infinite values in {len(bad)} tensors: {shown}']

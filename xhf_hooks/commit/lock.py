@@ -1,4 +1,4 @@
-"""One run at a time per output folder."""
+"""A lock on the output folder: one run at a time."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from pathlib import Path
 from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.errors import TargetError
 
-#: errnos of flock(2) on a file system that has no locks: Lustre mounted without ``flock``, some FUSE file systems.
+#: errnos of flock(2) on file systems without locks: Lustre mounted without ``flock``, some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-#: Mount options with which a lock is seen on this host only: Lustre's, NFS version 3's and nfs(5)'s.
+#: Mount options that make locks local to the host: of Lustre, NFS version 3 and nfs(5).
 _LOCAL_LOCKS = {'localflock', 'nolock', 'local_lock=all', 'local_lock=flock'}
 _SIGN = re.compile(r'process (\d+) on ([^\s,]+)')
 _SIGN_NBYTES = 4096
 
 
 class Answer(enum.Enum):
-    """What is known of a lock after :meth:`RunLock.acquire`."""
+    """The outcome of :meth:`RunLock.acquire`."""
 
-    OURS = 'it was free, and is ours now'
-    HELD = 'another run has it'
-    UNKNOWN = 'this file system cannot tell; no other run shows life, this one writes a heartbeat now'
+    OURS = 'this run holds the lock'
+    HELD = 'another run holds the lock'
+    UNKNOWN = 'the file system has no reliable locks; no other run has a heartbeat, and this run writes one'
 
 
 class RunLock:
     """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives. Runs on: rank 0.
 
-    The kernel drops it when the process ends. Where hosts do not see each other's locks, the holder writes a heartbeat
-    into the file, and a run that wants the lock watches for it.
+    The kernel releases it when the process ends. Where hosts do not see each other's locks, the holder writes a
+    heartbeat into the file, and other runs watch for it.
 
     Attributes:
         beat_secs: Interval of the heartbeat.
-        lifeless_secs: A run on another host without a heartbeat for so long is dead.
+        lifeless_secs: A run on another host is considered dead after this time without a heartbeat.
     """
 
     beat_secs = 10.0
@@ -57,9 +57,9 @@ class RunLock:
         """Take the lock unless another run holds it.
 
         Args:
-            patience_secs: How long to wait for a run that is just ending.
-            may_watch: Where hosts do not see each other's locks, watch whether another run is alive; otherwise a recent
-                change counts as alive.
+            patience_secs: How long to wait for another run to end.
+            may_watch: Without reliable locks, watch for another run's heartbeat; else a recent change of the file
+                counts as alive.
         """
         deadline = time.monotonic() + patience_secs
         while True:
@@ -74,7 +74,7 @@ class RunLock:
         """Take the lock.
 
         Args:
-            elsewhere: How the user chooses another folder.
+            elsewhere: The option that chooses another folder, for the message.
 
         Raises:
             TargetError: Another run holds it; the message names the holder.
@@ -87,7 +87,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back. A forked child of the holder releases nothing."""
+        """Release the lock. Does nothing in a forked child of the holder."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
@@ -98,19 +98,19 @@ class RunLock:
         os.close(fd)
 
     def changed_lately(self, path: Path) -> bool:
-        """Whether a file, or anything in a folder, was changed within ``lifeless_secs``, by the server's clock."""
+        """Whether a file, or anything in a folder, was changed within ``lifeless_secs`` by the server's clock."""
         probe = self.path.with_name(f'{self.path.name}.clock-{os.urandom(4).hex()}')
         probe.touch()
         now = probe.stat().st_mtime
         probe.unlink()
         for each in (path, *path.rglob('*')):
-            with contextlib.suppress(OSError):  # it has just gone
+            with contextlib.suppress(OSError):  # deleted meanwhile
                 if now - each.lstat().st_mtime < self.lifeless_secs:
                     return True
         return False
 
     def _try(self, may_watch: bool) -> Answer | None:
-        """None: the holder removed the file between our open and our lock."""
+        """Try once; None if the holder removed the file between open and lock."""
         fd = _open_current(self.path)
         if fd is None:
             return Answer.HELD
@@ -134,7 +134,7 @@ class RunLock:
             if not is_reliable:
                 time.sleep(self.beat_secs / 10)
                 if _read(self.path) != _sign():
-                    return Answer.HELD  # two runs began at once; the other one wrote last
+                    return Answer.HELD  # two runs started at once, and the other wrote last
                 self._start_to_beat(fd)
             self._fd, self._pid, fd = fd, os.getpid(), -1
         finally:
@@ -143,9 +143,9 @@ class RunLock:
         return Answer.OURS if is_reliable else Answer.UNKNOWN
 
     def _shows_life(self, sign: str, may_watch: bool) -> bool:
-        """Whether the run that signed the file is alive: known for this host's processes, else watched for."""
+        """Whether the run that signed the file is alive: by process id on this host, else by its heartbeat."""
         match = _SIGN.match(sign)
-        if not match:  # we have just made it
+        if not match:  # a new file
             return False
         if match[2] == socket.gethostname():
             return int(match[1]) != os.getpid() and _is_alive(int(match[1]))
@@ -167,7 +167,7 @@ class RunLock:
             number = 0
             while not released.wait(self.beat_secs):
                 number += 1
-                with contextlib.suppress(OSError):  # the file system is not reachable: nobody sees the heartbeat
+                with contextlib.suppress(OSError):  # the file system is not reachable
                     _write_sign(own_fd, f', beat {number}')
             os.close(own_fd)
 
@@ -175,10 +175,10 @@ class RunLock:
 
 
 def _open_current(path: Path) -> int | None:
-    """Open what the name stands for now, or make it; exclusively first, which asks the server (fresh_name.py).
+    """Open or create the lock file; first exclusively, which bypasses stale caches (fresh_name.py).
 
     Returns:
-        None: another host has made it, and this one does not see it yet.
+        None if another host created it and this one does not see it yet.
     """
     for flags in (os.O_EXCL, 0):
         with contextlib.suppress(FileExistsError):
@@ -207,13 +207,13 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         pass
     return True
 
 
 def _locks_are_local(path: Path) -> bool:
-    """Whether the mount says that other hosts do not see locks (proc(5), mountinfo). Runs on: rank 0."""
+    """Whether mount options make locks local to this host (proc(5), mountinfo). Runs on: rank 0."""
     number = os.stat(path).st_dev
     device = f'{os.major(number)}:{os.minor(number)}'
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Files that others put into our folders, such as evaluation results: never deleted with them."""
+"""Files that others put into a saved folder, such as evaluation results: never deleted with it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xhf_hooks.commit.fresh_name import look_up
 
 
 def others_in(folder: Path, ours: Collection[str]) -> list[str]:
-    """Files and links that are not among ``ours``, relative to the folder, with slashes."""
+    """Relative paths of files and links that are not in ``ours``."""
     found = (path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir())
     return sorted({path.relative_to(folder).as_posix() for path in found} - {*ours})
 
 
 def set_apart(folder: Path, names: Collection[str], place: Path) -> Path:
-    """Move those files to a new folder: ``place``, or that with a number where it is taken. Runs on: rank 0.
+    """Move the files to a new folder: ``place``, with a number added if it exists. Runs on: rank 0.
 
     Returns:
-        That folder. After a kill in between, the next call moves the rest to another one.
+        The new folder. If a kill interrupts the move, the next call moves the rest to another folder.
 
     Raises:
         OSError: A file could not be moved.

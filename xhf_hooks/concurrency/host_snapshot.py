@@ -10,6 +10,9 @@ import torch
 #: Small for models whose saves take long, large for a local shard of a tensor (sources/local_shards.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
+_PAGE_NBYTES = 4096
+#: Aligned as in its file; of what is smaller, that would waste more than a sixteenth.
+_LARGE_NBYTES = 16 * _PAGE_NBYTES
 
 
 class SnapshotMemory:
@@ -17,6 +20,9 @@ class SnapshotMemory:
 
     Fresh pages are expensive, so nothing is freed between saves. On a GPU machine it is pinned, and copies run
     asynchronously until :meth:`synchronize`; on the CPU it uses huge pages where available.
+
+    What is large lies in it as in its file, seen from the boundaries of pages, so that the disk can take it from here
+    (writers/file_io/direct.py).
     """
 
     def __init__(self) -> None:
@@ -38,10 +44,14 @@ class SnapshotMemory:
         """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0
 
-    def hold(self, tensor: torch.Tensor) -> memoryview:
-        """Copy a tensor; its row-major bytes, valid until :meth:`clear` and, from a GPU, after :meth:`synchronize`."""
+    def hold(self, tensor: torch.Tensor, offset: int) -> memoryview:
+        """Copy a tensor that will be at ``offset`` of a file.
+
+        Returns:
+            Its row-major bytes, valid until :meth:`clear` and, from a GPU, after :meth:`synchronize`.
+        """
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        room = self._take(flat.numel())
+        room = self._take(flat.numel(), offset)
         room.copy_(flat, non_blocking=True)
         if flat.device.type != 'cpu':
             self._copying_from.add(flat.device)
@@ -53,14 +63,21 @@ class SnapshotMemory:
             torch.get_device_module(device).synchronize(device)
         self._copying_from.clear()
 
-    def _take(self, nbytes: int) -> torch.Tensor:
-        while self._index < len(self._blocks) and self._used + nbytes > self._blocks[self._index].numel():
+    def _take(self, nbytes: int, offset: int) -> torch.Tensor:
+        while self._index < len(self._blocks):
+            block = self._blocks[self._index]
+            start = self._used + _padding(block.data_ptr() + self._used, nbytes, offset)
+            if start + nbytes <= block.numel():
+                self._used = start + nbytes
+                return block[start : self._used]
             self._index, self._used = self._index + 1, 0
-        if self._index == len(self._blocks):
-            self._blocks.append(host_memory(max(nbytes, _BLOCK_NBYTES)))
-        room = self._blocks[self._index][self._used : self._used + nbytes]
-        self._used += nbytes + -nbytes % _ALIGNMENT
-        return room
+        self._blocks.append(host_memory(max(nbytes + _PAGE_NBYTES, _BLOCK_NBYTES)))
+        return self._take(nbytes, offset)
+
+
+def _padding(address: int, nbytes: int, offset: int) -> int:
+    """Bytes to leave free from an address on."""
+    return (offset - address) % _PAGE_NBYTES if nbytes >= _LARGE_NBYTES else -address % _ALIGNMENT
 
 
 def host_memory(nbytes: int) -> torch.Tensor:

@@ -39,13 +39,15 @@ class WorkerThreads:
 
     Args:
         count: How many.
+        prepare: Called in each, before its first job. It must not raise.
 
     Raises:
         RuntimeError: The system does not allow so many threads.
         MemoryError: There is not enough memory for them.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, prepare: Callable[[], None] = lambda: None) -> None:
+        self._prepare = prepare
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -127,6 +129,7 @@ class WorkerThreads:
         self.close()
 
     def _work(self) -> None:
+        self._prepare()
         while (job := self._jobs.get()) is not None:
             try:
                 result: tuple[Any, BaseException | None] = job(), None

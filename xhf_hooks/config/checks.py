@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+#: What a command of ``on_saved`` may contain, in braces.
+PLACEHOLDERS = ('path', 'step', 'label', 'name', 'output')
 #: That can ask for a save; the first two do nothing else.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
@@ -86,6 +90,27 @@ def signal_names(option: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def command_or_function(option: str, value: Any) -> Any:
+    """None, a function, the MMEngine config of one, or a command; returns the arguments of a command."""
+    if value is None or callable(value):
+        return value
+    if isinstance(value, dict):
+        if 'type' not in value:
+            raise OptionError(option, 'a config with a type', value)
+        return value
+    try:
+        arguments = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise OptionError(option, f'a command whose quotes are closed ({error})', value) from None
+    is_command = isinstance(arguments, (list, tuple)) and all(isinstance(argument, str) for argument in arguments)
+    if not is_command or not arguments or not arguments[0]:
+        raise OptionError(option, 'None, a command (a text, or a list of texts), a function, or its config', value)
+    for name in re.findall(r'(?<!\$){(\w+)}', ' '.join(arguments)):
+        if name not in PLACEHOLDERS and (near := difflib.get_close_matches(name, PLACEHOLDERS, n=1)):
+            raise OptionError(option, f'no {{{name}}} (did you mean {{{near[0]}}}?)', value)
+    return tuple(arguments)
+
+
 def dtype_code(option: str, value: Any) -> str | None:
     """``'bfloat16'``, ``torch.bfloat16`` or None; returns the safetensors dtype, or None."""
     if value is None:
@@ -103,6 +128,43 @@ def folder(option: str, value: Any) -> Path | None:
     if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
         raise OptionError(option, 'the path of a folder', value)
     return Path(value).expanduser()
+
+
+def folder_or_url(option: str, value: Any) -> Path | str | None:
+    """The path of a folder, the URL of an object store, or None."""
+    from xhf_hooks.stores.open_store import checked_url, is_url
+
+    if not is_url(value):
+        return folder(option, value)
+    if value.lower().startswith('hf://'):  # a commit for each file
+        raise OptionError(option, 'a folder, or the URL of an object store (the Hub is for upload_to)', value)
+    return checked_url(option, value)
+
+
+def store_url(option: str, value: Any) -> str | None:
+    """A URL of a store, or None."""
+    from xhf_hooks.stores.open_store import checked_url
+
+    return None if value is None else checked_url(option, value)
+
+
+def optional_size(option: str, value: Any) -> int | None:
+    """A number of bytes, also as text, or None."""
+    return None if value is None else size(option, value)
+
+
+def library_arguments(option: str, value: Any) -> dict[str, Any] | None:
+    """Arguments by name, for a library; a plain dict of it."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise OptionError(option, 'a dict of arguments by name', value)
+    if not all(isinstance(name, str) for name in value) or {'backend', 'path_mapping'} & {*value}:
+        # names only: a value may be a secret
+        raise OptionError(option, "arguments of the store's library by name; the URL says which store", [*value])
+    return {
+        name: library_arguments(option, each) if isinstance(each, Mapping) else each for name, each in value.items()
+    }
 
 
 def writer_name(option: str, value: Any) -> str:

@@ -7,7 +7,7 @@ its signature with :class:`CallOptions`. The frontends' docstrings take the mean
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,15 +16,19 @@ from xhf_hooks.config.checks import (
     Check,
     anything,
     at_least,
+    command_or_function,
     dotted_path,
     dtype_code,
-    folder,
+    folder_or_url,
+    library_arguments,
     one_of,
+    optional_size,
     optional_switch,
     parse_size,
     seconds,
     signal_names,
     size,
+    store_url,
     switch,
     tokenizer_like,
     writer_name,
@@ -96,10 +100,10 @@ class SaveOptions(_Options):
     )
     writer: str = _option(
         'auto',
-        "'positional' (every rank writes its local shards), 'parallel' (every rank writes whole tensors, of which the "
-        "others send it theirs), 'stream' (the same, but rank 0 alone writes), 'gather' (every rank receives every "
-        "tensor, and rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The files "
-        'are the same.',
+        "'positional' (every rank writes its local shards), 'parallel' (each file has one writer, to which the others "
+        'send theirs; no more ranks write than there are files, and a smaller ``max_shard_size`` makes more), '
+        "'stream' (the others send theirs to rank 0, which writes), 'gather' (every rank receives every tensor, and "
+        "rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The files are the same.",
         writer_name,
     )
     verify: str = _option(
@@ -114,6 +118,12 @@ class SaveOptions(_Options):
         'How many saves to keep, the newest included; the older ones are named ``hf_model_iter_500`` or '
         '``hf_model_epoch_2``. -1 keeps all.',
         at_least(1, -1),
+    )
+    backend_args: dict[str, Any] | None = _option(
+        None,
+        'For the library of the store that ``out_dir`` or ``upload_to`` names, such as '
+        "``dict(endpoint_url='https://...')``. Credentials belong where that library looks for them, not here.",
+        library_arguments,
     )
 
     @property
@@ -134,7 +144,14 @@ class CallOptions(SaveOptions):
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
     save_on_file: ClassVar[bool] = False
+    save_on_exception: ClassVar[bool] = False
+    on_saved: ClassVar[None] = None
+    on_saved_timeout_secs: ClassVar[float] = 0.0
+    on_saved_queue: ClassVar[str] = 'newest'
     on_error: ClassVar[str] = 'raise'
+    upload_to: ClassVar[str | None] = None
+    upload_keep: ClassVar[int] = -1
+    upload_nbytes_per_sec: ClassVar[int | None] = None
 
     step: int | None = _option(
         None, 'Optimizer steps done. Needed when several saves are kept: it names the older ones.', at_least(0, None)
@@ -154,8 +171,10 @@ class RunOptions(SaveOptions):
         default=None,
         metadata={
             'meaning': 'Folder of the newest save. None: ``hf_model`` in the folder of the run '
-            "(MMEngine's ``work_dir/<timestamp>``, Trainer's ``output_dir``).",
-            'check': folder,
+            "(MMEngine's ``work_dir/<timestamp>``, Trainer's ``output_dir``). Or a URL such as ``s3://bucket/run``: "
+            'every rank sends the files that it owns straight from memory to the object store, and nothing is written '
+            'to a disk.',
+            'check': folder_or_url,
         },
     )
     save_last: bool = _option(True, 'Save when training ends, whatever is due.', switch)
@@ -181,13 +200,47 @@ class RunOptions(SaveOptions):
         'deleted then.',
         switch,
     )
+    save_on_exception: bool = _option(
+        False,
+        'When an exception that nobody catches ends all ranks, save the weights as they are in memory then to '
+        '``hf_model_exception``.',
+        switch,
+    )
+    on_saved: str | Sequence[str] | dict[str, Any] | Callable[..., Any] | None = _option(
+        None,
+        'What rank 0 does after each save, beside training: a command, in which ``{path}`` is the saved folder, '
+        '``{step}`` the iteration, ``{label}`` such as ``iter_500``, ``{name}`` such as ``hf_model`` and ``{output}`` '
+        'a folder for its results; or a function of path and iteration; or the config that MMEngine builds one from. '
+        'Numbers that come of it go to the visualizer.',
+        command_or_function,
+    )
+    on_saved_timeout_secs: float = _option(3600, 'After this time the command of ``on_saved`` is ended.', seconds)
+    on_saved_queue: str = _option(
+        'newest',
+        "Where saves come faster than ``on_saved`` is done: 'newest', the others are left out, or 'all', and each "
+        'folder is kept until its turn has come.',
+        one_of('newest', 'all'),
+    )
     exit_wait_secs: float = _option(
         600,
         'How long the end of the process (an exception, SIGTERM) waits for a save that is being written, or for the '
-        'one that ``save_on_signal`` makes. torchrun '
+        'one that ``save_on_signal`` makes; and the end of training for ``on_saved``. torchrun '
         'follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is started with '
         '``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s).',
         seconds,
+    )
+    upload_to: str | None = _option(
+        None,
+        "Where each committed save is uploaded, beside training: a URL such as 's3://bucket/run' (gs, az, oss and all "
+        'else that fsspec knows). Each save has a prefix of its own there, ``hf_model_iter_500``; ``hf_model.json`` '
+        "names the newest. Or 'hf://organization/name', a repository of the Hub: each save is a commit and a tag.",
+        store_url,
+    )
+    upload_keep: int = _option(
+        -1, 'How many saves to keep where ``upload_to`` leads, the newest included. -1 keeps all.', at_least(1, -1)
+    )
+    upload_limit: int | str | None = _option(
+        None, "What a rank may upload per second, such as '40MB'. None: as fast as it goes.", optional_size
     )
     on_error: str = _option('continue', "'continue' or 'raise', when a save fails.", one_of('continue', 'raise'))
 
@@ -195,6 +248,27 @@ class RunOptions(SaveOptions):
         super().__post_init__()
         if self.async_busy != 'wait' and not self.async_save:
             raise OptionError('async_busy', "'wait' when async_save is False", self.async_busy)
+        to_store = isinstance(self.out_dir, str)
+        if to_store and self.upload_to is not None:
+            raise OptionError('upload_to', 'None when out_dir is a URL', self.upload_to)
+        if to_store and self.on_saved is not None:
+            raise OptionError('on_saved', 'None when out_dir is a URL: it reads a folder', self.on_saved)
+        if self.on_saved_queue != 'newest' and self.on_saved is None:
+            raise OptionError('on_saved_queue', "'newest' when on_saved is None", self.on_saved_queue)
+        if self.upload_to is None:
+            for option, default in (('upload_keep', -1), ('upload_limit', None)):
+                if getattr(self, option) != default:
+                    raise OptionError(option, f'{default} when upload_to is None', getattr(self, option))
+            if self.backend_args is not None and not to_store:
+                raise OptionError('backend_args', 'None without a URL as upload_to or out_dir', [*self.backend_args])
+        elif self.upload_to.startswith('hf://'):
+            for option, default in (('upload_keep', -1), ('upload_limit', None), ('backend_args', None)):
+                if getattr(self, option) != default:
+                    raise OptionError(option, f'{default} when upload_to is on the Hub', getattr(self, option))
+
+    @property
+    def upload_nbytes_per_sec(self) -> int | None:
+        return None if self.upload_limit is None else parse_size(self.upload_limit)
 
     @property
     def saves_on_demand(self) -> bool:

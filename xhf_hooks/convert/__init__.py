@@ -1,4 +1,4 @@
-"""The checkpoint of a finished run becomes a Hugging Face folder; the flow is in :mod:`.conversion`."""
+"""Converts the checkpoint of a finished run into a Hugging Face folder; the flow is in :mod:`.conversion`."""
 
 from __future__ import annotations
 

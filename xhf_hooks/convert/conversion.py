@@ -1,10 +1,10 @@
-"""The whole flow of a conversion, on one page; it is that of :mod:`xhf_hooks.save` without ranks.
+"""The flow of a conversion: that of :mod:`xhf_hooks.save`, without ranks.
 
-CheckpointSource        what the files hold               names and shapes, no data
-MetaModel               the model that was trained        on the meta device, no data
-Exporter.entries()      what goes out, under which names  the hook's own exporters
-make_plan()             where each byte will lie
-write_weights()         slices are read, cast, written    several threads, one block each
+CheckpointSource        tensors in the files               names and shapes, no data
+MetaModel               the trained model                  on the meta device, no data
+Exporter.entries()      exported tensors and their names   the exporters of the hook
+make_plan()             the place of each byte
+write_weights()         slices are read, cast and written  several threads, one block each
 commit()                staging gets the final name
 """
 
@@ -37,14 +37,14 @@ from xhf_hooks.version import package_versions
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to understand a checkpoint, and how to convert it: the command's options of the same names, parsed.
+    """The options of ``xhf-convert``, parsed.
 
     Attributes:
-        ema: Of a checkpoint that holds averaged weights beside the live ones, the averaged.
-        dtype: Safetensors dtype that floats are cast to, once and from the fp32 master weights where there are
-            any; None gives the training dtype, bit for bit what the hook saves.
+        ema: Export the averaged weights if the checkpoint holds both averaged and live ones.
+        dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
+            any. None: the training dtype, bit for bit what the hook saves.
         workers: Threads that read, cast and write.
-        verify: Read everything back before the commit, and compare.
+        verify: Read everything back and compare before the commit.
     """
 
     config: Path | None = None
@@ -62,16 +62,16 @@ class ConvertOptions:
 
 
 class Conversion:
-    """One checkpoint on its way. Runs on: one process.
+    """The conversion of one checkpoint. Runs on: one process.
 
     Attributes:
-        source: Where the tensors of the plan come from.
-        plan: Every byte that :meth:`run` writes.
-        averages: Whether the checkpoint holds averaged and live weights.
-        warnings: What the user should know before anything is written.
+        source: The source of the planned tensors.
+        plan: The plan that :meth:`run` writes.
+        averages: Whether the checkpoint holds both averaged and live weights.
+        warnings: Notes for the user before anything is written.
 
     Raises:
-        XhfError: It will not work; nothing was written.
+        XhfError: The checkpoint cannot be converted. Nothing was written.
     """
 
     def __init__(self, checkpoint: Path, options: ConvertOptions) -> None:
@@ -133,25 +133,25 @@ class Conversion:
 
     @property
     def use_fp32_master(self) -> bool:
-        """Whether fp32 master weights are read where there are any."""
+        """Whether to read fp32 master weights where there are any."""
         return self._options.dtype is not None
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of the checkpoint that a conversion reads."""
+        """Bytes that :meth:`run` reads from the checkpoint."""
         names = {spec.name for spec in _read_specs(self.plan)}
         return self.source.stored_nbytes(names, use_fp32_master=self.use_fp32_master)
 
     @property
     def step(self) -> Step:
-        """The iteration that the checkpoint is of; 0 if nothing tells."""
+        """The step of the checkpoint; iteration 0 if unknown."""
         iteration, epoch = self._checkpoint.iteration or 0, self._checkpoint.epoch
         if epoch is not None and self._found.path.name.startswith('epoch_'):
             return Step('epoch', epoch, iteration)
         return Step('iter', iteration, iteration)
 
     def description(self) -> list[str]:
-        """What was found, and what will be written."""
+        """What was found and what will be written, as text."""
         facts, plan = self._checkpoint.facts, self.plan
         engine = str(facts.get('engine'))
         if facts.get('zero_stage') is not None:
@@ -173,11 +173,11 @@ class Conversion:
             return []
         return [
             f'float32: {self._widened} of {len(_read_specs(self.plan))} tensors have no fp32 master weights in this '
-            f'checkpoint; they are the 16-bit weights, widened'
+            f'checkpoint; their 16-bit weights are widened'
         ]
 
     def load_tokenizer(self) -> None:
-        """The one that :meth:`run` writes. Its libraries may print what its files hold.
+        """Load the tokenizer that :meth:`run` writes. Libraries may print content of its files.
 
         Raises:
             BaseModelError: It cannot be loaded.
@@ -191,17 +191,17 @@ class Conversion:
         """Write ``out``.
 
         Args:
-            on_progress: Called in this thread with bytes done and bytes in all (twice the bytes with ``verify``).
+            on_progress: Called in this thread with bytes done and total bytes (``verify`` doubles them).
 
         Raises:
-            XhfError, OSError: It failed, and ``out`` is as it was.
+            XhfError, OSError: It failed; ``out`` is unchanged.
         """
         folder = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         folder.claim()
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             warnings, overflows = self._write_and_commit(folder, meter, on_progress)
-        except BaseException:  # a signal, too, must leave nothing
+        except BaseException:  # signals, too
             folder.abandon()
             raise
         finally:
@@ -214,7 +214,7 @@ class Conversion:
     def _write_and_commit(
         self, folder: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None]
     ) -> tuple[list[str], int]:
-        """Warnings, and how many finite elements became infinite."""
+        """Returns warnings and the number of finite elements that became infinite."""
         staging = folder.open_staging()
         folder.require_room(self.plan.nbytes)
         warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
@@ -235,7 +235,7 @@ class Conversion:
         return warnings, overflows
 
     def _facts(self) -> dict[str, Any]:
-        """What the manifest says beside the files."""
+        """The manifest's fields besides the files."""
         facts = {'packages': package_versions(), 'dtype': self._options.dtype or 'as trained'}
         facts |= {**self._checkpoint.facts, 'weights': self._weights}
         return {**facts, 'widened_tensors': self._widened} if self._widened else facts
@@ -251,10 +251,10 @@ def _require_castable(spec: TensorSpec, dtype: str) -> None:
 
 
 def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:
-    """'averaged' or 'live', and what the user should know about it.
+    """'averaged' or 'live', and notes for the user.
 
     Raises:
-        OptionError: The live ones are wanted, and not there.
+        OptionError: Live weights are requested, but the checkpoint has none.
     """
     weights = checkpoint.facts['weights']
     if checkpoint.averages or config is None or not config.averages:
@@ -266,7 +266,7 @@ def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: 
     if not ema:
         return weights, []
     note = (
-        'the run averages its weights (EMAHook), but its checkpoints are of DeepSpeed and hold the live ones alone, '
-        'which are converted. The averaged ones are in the hf_model of the run, if it had HFCheckpointHook'
+        'the run averages its weights (EMAHook), but DeepSpeed checkpoints hold the live weights only; these are '
+        'converted. The averaged weights are in hf_model if the run had HFCheckpointHook'
     )
     return weights, [note]

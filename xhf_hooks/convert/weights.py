@@ -1,4 +1,4 @@
-"""Every byte of the weights of a plan, made by several threads: read, cast, and written or compared."""
+"""Writes the weights of a plan with several threads: read, cast, write; or compare with what was written."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, cut_into_blocks
 
-#: Reads of groups that are made together which may be in memory at once; a larger group is there alone.
+#: Limit of the bytes that gathered groups hold in memory at once; a larger group runs alone.
 _GROUPS_NBYTES = 64 * 10**6
 
-#: What was made, and elements that overflowed.
+#: Receipts, and the number of finite elements that became infinite.
 _Result = tuple[list[WriteReceipt], int]
 
 
@@ -43,14 +43,14 @@ def write_weights(
 
     Args:
         workers: Threads.
-        verify: Then make every byte once more, and compare with what the disk gives.
-        on_progress: Called in this thread with bytes done and bytes in all.
+        verify: Afterwards, compute every byte again and compare it with the disk.
+        on_progress: Called in this thread with bytes done and total bytes.
 
     Returns:
-        What was written, and how many finite elements became infinite.
+        Receipts, and the number of finite elements that became infinite.
 
     Raises:
-        IncompleteError: Other bytes were read than were written.
+        IncompleteError: The disk returned other bytes than were written.
         XhfError, OSError: Reading or writing failed.
     """
     total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
@@ -86,7 +86,7 @@ def write_weights(
 
 
 class _Work:
-    """What the threads do."""
+    """The jobs of the threads."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Work:
         self._budget = _Budget(_GROUPS_NBYTES)
 
     def jobs(self) -> Iterator[Callable[[], _Result]]:
-        """The longest first."""
+        """All jobs, the longest first."""
         yield from (partial(self._make_group, group) for group in self._plan.gathered)
         yield from (partial(self._make_block, block) for block in cut_into_blocks(self._plan))
 
@@ -151,7 +151,7 @@ class _Work:
         return made, overflows
 
     def _buffer(self) -> memoryview:
-        """This thread's, for one block."""
+        """This thread's buffer of one block."""
         if not hasattr(self._own, 'buffer'):
             self._own.buffer = memoryview(bytearray(BLOCK_NBYTES))
         return self._own.buffer
@@ -163,7 +163,7 @@ def _receipt(place: Placement, start: int, data: memoryview) -> WriteReceipt:
 
 
 class _Budget:
-    """Bytes that may be in use at once; who wants more than all of them waits to be alone."""
+    """A limit of bytes in use; a request above the limit waits until nothing else is in use."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit, self._used, self._changed = nbytes, 0, threading.Condition()
@@ -183,7 +183,7 @@ class _Budget:
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Each worker is one thread already."""
+    """Parallelism comes from the workers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

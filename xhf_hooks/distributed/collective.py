@@ -203,7 +203,7 @@ class Collective:
         """Begin to send bytes to ranks and to receive bytes from ranks. Runs on: those that are named, in step.
 
         Both sides must know how many. What is on a device goes by the run's own group, for that is the one with a
-        backend for it; that way was not run on a GPU.
+        backend for it, after :meth:`connect_device`.
 
         Returns:
             Waits for the end of all of it, during which nobody may touch the tensors.
@@ -223,6 +223,16 @@ class Collective:
                     work.wait(self._timeout)
 
         return finish
+
+    def connect_device(self, device: torch.device) -> None:
+        """Begin to use the run's own group for a device. Runs on: all ranks.
+
+        nccl wants all ranks in the first operation of a group, and not all of them have something to :meth:`post`
+        (``torch.distributed.batch_isend_irecv``).
+        """
+        if self.world_size > 1:
+            with self._in_touch('send'):
+                dist.all_reduce(torch.zeros(1, device=device))
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order; for small values, rarely. Runs on: all ranks."""

@@ -1,4 +1,4 @@
-"""Tests whether all ranks see one folder, and can tell that a file is the one that rank 0 made."""
+"""Checks that all ranks see the same folder, with the same inode numbers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from xhf_hooks.errors import TargetError
 
 
 def is_shared(probe: Path, collective: Collective) -> bool:
-    """Rank 0 writes the file ``probe``, every rank looks for it. Runs on: all ranks.
+    """Rank 0 writes the file ``probe``, and all ranks look for it. Runs on: all ranks.
 
-    Its inode number must be the same on every rank: writers identify files by it (writers/file_io). NFS, Lustre,
-    CephFS, MooseFS and others show the server's number on every host; FUSE file systems that invent numbers do not.
+    The inode number must be equal on all ranks: writers identify files by it (writers/file_io). NFS, Lustre, CephFS,
+    MooseFS and others use the server's number on every host; some FUSE file systems invent numbers.
 
     Args:
-        probe: A name that was never used before; rank 0's is used.
+        probe: A name that was never used before; that of rank 0 counts.
 
     Raises:
         AgreedError: Rank 0 cannot write there.
     """
-    probe = probe.with_name(collective.broadcast(probe.name))  # hosts may mount the folder elsewhere
+    probe = probe.with_name(collective.broadcast(probe.name))  # hosts may mount the folder at different paths
     number = None
     with collective.stage('preflight'):
         if collective.rank == 0:

@@ -1,4 +1,4 @@
-"""Which tensors are written under which Hugging Face names. Importing this package registers the built-in exporters."""
+"""Maps a model's tensors to Hugging Face names. Importing this package registers the built-in exporters."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ __all__ = [
 
 
 def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Exporter:
-    """The exporter of a trained model: the one registered last among those that accept it.
+    """The exporter of a trained model: the last registered one that accepts it.
 
     Args:
-        module: The option of that name; None lets the exporter find what to export.
-        **options: Options for one kind of model, such as ``lora``; None where not given.
+        module: The option ``module``; None: the exporter finds the model to export.
+        **options: Options for some kinds of models, such as ``lora``; None if not given.
 
     Raises:
         ModelError: No exporter accepts the model.
-        OptionError: An option was given that is not for this model.
+        OptionError: An option does not apply to this model.
     """
     accepting = [cls for cls in EXPORTERS.module_dict.values() if cls.accepts(model, module)]
     if not accepting:
         raise ModelError(
-            f'no exporter accepts {type(model).__name__}. Looked for: {sorted(EXPORTERS.module_dict)}. '
-            f'Its modules are {[name for name, _ in model.named_children()]}. Name the PreTrainedModel in it '
-            f'with the option module, or register an exporter of your own (README, "A new model family")'
+            f'no exporter accepts {type(model).__name__}. Exporters: {sorted(EXPORTERS.module_dict)}. Modules of the '
+            f'model: {[name for name, _ in model.named_children()]}. Set the option module to the path of the '
+            f'PreTrainedModel in it, or register an exporter (docs/extending.md)'
         )
     chosen = accepting[-1]
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in chosen.options:
             raise OptionError(
-                name, f'None for this {type(model).__name__}, because {chosen.__name__} exports it', value
+                name,
+                f'None, because {chosen.__name__}, which exports this {type(model).__name__}, has no {name}',
+                value,
             )
     return chosen(model, module, **given)

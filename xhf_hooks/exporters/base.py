@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Exporter(ABC):
-    """One kind of model: which of its tensors are written, under which names, and with which HF assets.
+    """Decides for one kind of model which tensors are written, under which names, and with which HF assets.
 
-    An exporter sees specs, never tensors, until one of its ``combine`` functions is called.
+    Only its ``combine`` functions see tensors; everything else works on specs.
 
     Attributes:
-        base_dir: Folder or hub name that the model was loaded from, '' when there is none.
-        left_out: Tensors of the source that are deliberately not written. Known after :meth:`entries`.
-        notes: Log messages about that.
-        combine_nbytes: The most memory that one ``combine`` allocates. Known after :meth:`entries`.
-        options: Options for this kind of model alone; the constructor takes them by name.
+        base_dir: Folder or hub name that the model was loaded from; '' if unknown.
+        left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
+        notes: Messages for the log.
+        combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
+        options: Names of additional options; the constructor takes them as keyword arguments.
     """
 
     options: tuple[str, ...] = ()
@@ -36,40 +36,40 @@ class Exporter(ABC):
     @classmethod
     @abstractmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        """Whether this exporter knows such a model."""
+        """Whether this exporter can export the model."""
 
     @abstractmethod
     def __init__(self, model: nn.Module, module: str | None) -> None: ...
 
     @abstractmethod
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        """What is written, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
+        """The tensors to write, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
 
         Args:
-            specs: What the source holds.
-            dtype: Safetensors dtype to cast floats to; None keeps them as trained.
+            specs: The tensors of the source.
+            dtype: Safetensors dtype to cast floats to; None keeps the training dtype.
 
         Raises:
-            ModelError: The model is not what ``from_pretrained`` will build.
+            ModelError: The model differs from what ``from_pretrained`` will build.
         """
 
     @property
     @abstractmethod
     def n_parameters(self) -> int | Mapping[str, int | None] | None:
-        """For the index file, or by folder for several; None leaves it out. Known after :meth:`entries`."""
+        """``total_parameters`` of the index file, or by folder if there are several; None omits it."""
 
     @abstractmethod
     def base_tokenizer(self) -> Any | None:
-        """The base model's tokenizer; None when it has none. Runs on: rank 0."""
+        """The base model's tokenizer; None if it has none. Runs on: rank 0."""
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        """Write every file that is not weights, and make the folders of the entries. Runs on: rank 0.
+        """Write all files but the weights, and create the folders of the entries. Runs on: rank 0.
 
         Called after :meth:`entries`.
 
         Args:
-            eos_token_ids: To add to those of the model.
+            eos_token_ids: Ids to add to those of the model.
 
         Returns:
             Warnings for the log.
@@ -77,7 +77,7 @@ class Exporter(ABC):
 
 
 def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
-    """Tensors by HF name that are written as they are, with floats cast to ``dtype`` unless it is None."""
+    """Entries of tensors that are written unchanged but for a cast of floats to ``dtype``; None does not cast."""
     return [
         ExportEntry(
             name,
@@ -91,7 +91,7 @@ def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, file
 
 
 def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """Every name of every tensor below ``path``, relative to it; tied tensors have several."""
+    """The tensors below ``path``, under each of their names, relative to it."""
     prefix = f'{path}.' if path else ''
     return {
         name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)

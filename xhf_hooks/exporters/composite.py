@@ -1,4 +1,4 @@
-"""Several exporters side by side, each with its own folder in the checkpoint."""
+"""Combines several exporters, each with a folder in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class CompositeExporter(Exporter):
-    """Base of exporters that write several parts. Subclasses set both attributes in their constructor.
+    """Base class of exporters with several parts. Subclasses set both attributes in the constructor.
 
     Attributes:
-        parts: By folder, relative to the checkpoint; ``''`` is the checkpoint itself.
-        tokenizer_folder: Of the part that the tokenizer goes with; None: it is not written.
+        parts: Folder, relative to the checkpoint (``''`` is the checkpoint itself), to exporter.
+        tokenizer_folder: Folder of the part that gets the tokenizer; None: no part.
     """
 
     parts: dict[str, Exporter | AdapterExporter]

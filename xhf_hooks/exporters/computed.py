@@ -1,7 +1,7 @@
-"""Tensors that are computed from several of the source and written in place of one of them.
+"""Tensors that are computed from several source tensors and replace one of them, such as merged LoRA weights.
 
-Until the last step such a tensor is the source's own: it is named, compared, converted and planned like any other. Only
-then do its entries read all that it is computed from.
+The replaced tensor is named, compared, converted and planned like any other. The last step adds the other inputs to
+its entries.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from xhf_hooks.planning.types import Combine, ExportEntry
 
 
 class ComputedTensor(Protocol):
-    """Computes one tensor. Called on the rank that writes, with gathered tensors by their names in the source.
+    """Computes one tensor from gathered tensors by source name. Called on the rank that writes.
 
     Attributes:
-        base: The tensor of the source that it replaces.
-        reads: What it is computed from, the base included.
+        base: The source tensor that it replaces.
+        reads: Its inputs, including the base.
     """
 
     @property
@@ -33,10 +33,10 @@ class ComputedTensor(Protocol):
 
 
 def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, ComputedTensor]) -> list[ExportEntry]:
-    """Make entries that read a replaced tensor read its inputs and compute it first.
+    """Change entries that read a replaced tensor to read its inputs and compute it first.
 
     Args:
-        computed: By name of the replaced tensor.
+        computed: Name of the replaced tensor to its computation.
     """
     made: dict[int | str, _ComputeFirst] = {}
     result = []

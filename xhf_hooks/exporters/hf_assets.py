@@ -1,4 +1,4 @@
-"""Every file of a Hugging Face folder that is not weights. The live model's objects are never edited."""
+"""Writes all files of a Hugging Face folder but the weights. Never edits objects of the live model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SAMPLING_OPTIONS = ('temperature', 'top_p', 'top_k', 'min_p', 'typical_p', 'eps
 def exported_config(
     model: PreTrainedModel, dtype: str | None, embedding_rows: int | None, base_dir: str
 ) -> PretrainedConfig:
-    """A copy of the model's config that describes what is written.
+    """A copy of the model's config that describes the written model.
 
-    Training code often sets ``use_cache`` to False; the copy has the base model's value.
+    Training often sets ``use_cache`` to False; the copy has the base model's value.
 
     Args:
-        dtype: Safetensors dtype that floats are cast to; None when they stay as trained.
-        embedding_rows: Rows of the input embedding, which ``vocab_size`` must match.
+        dtype: Safetensors dtype that floats are cast to; None: the training dtype.
+        embedding_rows: Rows of the input embedding; the copy's ``vocab_size``.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [model_class(model).__name__]
@@ -72,7 +72,7 @@ def write(
     eos_token_ids: Sequence[int],
     base_dir: str,
 ) -> list[str]:
-    """Write all of it. Runs on: rank 0.
+    """Write the files. Runs on: rank 0.
 
     Returns:
         Warnings for the log.
@@ -80,8 +80,8 @@ def write(
     from transformers.dynamic_module_utils import custom_object_save
 
     warnings = []
-    if is_remote_code(model):  # the folder needs the code to load
-        # transformers 4.48 leaves _auto_class unset; the config has the base's auto_map then
+    if is_remote_code(model):  # the folder does not load without the code
+        # transformers 4.48 does not set _auto_class; then the config has the base's auto_map
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
@@ -89,20 +89,20 @@ def write(
     if tokenizer is not None:
         try:
             tokenizer.save_pretrained(folder)
-        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can hold but no file
-            raise ModelError(f'{base_dir}: its tokenizer has text that cannot be written ({error.reason})') from None
+        except UnicodeEncodeError as error:  # an unpaired surrogate: valid in JSON, not in UTF-8
+            raise ModelError(f'{base_dir}: its tokenizer has text that cannot be encoded ({error.reason})') from None
     replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
     _copy_processor_files(folder, base_dir, with_template=not replaced)
     return warnings
 
 
 def is_remote_code(model: PreTrainedModel) -> bool:
-    """Whether the model's class came with its base model, by ``trust_remote_code``."""
+    """Whether the model's class is custom code of the base model (``trust_remote_code``)."""
     return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
 
 
 def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int]) -> list[str]:
-    """Save it; an invalid one is repaired by turning sampling on, or else left out."""
+    """Save the generation config; an invalid one is repaired with do_sample=True, or else omitted."""
     generation = copy.deepcopy(model.generation_config)
     if eos_token_ids:
         known = generation.eos_token_id
@@ -118,12 +118,12 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids
     try:
         generation.save_pretrained(folder)
     except ValueError:
-        return [f'generation_config.json is left out, transformers finds it invalid: {problem}']
-    return [f'generation_config.json: do_sample set to True, because {set_options} are set: {problem}']
+        return [f'generation_config.json was not written: transformers refuses it: {problem}']
+    return [f'generation_config.json: do_sample was set to True, because {set_options} are set: {problem}']
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
-    """Of the base model's tokenizer, read from its files."""
+    """The chat template in the base model's tokenizer files."""
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
         return read_regular_text(jinja)
     path = base_file(base_dir, 'tokenizer_config.json')
@@ -131,13 +131,13 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
         config = {} if path is None else json.loads(read_regular_text(path))
         template = config.get('chat_template')
         return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # anyone's file; nothing else reads it
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # untrusted
         return None
 
 
 def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
-    if names and with_template:  # a replaced template must not come back with the processor
+    if names and with_template:  # the processor's template would override a replaced one
         names.append('chat_template.json')  # a processor's template, transformers < 5
     for name in names:
         path = base_file(base_dir, name)
@@ -147,7 +147,7 @@ def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -
 
 
 def base_file(base_dir: str, name: str) -> Path | None:
-    """A file of the base model, from its folder or from the local hub cache; never from the network."""
+    """A file of the base model, from its folder or the local hub cache. Offline."""
     if not base_dir:
         return None
     if Path(base_dir).is_dir():
@@ -158,16 +158,16 @@ def base_file(base_dir: str, name: str) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(base_dir, name)
-    except HFValidationError:  # not a hub name either
+    except HFValidationError:  # not a valid hub name
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings; fewer are fine. Runs on: rank 0.
+    """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0.
 
     Raises:
-        ModelError: It has more.
+        ModelError: The tokenizer has too many tokens.
     """
     if embedding_rows is None or not hasattr(tokenizer, '__len__'):
         return
@@ -179,7 +179,7 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> Non
 
 
 def recorded_vocab_size(base_dir: str) -> int | None:
-    """``vocab_size`` in the base model's config; None where that is not on this machine, or has none."""
+    """``vocab_size`` in the base model's config; None if unknown."""
     path = base_file(base_dir, 'config.json')
     if path is None:
         return None
@@ -188,17 +188,17 @@ def recorded_vocab_size(base_dir: str) -> int | None:
 
 
 def base_dir_of(model: PreTrainedModel) -> str:
-    """Folder or hub name that the model was loaded from; '' where there is none."""
+    """Folder or hub name that the model was loaded from; '' if unknown."""
     return getattr(model.config, '_name_or_path', '') or ''
 
 
 def base_tokenizer_of(model: PreTrainedModel) -> Any | None:
-    """The base model's tokenizer; whoever ran the base's code for the model trusts it. Runs on: rank 0."""
+    """The base model's tokenizer. Its custom code is trusted if the model's was. Runs on: rank 0."""
     return load_tokenizer(base_dir_of(model), trust_remote_code=is_remote_code(model))
 
 
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
-    """The base model's own tokenizer; None when the base has none. Runs on: rank 0."""
+    """The base model's tokenizer; None if it has none. Runs on: rank 0."""
     if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""A transformers ``PreTrainedModel``, alone or inside the trained model (XTuner's ``llm``)."""
+"""Exports a transformers ``PreTrainedModel``: the trained model, or a part of it such as XTuner's ``llm``."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_FP32_NBYTES = 4  # computed in fp32, then cast while the previous one is being written
+_FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
 
 
 @dataclass(frozen=True)
 class _Built:
-    """A reference model, and what it was built from."""
+    """A reference model, with its class and config."""
 
     kind: type[PreTrainedModel]
     config: dict[str, Any]
     reference: PreTrainedModel
 
 
-#: What each live model was last compared with: building it is the slowest step before the write, and ``save_hf`` is
-#: called again and again.
+#: The last reference of each live model: building it is the slowest step before the write, and ``save_hf`` is called
+#: many times.
 _BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
 
 
 @EXPORTERS.register_module()
 class HuggingFaceExporter(Exporter):
-    """Writes what ``save_pretrained`` writes, names and bytes, without its whole-model state dict.
+    """Writes the same names and bytes as ``save_pretrained``, without a state dict of the full model.
 
-    Before anything is gathered, the model that ``from_pretrained`` will build is built on the meta device from the
-    config that will be written. It must have the names and shapes that are about to be saved.
+    Before anything is gathered, a reference model is built on the meta device from the config to be written, as
+    ``from_pretrained`` will do. Its names and shapes must match the trained model.
 
     Raises:
-        ModelError: There is not exactly one such model, or ``module`` names something else.
+        ModelError: There is not exactly one such model, or ``module`` is not one.
     """
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
         self._path, self._model = find_pretrained(model, module)
-        self._computed: dict[str, ComputedTensor] = {}  # by the name in the source of what each replaces
+        self._computed: dict[str, ComputedTensor] = {}  # by the source name of the replaced tensor
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
         self.base_dir = hf_assets.base_dir_of(self._model)
         quantized = quantization_of(self._model)
         if quantized is not None:
             raise ModelError(
-                f'{type(self._model).__name__} is quantized ({quantized}); its weights cannot be exported as they are'
+                f'{type(self._model).__name__} is quantized ({quantized}), and quantized weights cannot be exported'
             )
 
     @classmethod
@@ -110,7 +110,7 @@ class HuggingFaceExporter(Exporter):
         return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """Every name of every tensor below the exported module, relative to it, in state-dict order."""
+        """The tensors below the exported module under each name, relative to it, in state-dict order."""
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
@@ -126,7 +126,7 @@ class HuggingFaceExporter(Exporter):
             built = _BUILT[self._model] = _Built(kind, content, build_on_meta(kind, config))
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None:
-            built.reference._weight_conversions = conversions  # what from_pretrained remembered of the base's format
+            built.reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
         return built.reference
 
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
@@ -140,7 +140,7 @@ class HuggingFaceExporter(Exporter):
         return convert_specs(self._reference, own)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names that :meth:`_own_names` should have found."""
+        """The names and shapes that :meth:`_own_names` must return."""
         return {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
 
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
@@ -159,17 +159,17 @@ class HuggingFaceExporter(Exporter):
             told = '; '.join(f'{what}: {some(names, 5)}' for what, names in wrong.items() if names)
             hint = ''
             if any('lora_' in name for name in unexpected):
-                hint = ' These are LoRA weights outside of a PeftModel; adapt the model with get_peft_model.'
+                hint = ' There are LoRA weights outside of a PeftModel; add the adapter with get_peft_model.'
             raise ModelError(
                 f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
                 f'{self._path or "its root"!r} differ: {told}.{hint}'
             )
 
     def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
-        """Names that are not written: those ignored by the class, and all but one of tied weights.
+        """Names that are not written: those that the class ignores, and all but one of tied weights.
 
-        The rule is ``remove_tied_weights_from_state_dict`` of transformers ``modeling_utils.py``, applied to
-        identity. A tie that the class does not declare is written under each name: loading cannot restore it.
+        The rule of ``remove_tied_weights_from_state_dict`` (transformers ``modeling_utils.py``), by identity. A tie
+        that the class does not declare is written under each name, since loading cannot restore it.
         """
         from transformers.modeling_utils import _get_tied_weight_keys
 
@@ -190,7 +190,7 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
     """The path and the PreTrainedModel to export: ``module``, else ``llm``, else the only one.
 
     Raises:
-        ModelError: There is none, or it is not clear which.
+        ModelError: There is none, or the choice is ambiguous.
     """
     from transformers import PreTrainedModel
 
@@ -214,9 +214,9 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
 
 
 def quantization_of(model: PreTrainedModel) -> str | None:
-    """The method by which transformers quantized the weights when it loaded them; None when it did not.
+    """The quantization method of a model that transformers loaded quantized; None if it is not.
 
-    transformers marks the outermost model only; a backbone taken out of it still shares the config.
+    transformers marks only the outermost model; a backbone taken from it shares the config.
     """
     options = getattr(model.config, 'quantization_config', None) or {}
     found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
@@ -225,7 +225,7 @@ def quantization_of(model: PreTrainedModel) -> str | None:
 
 
 def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The outermost PreTrainedModels, by path; the path of the model itself is ''."""
+    """The outermost PreTrainedModels by path; '' is the model itself."""
     from transformers import PreTrainedModel
 
     found: dict[str, PreTrainedModel] = {}
@@ -238,14 +238,14 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model on the meta device, not partitioned at ZeRO-3."""
+    """Build a model on the meta device, unpartitioned at ZeRO-3, too."""
     with _without_zero_init(), torch.device('meta'):
         return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
 
 
 @contextmanager
 def _without_zero_init() -> Iterator[None]:
-    """Prevent that transformers partitions submodules built with ``from_config`` at ZeRO-3."""
+    """Keep transformers from partitioning submodules built with ``from_config`` at ZeRO-3."""
     integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
     reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
     active = None if reference is None else reference()

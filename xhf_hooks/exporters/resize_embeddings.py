@@ -1,4 +1,4 @@
-"""Embeddings with more rows, for new tokens."""
+"""Adds rows for new tokens to embeddings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CHUNK_ROWS = 1024
 
 @dataclass(frozen=True)
 class ResizedEmbedding:
-    """A tensor ``(vocab, ...)`` as ``(rows, ...)``: each new row is the mean of those that there are.
+    """Extends a tensor ``(vocab, ...)`` to ``(rows, ...)``: new rows are the mean of the existing ones.
 
-    The mean is computed in float64, so that it does not depend on the order in which threads add.
+    The mean is computed in float64, so that it does not depend on the order of summation by threads.
 
     Attributes:
-        made: Computes the tensor itself, where it is not the source's.
+        made: Computes the tensor to extend, if it is itself computed.
     """
 
     base: str

@@ -12,13 +12,13 @@ from xhf_hooks.registry import build_from_config
 
 
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
-    """From the option, else from the run, else from the base model.
+    """The tokenizer of the option, else of the run, else of the base model.
 
     Returns:
-        The tokenizer, or None, and warnings.
+        The tokenizer or None, and warnings.
 
     Raises:
-        OptionError: The option names a folder without one.
+        OptionError: The option names a folder without tokenizer files.
     """
     tokenizer = option if option is not None else of_the_run
     if isinstance(tokenizer, dict):
@@ -33,7 +33,6 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     if tokenizer is not None:
         return tokenizer, []
     warning = (
-        f'no tokenizer: the run has none, and neither has the base model {exporter.base_dir!r}. '
-        f'The folder will hold weights and configs only; set tokenizer'
+        f'no tokenizer will be written: neither the run nor the base model {exporter.base_dir!r} has one; set tokenizer'
     )
     return None, [warning]

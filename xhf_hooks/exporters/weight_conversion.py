@@ -1,10 +1,10 @@
-"""Renaming and un-fusing by transformers' own mapping, traced instead of copied.
+"""Renames and un-fuses weights with transformers' own mapping, traced on meta tensors.
 
-Since version 5 transformers keeps some weights in memory in another form than in its checkpoints (fused experts, for
-example), and ``save_pretrained`` converts them with ``transformers.core_model_loading.revert_weight_conversion``. Here
-that function runs once over meta tensors that record their inputs. So the name, shape and sources of every output are
-known before a tensor is gathered, and outputs fall into groups that are converted one after the other. An output that
-is a view of consecutive elements of one input, such as one of several fused experts, needs no conversion.
+transformers 5 holds some weights in memory in another form than in checkpoints, such as fused experts;
+``save_pretrained`` converts them with ``transformers.core_model_loading.revert_weight_conversion``. Here that function
+runs once on meta tensors that record their inputs. This gives the name, shape and sources of every output before a
+tensor is gathered, and groups of outputs that can be converted independently. An output that is a view of consecutive
+elements of one input, such as one of several fused experts, needs no conversion.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> list[ExportEntry]:
-    """What ``save_pretrained`` would write for these tensors.
+    """The entries that ``save_pretrained`` would write for these tensors.
 
     Args:
-        model: The architecture, on the meta device; its shapes are read by some conversions.
-        specs: Name in the model (which may differ from the name in the source) to spec.
+        model: The model on the meta device; some conversions read its shapes.
+        specs: Name in the model, which may differ from the source, to spec.
 
     Returns:
-        Entries in ``save_pretrained``'s order, with the dtypes of the specs.
+        Entries in the order of ``save_pretrained``, with the dtypes of the specs.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers < 5 stores every tensor as it is in memory
+    except ImportError:  # transformers < 5 needs no conversion
         return [_unchanged(name, spec) for name, spec in specs.items()]
 
     inputs = {name: _traced_meta(name, spec) for name, spec in specs.items()}
@@ -64,11 +64,11 @@ def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) 
 
 
 class ConversionGroup:
-    """Inputs that are converted together; ``combine`` of their entries.
+    """Converts a group of inputs; the ``combine`` of their entries.
 
     Args:
         inputs: Name in the model to spec.
-        shapes: What must come out, HF name to shape.
+        shapes: HF name to shape of the expected outputs.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class ConversionGroup:
         self.shapes = shapes
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert gathered tensors (name in the source -> tensor). Runs on: the rank that writes.
+        """Convert gathered tensors, given by source name. Runs on: the rank that writes.
 
         Raises:
-            ModelError: Other names or shapes come out than were planned.
+            ModelError: The outputs have other names or shapes than planned.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -91,8 +91,8 @@ class ConversionGroup:
         if found != self.shapes:
             differing = sorted(set(found.items()) ^ set(self.shapes.items()))[:6]
             raise ModelError(
-                f'transformers converts {sorted(self.inputs)} on their own into other tensors than within the '
-                f'whole model (differing: {differing}); this architecture needs an exporter of its own'
+                f'transformers converts {sorted(self.inputs)} alone to other tensors than as part of the full model '
+                f'(differences: {differing}); this architecture needs its own exporter'
             )
         return outputs
 
@@ -107,7 +107,7 @@ def _groups(
     inputs: Mapping[str, _TracedTensor],
     outputs: Mapping[str, _TracedTensor],
 ) -> dict[str, ConversionGroup]:
-    """HF name to its group, for outputs that were computed, not just renamed."""
+    """HF name to group, for outputs that were computed and not just renamed."""
     computed = {
         hf_name: tensor.sources
         for hf_name, tensor in outputs.items()
@@ -120,13 +120,15 @@ def _groups(
             {name: spec for name, spec in specs.items() if name in sources},
             {hf_name: tuple(outputs[hf_name].shape) for hf_name in hf_names},
         )
-        group({spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()})  # works on its own?
+        group(
+            {spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()}
+        )  # raises unless it works alone
         groups.update(dict.fromkeys(hf_names, group))
     return groups
 
 
 def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], list[str]]]:
-    """Sets of outputs that share sources: (all their sources, their names)."""
+    """Sets of outputs that share sources, as (all sources, names)."""
     sets: list[tuple[set[str], list[str]]] = []
     set_of: dict[str, tuple[set[str], list[str]]] = {}
     for hf_name, sources in computed.items():
@@ -142,9 +144,9 @@ def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], l
 
 
 class _TracedTensor(torch.Tensor):
-    """A tensor that carries the names of the tensors that it was computed from.
+    """A tensor that records the names of its inputs.
 
-    :meth:`~torch.Tensor.contiguous` returns it as it is, so that views stay views.
+    :meth:`~torch.Tensor.contiguous` returns it unchanged, so that views stay views.
     """
 
     sources: frozenset[str]

@@ -1,1 +1,1 @@
-"""Files of the operating system, read with care."""
+"""Safe access to files: regular files only, mappings without SIGBUS, holes, limits."""

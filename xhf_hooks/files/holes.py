@@ -1,6 +1,6 @@
-"""Where a file has holes: ranges that were never written, take no room on the disk, and read as zeros.
+"""Finds holes in files: ranges that were never written, occupy no disk space and read as zeros.
 
-A file of a terabyte may be one hole. Such ranges need not be read; a real one is often what a broken download has left.
+Holes need not be read. In a weight file, they are often the result of a broken download.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ Range = tuple[int, int]
 
 
 def find_holes(fd: int, nbytes: int, at_least: int) -> list[Range]:
-    """Start and end of each hole, in order; none where the file system does not tell.
+    """Start and end of each hole, in order; [] if the file system does not support it.
 
     Args:
         nbytes: Size of the file.
-        at_least: Bytes of a hole that is worth knowing.
+        at_least: Smallest hole to report, in bytes.
     """
     found: list[Range] = []
-    position, nbytes = 0, min(nbytes, os.fstat(fd).st_size)  # if it became shorter, reading it will tell
+    position, nbytes = 0, min(nbytes, os.fstat(fd).st_size)  # if it was truncated, reading it raises
     while position < nbytes:
         try:
             start = os.lseek(fd, position, os.SEEK_HOLE)
             if start >= nbytes:
                 break
             position = _next_data(fd, start, nbytes)
-        except OSError:  # not known here
+        except OSError:  # not supported
             break
         if position - start >= at_least:
             found.append((start, position))
@@ -39,13 +39,13 @@ def _next_data(fd: int, start: int, nbytes: int) -> int:
     try:
         return os.lseek(fd, start, os.SEEK_DATA)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # none up to the end
+        if error.errno == errno.ENXIO:  # a hole up to the end
             return nbytes
         raise
 
 
 def within(holes: Sequence[Range], start: int, end: int) -> Iterator[Range]:
-    """The holes in ``start`` to ``end``, cut to it. ``holes``: in order, apart from each other."""
+    """The intersections of ``holes`` (sorted, disjoint) with ``start`` to ``end``."""
     for first, last in holes[max(0, bisect_right(holes, (start, start)) - 1) :]:
         if first >= end:
             return
@@ -54,7 +54,7 @@ def within(holes: Sequence[Range], start: int, end: int) -> Iterator[Range]:
 
 
 def in_both(one: Sequence[Range], two: Sequence[Range]) -> list[Range]:
-    """What is in a range of both."""
+    """The intersections of two sorted lists of ranges."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(two):
         start, end = max(one[i][0], two[j][0]), min(one[i][1], two[j][1])

@@ -1,4 +1,4 @@
-"""System calls that Python has no name for. A kernel or a file system may lack each, which is no error."""
+"""System calls that Python does not have. Kernels and file systems may lack them, which is not an error."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import errno
 import os
 from typing import Any
 
-#: What kernels and file systems answer that do not know a call, or not for this kind of file.
+#: errnos for unsupported calls or files.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ESPIPE}
 
 
 class LinuxCall:
-    """A function of the C library that returns 0, or sets errno.
+    """A function of the C library that returns 0 or sets errno.
 
     Attributes:
-        function: None where the C library does not have it.
+        function: None if the C library does not have it.
     """
 
     def __init__(self, name: str, *argument_types: Any) -> None:
@@ -24,16 +24,16 @@ class LinuxCall:
             self.function.argtypes = argument_types
 
     def __call__(self, *arguments: Any, of: Any = None) -> bool:
-        """Make the call, again when a signal interrupts it.
+        """Make the call, and repeat it if a signal interrupts it.
 
         Args:
-            of: What it is about, for the message: a path, or several.
+            of: The path or paths, for the error.
 
         Returns:
-            False where it is not supported; nothing happened then.
+            False if it is not supported; then nothing happened.
 
         Raises:
-            OSError: It is supported, and failed.
+            OSError: The call failed.
         """
         if self.function is None:
             return False
@@ -49,5 +49,6 @@ class LinuxCall:
 
 
 renameat2 = LinuxCall('renameat2', ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+fstatfs = LinuxCall('fstatfs', ctypes.c_int, ctypes.c_void_p)
 fallocate = LinuxCall('fallocate', ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 sync_file_range = LinuxCall('sync_file_range', ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

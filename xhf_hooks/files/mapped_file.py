@@ -1,4 +1,4 @@
-"""Bytes of a file without copying them, and without SIGBUS when the disk fails or the file shrinks."""
+"""Memory-mapped files without SIGBUS when the disk fails or the file is truncated."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import os
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, Linux 5.14 and newer; Python has no name for it
 _EHWPOISON = 133  # asm-generic/errno.h; Python has no name for it, either
-_NOT_THERE = {errno.EFAULT, _EHWPOISON}  # where touching the page would end the process
-_AHEAD_NBYTES = 32 << 20  # of each file, on their way from the disk
+_NOT_THERE = {errno.EFAULT, _EHWPOISON}  # access would raise SIGBUS
+_AHEAD_NBYTES = 32 << 20  # readahead per file
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own lets no other thread run while the disk works
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise holds the GIL while the disk works
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedFile:
-    """A file in memory as far as it is looked at. Safe to use from several threads.
+    """A mapped file. Thread-safe.
 
-    Each range is populated before it is handed out: madvise(2) says so when it cannot be read, where a bare access
-    would end the process. A program that must survive anything, such as a training run, reads instead.
+    Each range is populated with madvise(2) before it is returned: that reports unreadable pages as an error. A page
+    that becomes unreadable later still raises SIGBUS, so training runs use :func:`os.preadv` instead.
 
     Raises:
-        OSError: It cannot be mapped so; read it with :func:`os.preadv`.
+        OSError: The file cannot be mapped; use :func:`os.preadv`.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         try:
-            # Private and writable, since torch takes no buffer that is not; nothing is written
+            # Private and writable, since torch requires a writable buffer; nothing is written
             self._map = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        except ValueError as error:  # empty, or shorter than it was
+        except ValueError as error:  # empty or truncated
             raise OSError(errno.EINVAL, str(error)) from None
         self._fd = fd
         self._first = ctypes.c_char.from_buffer(self._map)
@@ -59,13 +59,13 @@ class MappedFile:
         return memoryview(self._map)[start:end]
 
     def forget(self, start: int, end: int) -> None:
-        """Give the pages of a range back; looking at them again only maps them anew."""
+        """Release the pages of a range; a later access maps them again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def close(self) -> None:
-        """Unmap it; if an error holds on to a view of it, when that is gone."""
+        """Unmap the file, or leave that to garbage collection if a view still exists."""
         self._first = None
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -78,7 +78,7 @@ class MappedFile:
 
 
 def map_or_none(fd: int, nbytes: int) -> MappedFile | None:
-    """The file, mapped; None where that is not possible: on an older Linux, elsewhere, an empty file."""
+    """Map the file; None if that is not possible (Linux before 5.14, empty files)."""
     try:
         return MappedFile(fd, nbytes)
     except OSError:

@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open: raised as far as it goes, before they are needed."""
+"""Raises the limit of open files before they are needed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from xhf_hooks.errors import LimitError
 
 _OPEN = Path('/proc/self/fd')
-#: For what else the process opens meanwhile: data, logs, libraries.
+#: Reserve for other files of the process: data, logs, libraries.
 _SPARE = 64
 
 
 def allow_open_files(n_files: int, what: str) -> None:
-    """Raise the soft limit, if need be, to what is open now and ``n_files`` more. Runs on: any rank.
+    """Raise the soft limit of open files for ``n_files`` more, if necessary. Runs on: any rank.
 
-    The usual soft limit is 1024, and the hard one, up to which a process may raise it by itself, far more.
+    The usual soft limit is 1024; a process may raise it up to the hard limit, which is usually far higher.
 
     Raises:
-        LimitError: The hard limit is lower.
+        LimitError: The hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_open = len(os.listdir(_OPEN)) if _OPEN.exists() else 0
@@ -29,6 +29,6 @@ def allow_open_files(n_files: int, what: str) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise LimitError(
             f'a save needs {n_files} more open files ({what}) beside {n_open} of this process: expected a limit of '
-            f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or where the job is started'
+            f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or in the job script'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,4 +1,4 @@
-"""Opens what may have come from anywhere: regular files only, since a FIFO, a socket or a device makes readers wait."""
+"""Opens untrusted paths if they are regular files: reading a FIFO, a socket or a device may block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-#: What libraries look for and read whole; the largest known are below 40 MB. A hole of a TB costs nobody anything.
+#: Files that libraries read completely. Real ones are below 40 MB; a sparse file could have a TB.
 _READ_WHOLE = (
     *('config.json', 'generation_config.json', 'adapter_config.json', 'processor_config.json', 'chat_template.jinja'),
     *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
@@ -25,24 +25,24 @@ _KINDS = (
 
 
 def special_kind(mode: int) -> str | None:
-    """Such as ``'a FIFO'``; None for files and folders.
+    """The kind of a special file, such as ``'a FIFO'``; None for files and folders.
 
     Args:
-        mode: ``st_mode`` of what a name stands for, links followed.
+        mode: ``st_mode``, with links followed.
     """
     return next((kind for is_kind, kind in _KINDS if is_kind(mode)), None)
 
 
 def open_regular_fd(path: str | Path) -> int:
-    """As ``os.open`` for reading, regular files alone. Waits for nobody; the caller closes the descriptor.
+    """``os.open`` for reading, but regular files only. Never blocks; the caller closes the descriptor.
 
     Raises:
-        OSError: It is none, is not there, or cannot be read.
+        OSError: It is not a regular file, is missing, or cannot be read.
     """
-    _require_regular(os.stat(path).st_mode, path)  # first: to open a device may already do something
+    _require_regular(os.stat(path).st_mode, path)  # before opening: that alone may affect a device
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        _require_regular(os.fstat(fd).st_mode, path)  # again: the name may stand for something else by now
+        _require_regular(os.fstat(fd).st_mode, path)  # again: the name may have been replaced
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)
@@ -51,10 +51,10 @@ def open_regular_fd(path: str | Path) -> int:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """As ``open(path, 'rb')``, regular files alone.
+    """``open(path, 'rb')``, but regular files only.
 
     Raises:
-        OSError: As :func:`open_regular_fd`.
+        OSError: See :func:`open_regular_fd`.
     """
     return os.fdopen(open_regular_fd(path), 'rb')
 
@@ -63,7 +63,7 @@ def read_regular_text(path: str | Path) -> str:
     """The text of a regular file in UTF-8.
 
     Raises:
-        OSError: As :func:`open_regular_fd`.
+        OSError: See :func:`open_regular_fd`.
         UnicodeDecodeError: It is not UTF-8.
     """
     with os.fdopen(open_regular_fd(path), encoding='utf-8') as file:
@@ -71,13 +71,13 @@ def read_regular_text(path: str | Path) -> str:
 
 
 def require_regular(folder: str | Path) -> None:
-    """For a folder whose files a library is about to open, which does not look at what they are.
+    """Check the files of a folder before a library opens them without such a check.
 
-    Folders in it are not looked into. A path that is no folder is left to the library.
+    Subfolders are not checked. A path that is not a folder is left to the library.
 
     Raises:
-        OSError: It holds a FIFO, a socket or a device, a link to one, or, under the name of a file that libraries look
-            for, a folder or a link to nothing, which they would pass over, or more bytes than it can have.
+        OSError: It holds a FIFO, a socket or a device, or a link to one; or a file that libraries read is a folder, a
+            broken link, or too large.
     """
     if not os.path.isdir(folder):
         return
@@ -92,7 +92,7 @@ def require_regular(folder: str | Path) -> None:
             if special_kind(found.st_mode) or entry.name in _READ_WHOLE:
                 _require_regular(found.st_mode, entry.path)
             if entry.name in _READ_WHOLE and found.st_size > _MOST_NBYTES:
-                raise OSError(errno.EFBIG, f'has {found.st_size} bytes, more than any such file', entry.path)
+                raise OSError(errno.EFBIG, f'{found.st_size} bytes, expected at most {_MOST_NBYTES}', entry.path)
 
 
 def _require_regular(mode: int, path: str | Path) -> None:

@@ -1,6 +1,6 @@
-"""CRC-32 (the polynomial of zlib, gzip and PNG) of bytes in memory, and of pieces that were summed apart.
+"""CRC-32 (as in zlib, gzip and PNG) of bytes in memory, and of concatenations.
 
-ISA-L's is several times faster than zlib's, and lets other threads run while it works on more than 5 kB.
+ISA-L is several times faster than zlib and releases the GIL for more than 5 kB.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _HEX = re.compile(r'[0-9a-f]{8}')
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """Checksum of ``data``; ``value`` is that of the bytes before it."""
+    """Checksum of ``data``; ``value`` is the checksum of preceding bytes."""
     return isal_zlib.crc32(data, value)
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:
-    """Checksum of two pieces one after the other, from the checksum of each and the size of the second."""
+    """Checksum of a concatenation, from both checksums and the size of the second part."""
     return isal_zlib.crc32_combine(first, second, second_nbytes)
 
 
 def crc32_of_zeros(nbytes: int) -> int:
-    """Checksum of so many zero bytes, none of which is looked at."""
+    """Checksum of ``nbytes`` zero bytes, in logarithmic time."""
     crc, power, width = 0, crc32(b'\0'), 1
     while nbytes:
         if nbytes & 1:
@@ -42,7 +42,7 @@ def to_hex(crc: int) -> str:
 
 
 def from_hex(text: str) -> int:
-    """The reverse of :func:`to_hex`.
+    """The inverse of :func:`to_hex`.
 
     Raises:
         ValueError: Not eight lower-case hexadecimal digits.

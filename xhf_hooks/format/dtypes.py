@@ -1,18 +1,22 @@
-"""Between the dtypes of torch, by object and by name, and those of the safetensors format."""
+"""Maps between dtypes of torch and of the safetensors format."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 
-#: As far as this version of torch has them.
+#: Those that this version of torch has.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
 }
+#: Gives the row-major bytes of a tensor in host memory. Told as well: where in its file they will lie.
+ToHost = Callable[[torch.Tensor, int], memoryview]
 CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
-#: Of the typed storages in files of ``torch.save``.
+#: Names of typed storages in files of ``torch.save``.
 CODES_BY_STORAGE = {
     'BoolStorage': 'BOOL',
     'ByteStorage': 'U8',
@@ -42,15 +46,15 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def is_float(code: str) -> bool:
-    """Whether a ``dtype`` option applies to this dtype (integers and booleans are never cast)."""
+    """Whether the dtype is floating point; the option ``dtype`` never casts others."""
     return code in FLOAT_DTYPES
 
 
 def cast(tensor: torch.Tensor, code: str) -> tuple[torch.Tensor, int]:
-    """Convert to another dtype, rounding once.
+    """Convert to another dtype.
 
     Returns:
-        The tensor, and how many finite elements became infinite.
+        The tensor, and the number of finite elements that became infinite.
     """
     dtype = TORCH_DTYPES[code]
     if tensor.dtype == dtype:
@@ -67,12 +71,16 @@ def count_overflows(source: torch.Tensor, target: torch.Tensor) -> int:
     if largest >= torch.finfo(source.dtype).max:
         return 0
     low, high = torch.aminmax(source)
-    if -largest <= low and high <= largest:  # several times faster than to look for infinities
+    if -largest <= low and high <= largest:  # several times faster than counting infinities
         return 0
     return int(target.isinf().sum()) - int(source.isinf().sum())
 
 
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The row-major bytes of a tensor in host memory; a view when it is there already, else a copy."""
+def host_bytes(tensor: torch.Tensor, offset: int = 0) -> memoryview:
+    """The row-major bytes of a tensor in host memory: a view if possible, else a copy.
+
+    Args:
+        offset: Ignored; see :data:`ToHost`.
+    """
     flat = tensor.detach().to('cpu').contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-#: Dtype to (unsigned type of its words, bits to look at, least value that is not finite).
-#: E4M3 and E8M0 have no infinity and a single NaN; a complex number is two of F32.
+#: Dtype to (unsigned word, mask without the sign bit, smallest masked value that is not finite).
+#: E4M3 and E8M0 have no infinity and one NaN; C64 is two F32.
 _FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
     'BF16': (np.uint16, 0x7FFF, 0x7F80),
     'F16': (np.uint16, 0x7FFF, 0x7C00),
@@ -18,14 +18,14 @@ _FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
     'F8_E4M3': (np.uint8, 0x7F, 0x7F),
     'F8_E8M0': (np.uint8, 0xFF, 0xFF),
 }
-_WORDS = 1 << 19  # at once: the passes after the first find them in the processor's cache
+_WORDS = 1 << 19  # per pass, so that they stay in the CPU cache
 
 
 def count_non_finite(data: memoryview | bytearray | bytes, dtype: str) -> int:
-    """How many words of ``data`` are infinite or NaN; 0 for integers. A complex number is two words.
+    """Number of infinite or NaN words in ``data``; 0 for integers. A complex number is two words.
 
     Args:
-        data: Contiguous bytes, a whole number of elements.
+        data: Contiguous bytes of complete elements.
         dtype: Safetensors dtype.
     """
     if dtype not in _FORMATS:
@@ -36,7 +36,7 @@ def count_non_finite(data: memoryview | bytearray | bytes, dtype: str) -> int:
 
 
 def _count(words: np.ndarray, mask: int, least: int) -> int:
-    """Two maxima, at the speed of memory, tell that there are none: of the positive numbers, and of the negative."""
+    """The usual case is decided by two fast maxima, of the positive and of the negative numbers."""
     every_bit = np.iinfo(words.dtype).max
     sign = every_bit - mask
     if words.max() < sign + least and (not sign or words.view(f'i{words.itemsize}').max() < least):

@@ -1,13 +1,12 @@
-"""The safetensors file layout: 8-byte header length, JSON header, tensor bytes.
+"""Writes and validates headers of safetensors files: 8-byte header length, JSON header, tensor bytes.
 
-Written as ``safetensors.serialize`` 0.4 to 0.8 does (``safetensors/src/tensor.rs``, ``prepare``): tensors sorted by
-dtype, widest alignment first, then by name; the header padded with spaces to a multiple of 8 bytes. A file with the
-same tensors is therefore the same file, byte for byte.
+Headers are written like ``safetensors.serialize`` 0.4 to 0.8 (``safetensors/src/tensor.rs``, ``prepare``): tensors
+sorted by dtype, widest alignment first, then by name; padded with spaces to a multiple of 8 bytes. Files with equal
+tensors are therefore equal byte for byte.
 
-Read by the rules of the same file (``SafeTensors::read_metadata``, ``Metadata::validate``), and nothing is believed:
-tensors lie one after the other without a hole, each as long as its shape and dtype say, and fill the file. The
-library's ``safe_open`` checks that, too, but waits at a FIFO, spends 2 GB on a header of 90 MB, and takes names that
-are there twice.
+Reading follows ``SafeTensors::read_metadata`` and ``Metadata::validate`` and treats the header as untrusted: tensors
+are contiguous, have the size of their shape and dtype, and fill the file. The library's ``safe_open`` checks that, too,
+but blocks on a FIFO, uses 2 GB for a header of 90 MB, and accepts duplicate names.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from xhf_hooks.errors import DamagedError, IncompleteError
 from xhf_hooks.files.regular_files import open_regular
 from xhf_hooks.format import strict_json
 
-#: Every dtype in the order of safetensors' ``Dtype`` enum, which is its sort order: bits of an element, and its name
-#: in torch. Those of less than a byte are in safetensors 0.6 and newer; nothing of ours reads or writes them.
+#: All dtypes in the order of safetensors' ``Dtype`` enum, its sort order: bits per element and name in torch. Those of
+#: less than a byte (safetensors 0.6 and newer) are recognised in headers only.
 DTYPES: dict[str, tuple[int, str | None]] = {
     'BOOL': (8, 'bool'),
     'F4': (4, None),
@@ -50,7 +49,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     'U64': (64, 'uint64'),
 }
 DTYPE_NBYTES: dict[str, int] = {code: bits // 8 for code, (bits, _) in DTYPES.items() if bits % 8 == 0}
-#: What training with fp32 master weights rounds them to.
+#: Dtypes of training with fp32 master weights.
 HALF_DTYPES = ('BF16', 'F16')
 FLOAT_DTYPES = frozenset({*HALF_DTYPES, 'F32', 'F64'})
 _DTYPE_RANK = {code: rank for rank, code in enumerate(DTYPES)}
@@ -77,7 +76,7 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[b
         tensors: (name, safetensors dtype, shape) of each tensor, in any order.
 
     Returns:
-        The bytes that come before the tensor data, and the entries in file order.
+        The bytes before the tensor data, and the entries in file order.
     """
     ordered = sorted(tensors, key=lambda t: (-_DTYPE_RANK[t[1]], t[0]))
     header: dict[str, object] = {'__metadata__': {'format': 'pt'}}
@@ -99,10 +98,10 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[b
 
 
 def check_file(path: Path, header: bytes, nbytes: int) -> None:
-    """Compare a written file's size and header with what was planned.
+    """Compare the size and header of a written file with the plan.
 
     Raises:
-        IncompleteError: The file is missing, short, long, or begins with other bytes.
+        IncompleteError: The file is missing, or has another size or header.
     """
     if not path.is_file():
         raise IncompleteError(f'{path}: planned file is missing')
@@ -111,12 +110,12 @@ def check_file(path: Path, header: bytes, nbytes: int) -> None:
         raise IncompleteError(f'{path}: expected {nbytes} bytes, found {found}')
     with path.open('rb') as file:
         if file.read(len(header)) != header:
-            raise IncompleteError(f'{path}: its header is not the planned one')
+            raise IncompleteError(f'{path}: its header differs from the plan')
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says that it holds.
+    """A validated header.
 
     Attributes:
         entries: In file order.
@@ -132,15 +131,15 @@ class Header:
 
     @property
     def misaligned(self) -> tuple[str, ...]:
-        """Tensors that do not start at a multiple of their element's size: they load, but are copied first."""
+        """Tensors whose offset is not a multiple of the element size; loaders have to copy them."""
         return tuple(e.name for e in self.entries if e.start % max(1, DTYPES[e.dtype][0] // 8))
 
 
 def read_header(path: Path) -> Header:
-    """Parse and check; no tensor is read.
+    """Parse and validate a header, without reading tensors.
 
     Raises:
-        DamagedError: The first thing that is wrong.
+        DamagedError: The file cannot be read, or the header is invalid.
     """
     try:
         with open_regular(path) as file:
@@ -151,7 +150,9 @@ def read_header(path: Path) -> Header:
             (length,) = struct.unpack('<Q', start)
             most = min(nbytes - _LENGTH_NBYTES, strict_json.MOST_NBYTES)
             if length > most:
-                raise DamagedError(f'{path}: a header of {length} bytes; in a file of {nbytes} at most {most}')
+                raise DamagedError(
+                    f'{path}: a header of {length} bytes, expected at most {most} in a file of {nbytes} bytes'
+                )
             text = file.read(length)
     except OSError as error:
         raise DamagedError(f'{path}: cannot be read ({error.strerror})') from None
@@ -163,7 +164,7 @@ def read_header(path: Path) -> Header:
 def _checked(path: Path, content: dict[str, Any], data_start: int, nbytes: int) -> Header:
     metadata = content.pop('__metadata__', {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DamagedError(f'{path}: __metadata__ is not a set of texts')
+        raise DamagedError(f'{path}: __metadata__ is not an object of strings')
     entries = [_entry(path, name, tensor, data_start) for name, tensor in content.items()]
     entries.sort(key=lambda entry: (entry.start, entry.end))
     position, before = data_start, 'the header'
@@ -188,11 +189,11 @@ def _entry(path: Path, name: str, tensor: Any, data_start: int) -> HeaderEntry:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DamagedError(f'{where}: unknown dtype {str(dtype)[:80]!r}')
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(strict_json.is_count, shape)):
-        raise DamagedError(f'{where}: {str(shape)[:80]} is no shape')
+        raise DamagedError(f'{where}: invalid shape {str(shape)[:80]}')
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(strict_json.is_count, offsets)):
-        raise DamagedError(f'{where}: {str(offsets)[:80]} are no offsets')
+        raise DamagedError(f'{where}: invalid data_offsets {str(offsets)[:80]}')
     bits = math.prod(shape) * DTYPES[dtype][0]
     start, end = offsets
     if bits % 8 or end - start != bits // 8:
-        raise DamagedError(f'{where}: {dtype} {shape} takes {bits / 8:.10g} bytes, its offsets say {end - start}')
+        raise DamagedError(f'{where}: {dtype} {shape} needs {bits / 8:.10g} bytes, but its offsets give {end - start}')
     return HeaderEntry(name, dtype, tuple(shape), data_start + start, data_start + end)

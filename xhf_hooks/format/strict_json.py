@@ -1,4 +1,4 @@
-"""JSON that anyone may have written: parsed within bounds, duplicate names refused."""
+"""Parses untrusted JSON with limits on size and without duplicate names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NoReturn
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.files.regular_files import open_regular
 
-#: A value takes up to 100 bytes as a Python object. A million tensors have fewer values than this.
+#: A value needs up to 100 bytes as a Python object. The headers of a million tensors have fewer values.
 MOST_VALUES = 5 * 10**6
-MOST_NBYTES = 100 * 10**6  # of safetensors headers: the library's own limit
+MOST_NBYTES = 100 * 10**6  # the safetensors library's limit for headers
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
-    """An object in JSON.
+    """Parse a JSON object.
 
     Args:
-        where: For the message.
+        where: Its file, for messages.
 
     Raises:
-        DamagedError: It is not one, or takes more memory than any real one.
+        DamagedError: It is not a JSON object, or exceeds the limits.
     """
     values = data.count(b',') + data.count(b'[') + data.count(b'{')
     if values > MOST_VALUES:
@@ -33,20 +33,20 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
         raise DamagedError(f'{where}: not UTF-8 text ({error.reason} at byte {error.start})') from None
     except RecursionError:
         raise DamagedError(f'{where}: JSON nested too deeply') from None
-    except ValueError as error:  # a number of too many digits, too
+    except ValueError as error:  # also numbers with too many digits
         raise DamagedError(f'{where}: not valid JSON ({str(error)[:200]})') from None
     if b'\\ud' in data.lower() and not _is_text(content):
-        raise DamagedError(f'{where}: half of a surrogate pair, which is no character')
+        raise DamagedError(f'{where}: contains an unpaired surrogate')
     if not isinstance(content, dict):
         raise DamagedError(f'{where}: expected a JSON object, found {type(content).__name__}')
     return content
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file that holds one object in JSON.
+    """Read a file with one JSON object.
 
     Raises:
-        DamagedError: It cannot be read, is too large, or is not one.
+        DamagedError: It cannot be read, is too large, or is not a JSON object.
     """
     try:
         with open_regular(path) as file:
@@ -54,12 +54,12 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedError(f'{path}: cannot be read ({error.strerror})') from None
     if len(data) > MOST_NBYTES:
-        raise DamagedError(f'{path}: larger than {MOST_NBYTES} bytes, the most that is read')
+        raise DamagedError(f'{path}: larger than {MOST_NBYTES} bytes, the limit')
     return parse(data, str(path))
 
 
 def is_count(value: Any) -> bool:
-    """A JSON integer that can be a size or an offset; true and 1.0 are none."""
+    """Whether the value is a JSON integer in the range of sizes; true and 1.0 are not."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -75,7 +75,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f'the name {twice[:80]!r} is there twice')
+        raise ValueError(f'duplicate name {twice[:80]!r}')
     return found
 
 

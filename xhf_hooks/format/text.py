@@ -1,4 +1,4 @@
-"""Sizes and lists of names, as people read them."""
+"""Formats sizes and lists of names for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ('kB', 'MB', 'GB', 'TB', 'PB', 'EB')
 
 
 def size_text(nbytes: int) -> str:
-    """Such as ``'17 bytes'``, ``'1.2 kB'`` or ``'340 GB'``; powers of ten, as in ``max_shard_size``."""
+    """Such as ``'17 bytes'``, ``'1.20 kB'`` or ``'340 GB'``, in powers of ten as in ``max_shard_size``."""
     if nbytes < 1000:
         return f'{nbytes} bytes'
     size, unit = nbytes / 1000, 0
@@ -18,6 +18,6 @@ def size_text(nbytes: int) -> str:
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of many names."""
+    """The first few names and the number of the others."""
     names = [name[:120] for name in names]
     return ', '.join(names[:shown]) + (f' and {len(names) - shown} more' if len(names) > shown else '')

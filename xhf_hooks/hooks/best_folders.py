@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 
 
@@ -18,10 +19,11 @@ class BestFolder:
     """A committed folder of the best save by a metric.
 
     Attributes:
+        path: The name that its target has (commit/target.py); of a store, a URL.
         metric: None where the manifest has no score, as those of earlier versions of this package.
     """
 
-    path: Path
+    path: Path | str
     metric: str | None
     score: float
     iteration: int
@@ -37,18 +39,32 @@ def find_best_folders(finals: Iterable[Path]) -> list[BestFolder]:
     """The best folders, such as ``hf_model_best``, beside those of newest saves. Runs on: rank 0."""
     found = []
     for final in finals:
-        for manifest in sorted(final.parent.glob(f'{glob.escape(final.name)}_best*/{MANIFEST_NAME}')):
-            folder = _read(manifest)
-            found += [] if folder is None else [folder]
-    return found
+        for path in sorted(final.parent.glob(f'{glob.escape(final.name)}_best*/{MANIFEST_NAME}')):
+            try:
+                manifest = path.read_bytes()
+            except OSError:
+                continue
+            found.append(_described(path.parent, manifest))
+    return [folder for folder in found if folder is not None]
 
 
-def _read(manifest: Path) -> BestFolder | None:
+def find_best_in_store(targets: Iterable[StoreFolder]) -> list[BestFolder]:
+    """Those of a run whose saves go to a store. Runs on: rank 0.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    manifests = ((target.final, target.newest_manifest()) for target in targets)
+    found = [_described(final, manifest) for final, manifest in manifests if manifest is not None]
+    return [folder for folder in found if folder is not None]
+
+
+def _described(path: Path | str, manifest: bytes) -> BestFolder | None:
     """None where it is not a manifest of ours."""
     try:
-        content = json.loads(manifest.read_text(encoding='utf-8'))
+        content = json.loads(manifest)
         iteration, best = int(content['iteration']), content.get('best')
         score = math.nan if best is None else float(best['score'])
-        return BestFolder(manifest.parent, None if math.isnan(score) else str(best['metric']), score, iteration)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return BestFolder(path, None if math.isnan(score) else str(best['metric']), score, iteration)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

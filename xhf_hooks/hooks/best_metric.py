@@ -32,13 +32,13 @@ class BestMetric(CheckpointHook):
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise OptionError('save_best/rule', f'what CheckpointHook accepts ({error})', (save_best, rule)) from error
         self._known: Sequence[BestFolder] = ()
-        self._newest: Path | None = None
+        self._newest: Path | str | None = None
 
-    def begin(self, newest: Path, known: Sequence[BestFolder], hub: MessageHub) -> list[str]:
+    def begin(self, newest: Path | str, known: Sequence[BestFolder], hub: MessageHub) -> list[str]:
         """Learn of the best folders before training. Runs on: all ranks, with the same result.
 
         Args:
-            newest: Folder of the newest save; those of the best are named after it.
+            newest: Folder of the newest save, or its name in a store; those of the best are named after it.
             known: Best folders beside it, and beside those of :func:`earlier_folders`.
 
         Returns:
@@ -48,7 +48,8 @@ class BestMetric(CheckpointHook):
             TargetError: A folder that would be replaced is of another metric, or its score is not known.
         """
         self._newest, self._known = newest, known
-        hub.update_info(_FOLDERS_KEY, [*dict.fromkeys([*map(str, earlier_folders(hub)), str(newest)])])
+        folders = [*earlier_folders(hub), *([newest] if isinstance(newest, Path) else [])]
+        hub.update_info(_FOLDERS_KEY, [*dict.fromkeys(map(str, folders))])
         if self.key_indicators == ['auto']:  # the metric is told by the first validation
             return []
         return [line for metric in self.key_indicators for line in self._count_known(metric, hub)]
@@ -106,7 +107,7 @@ class BestMetric(CheckpointHook):
 
     def _check_own(self, metric: str, hub: MessageHub) -> list[str]:
         """Refuse to replace a folder whose score cannot be compared; returns log messages."""
-        own = self._newest and self._newest.with_name(f'{self._newest.name}_{self.folder_suffix(metric)}')
+        own = self._own(metric)
         for folder in self._known:
             if folder.path != own or folder.metric == metric:
                 continue
@@ -119,6 +120,12 @@ class BestMetric(CheckpointHook):
                 raise TargetError(f'{own} holds no score to compare with. Move it away or set out_dir')
             return [f'{own} holds no score: that of the checkpoint is taken for it']
         return []
+
+    def _own(self, metric: str) -> Path | str | None:
+        suffix = f'_{self.folder_suffix(metric)}'
+        if isinstance(self._newest, Path):
+            return self._newest.with_name(f'{self._newest.name}{suffix}')
+        return self._newest and f'{self._newest}{suffix}'
 
     def _best(self, metric: str, hub: MessageHub) -> float:
         return hub.runtime_info.get(_score_key(metric), self.init_value_map[self._rule(metric)])

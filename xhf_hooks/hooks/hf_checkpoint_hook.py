@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,19 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
+from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import HookOptions
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best_folders import find_best_folders
+from xhf_hooks.hooks.best_folders import BestFolder, find_best_folders, find_best_in_store
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import unwrap
+from xhf_hooks.on_saved.after_saves import Result
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry.log import RunLog, scalars
 
@@ -59,17 +62,18 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         self._saves = CheckpointManager(
             unwrapped,
-            Path(self.out_dir or Path(runner.log_dir) / 'hf_model').absolute(),
+            self.out_dir or Path(runner.log_dir, 'hf_model'),
             self,
             log,
             run=runner,
             suffixes=[] if self._best is None else self._best.folder_suffixes(),
             reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
             on_committed=partial(self._visualize, runner),
+            on_result=partial(_visualize_result, runner),
         )
         self._saves.prepare(
             runner.cfg.get('tokenizer'),
-            when=self._schedule,
+            when=None if self._schedule.interval <= 0 else str(self._schedule),
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
             finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg) if self.chat_template else None,
             request_file=Path(runner.work_dir, 'save_now'),
@@ -105,7 +109,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             if self.save_last and self._saves.saved_at != runner.iter:
                 self._saves.save(self._step(runner, runner.epoch))
                 self._saves.collect()
-            self._saves.save_last_asked(self._step(runner, runner.epoch))
+            self._saves.finish(self._step(runner, runner.epoch))
         finally:
             self.close()
 
@@ -128,13 +132,18 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
         try:
             with collective.stage('preflight'):
-                finals = dict.fromkeys([*earlier_folders(hub), newest])
-                found = find_best_folders(finals) if collective.rank == 0 else []
+                found = self._best_so_far(earlier_folders(hub), newest) if collective.rank == 0 else []
             for line in self._best.begin(newest, collective.broadcast(found), hub):
                 self._log.info(line)
         except XhfError:
             self.close()
             raise
+
+    def _best_so_far(self, earlier: Sequence[Path], newest: Path | str) -> list[BestFolder]:
+        if isinstance(newest, Path):
+            return find_best_folders(dict.fromkeys([*earlier, newest]))
+        in_store = [target for target in self._saves.others.values() if isinstance(target, StoreFolder)]
+        return [*find_best_folders(earlier), *find_best_in_store(in_store)]
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """A save of the best score is committed."""
@@ -148,6 +157,11 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     def _step(self, runner: Any, epochs: int) -> Step:
         """The step of a save, in epochs where both schedule and train loop count them."""
         return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
+
+
+def _visualize_result(runner: Any, result: Result) -> None:
+    """Runs on: rank 0."""
+    runner.visualizer.add_scalars(result.scalars(), step=result.step.iteration)
 
 
 def _wrappers() -> tuple[type, ...]:

@@ -36,7 +36,7 @@ class Schedule:
 
     def __str__(self) -> str:
         if self.interval <= 0:
-            return 'at the end only'
+            return 'never'
         unit = 'epochs' if self.by_epoch else 'iterations'
         begin = f' from {self.save_begin} on' if self.save_begin else ''
         return f'every {self.interval} {unit}{begin}'

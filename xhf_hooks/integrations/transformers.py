@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from xhf_hooks.config.options import CallbackOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import Unwrapped, unwrap
+from xhf_hooks.on_saved.after_saves import Result
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry.log import RunLog
 
@@ -42,10 +44,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         self._check_steps(state, log)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            Path(self.out_dir or Path(args.output_dir) / 'hf_model').absolute(),
+            self.out_dir or Path(args.output_dir, 'hf_model'),
             self,
             log,
             run=state,
+            on_result=partial(_log_result, state),
         )
         self._saves.prepare(
             kwargs.get('processing_class'), when=self._when(args, state), request_file=Path(args.output_dir, 'save_now')
@@ -77,7 +80,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             if self.save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
                 self._save(state)
                 self._saves.collect()
-            self._saves.save_last_asked(_step(state))
+            self._saves.finish(_step(state))
         finally:
             self.close()
 
@@ -93,18 +96,23 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     def _save(self, state: TrainerState) -> None:
         self._saves.save(_step(state), may_skip=state.global_step < state.max_steps)
 
-    def _when(self, args: TrainingArguments, state: TrainerState) -> str:
+    def _when(self, args: TrainingArguments, state: TrainerState) -> str | None:
         if self.save_strategy == 'steps':
             return f'every {self.save_steps or state.save_steps} steps'
         if self.save_strategy == 'epoch':
             return 'every epoch'
         if self.save_strategy == 'no' or args.save_strategy == 'no':
-            return 'at the end only'
+            return None
         return 'whenever Trainer saves'
 
 
 def _step(state: TrainerState) -> Step:
     return Step('iter', state.global_step, state.global_step)
+
+
+def _log_result(state: TrainerState, result: Result) -> None:
+    """Add it to Trainer's log, which trainer_state.json has. Runs on: rank 0."""
+    state.log_history.append({**result.scalars(), 'step': result.step.iteration})
 
 
 def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:

@@ -1,1 +1,1 @@
-"""What a checkpoint folder is, and whether it still is: what commit/ and verify/ have in common."""
+"""The manifest of a folder, and the checks that saving and xhf-verify share."""

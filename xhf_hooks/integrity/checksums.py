@@ -1,4 +1,4 @@
-"""Checksums of files and of the tensors in them: every byte that was written is read once, by several threads."""
+"""CRC-32 of files and of the tensors in them, in one pass by several threads."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import checksum
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header
-from xhf_hooks.integrity.file_reader import FileReader
+from xhf_hooks.integrity.file_reader import FileReader, OpenReader, Reader
 
-#: A multiple of every element size. Read at once; a job is several of these.
+#: Bytes per read, a multiple of every element size; a job reads several windows.
 WINDOW_NBYTES = 1 << 20
 _WINDOWS_PER_JOB = 16
 
 
 @dataclass
 class FileSums:
-    """What reading a file gave.
+    """The checksums of one file.
 
     Attributes:
-        crc32: Of the whole file.
-        tensors: CRC-32 of each tensor's bytes, by name.
-        non_finite: Infinite and NaN elements of each tensor that has some, if they were counted.
-        hole_nbytes: Never written, and not read: they are zeros.
-        error: Why the file could not be read; the rest is then empty.
+        crc32: CRC-32 of the file.
+        tensors: CRC-32 of each tensor.
+        non_finite: Number of infinite and NaN elements by tensor, without zeros; {} if not counted.
+        hole_nbytes: Bytes in holes, which were not read.
+        error: Why the file could not be read; the other fields are then empty.
     """
 
     crc32: int = 0
@@ -42,7 +42,7 @@ class FileSums:
 
 @dataclass(frozen=True)
 class FileToRead:
-    """A file; with its header, its tensors are summed one by one."""
+    """A file to read; with a header, its tensors get checksums of their own."""
 
     path: Path
     nbytes: int
@@ -52,7 +52,7 @@ class FileToRead:
 
 @dataclass
 class _Part:
-    """Bytes of the header (or of a whole file without tensors), or of one tensor: at most a window, or a hole."""
+    """Consecutive bytes of one tensor, of the header, or of a file without header: at most a window, or a hole."""
 
     tensor: str | None
     dtype: str
@@ -68,56 +68,60 @@ def sum_files(
     threads: WorkerThreads,
     *,
     drop_cache: bool = False,
+    open_reader: OpenReader = FileReader,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[FileSums]:
-    """Read all files, and sum them up.
+    """Read all files and compute their checksums.
 
     Args:
-        threads: The memory is a window for each.
-        drop_cache: Have everything from the disk; see :class:`.FileReader`.
-        on_progress: Called in this thread with bytes done and bytes in all.
+        threads: Each has a buffer of one window.
+        drop_cache: Read from the disk; see ``from_disk`` of :class:`.FileReader`.
+        open_reader: Opens the files.
+        on_progress: Called in this thread with bytes done and total bytes.
 
     Returns:
-        One for each file, in the same order.
+        The checksums, in the order of ``files``.
     """
     summings = [_Summing(file) for file in files]
     total, done = sum(file.nbytes for file in files), 0
     with ExitStack() as opened:
-        for nbytes in threads.run(_jobs(summings, opened, drop_cache)):
+        for nbytes in threads.run(_jobs(summings, opened, partial(open_reader, from_disk=drop_cache))):
             done += nbytes
             if on_progress is not None:
                 on_progress(done, total)
     return [summing.finish() for summing in summings]
 
 
-def _jobs(summings: Sequence[_Summing], opened: ExitStack, drop_cache: bool) -> Iterator[Callable[[], int]]:
+def _jobs(
+    summings: Sequence[_Summing], opened: ExitStack, open_reader: Callable[[Path, int], Reader]
+) -> Iterator[Callable[[], int]]:
     buffers = _Buffers()
     for summing in summings:
-        windows = summing.open(opened, drop_cache)
-        yield partial(int, summing.sums.hole_nbytes)  # done without reading
+        windows = summing.open(opened, open_reader)
+        yield partial(int, summing.sums.hole_nbytes)  # holes count as done
         for first in range(0, len(windows), _WINDOWS_PER_JOB):
             yield partial(summing.read, windows[first : first + _WINDOWS_PER_JOB], buffers)
 
 
 class _Buffers(threading.local):
-    """Each thread's own, for a window."""
+    """Per thread: the buffer for one window."""
 
     def __init__(self) -> None:
         self.window = memoryview(bytearray(WINDOW_NBYTES))
 
 
 class _Summing:
-    """One file on its way."""
+    """The state of one file."""
 
     def __init__(self, file: FileToRead) -> None:
         self._file, self.sums = file, FileSums()
         self._parts: list[_Part] = []
-        self._reader: FileReader | None = None
+        self._reader: Reader | None = None
 
-    def open(self, opened: ExitStack, drop_cache: bool) -> list[list[_Part]]:
-        """What to read: consecutive parts, together at most :data:`WINDOW_NBYTES`; none of a file that is not there."""
+    def open(self, opened: ExitStack, open_reader: Callable[[Path, int], Reader]) -> list[list[_Part]]:
+        """Open the file and cut it into windows of consecutive parts; [] if it cannot be opened."""
         try:
-            self._reader = FileReader(self._file.path, self._file.nbytes, from_disk=drop_cache)
+            self._reader = open_reader(self._file.path, self._file.nbytes)
         except OSError as error:
             self.sums.error = error.strerror
             return []
@@ -139,7 +143,7 @@ class _Summing:
         return windows
 
     def read(self, windows: Sequence[Sequence[_Part]], buffers: _Buffers) -> int:
-        """Runs on: a thread. Bytes done."""
+        """Read some windows; returns the bytes done. Runs on: a worker thread."""
         nbytes = 0
         try:
             for window in windows:
@@ -157,7 +161,7 @@ class _Summing:
         return nbytes
 
     def finish(self) -> FileSums:
-        """When all has been read."""
+        """Combine the checksums of the parts, after all were read."""
         sums, header = self.sums, self._file.header
         if sums.error is not None:
             return sums
@@ -174,7 +178,7 @@ class _Summing:
 
 
 def _parts(file: FileToRead, holes: Sequence[Range]) -> Iterator[_Part]:
-    """All parts in their order; none is empty."""
+    """The parts in file order, none of them empty."""
     header = file.header
     segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else file.nbytes)]
     if header is not None:
@@ -182,7 +186,7 @@ def _parts(file: FileToRead, holes: Sequence[Range]) -> Iterator[_Part]:
     for name, dtype, start, end in segments:
         position, width = start, DTYPE_NBYTES.get(dtype, 1)
         for first, last in (*within(holes, start, end), (end, end)):
-            # Holes are of pages, and what is counted is of whole elements
+            # Holes begin and end at pages; shrink them to whole elements
             first += (start - first) % width
             last -= (last - start) % width
             if last < first:

@@ -1,19 +1,41 @@
-"""A file whose bytes several threads look at: mapped where that is possible, else read.
+"""Reads a file from several threads: memory-mapped where possible.
 
-Mapping saves the time of a copy. Reading, no failing disk turns into a signal that ends the process. What cannot be
-read is an error either way.
+A mapping avoids a copy. Unreadable bytes raise an OSError either way.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 from xhf_hooks.files.holes import Range, find_holes
 from xhf_hooks.files.mapped_file import map_or_none
 from xhf_hooks.files.regular_files import open_regular_fd
+from xhf_hooks.format.text import size_text
 
 _LEAST_HOLE_NBYTES = 1 << 20
+
+
+class Reader(Protocol):
+    """What bytes of a file are read with, by several threads; :class:`FileReader` is one."""
+
+    holes: list[Range]
+
+    def view(self, start: int, end: int, buffer: memoryview) -> memoryview:
+        """See :meth:`FileReader.view`."""
+
+    def forget(self, start: int, end: int) -> None:
+        """See :meth:`FileReader.forget`."""
+
+    def close(self) -> None:
+        """See :meth:`FileReader.close`."""
+
+
+class OpenReader(Protocol):
+    """As the constructor of :class:`FileReader`: for files that lie elsewhere, and are named by a path here."""
+
+    def __call__(self, path: Path, nbytes: int, *, from_disk: bool = False) -> Reader: ...
 
 
 class FileReader:
@@ -21,14 +43,14 @@ class FileReader:
 
     Args:
         nbytes: Size of the file.
-        from_disk: Read, and ask the system to take from the disk what it holds in memory (as far as it is written
-            there), holes, too, which is left to the disk to say; for use in a training run.
+        from_disk: Drop the file's clean pages from the page cache first and read everything, holes included; for
+            checks in a training run.
 
     Attributes:
-        holes: What was never written, from and to: zeros, which need not be read.
+        holes: Byte ranges that were never written. They are zeros and need not be read.
 
     Raises:
-        OSError: It is no regular file, or cannot be opened.
+        OSError: It is not a regular file, or cannot be opened.
     """
 
     def __init__(self, path: Path, nbytes: int, *, from_disk: bool = False) -> None:
@@ -42,10 +64,10 @@ class FileReader:
             self.holes = find_holes(self._fd, nbytes, _LEAST_HOLE_NBYTES)
 
     def view(self, start: int, end: int, buffer: memoryview) -> memoryview:
-        """The bytes from ``start`` to ``end``, where they lie or in ``buffer``. Release it before the next.
+        """The bytes from ``start`` to ``end``, in the mapping or in ``buffer``. Release the view before the next call.
 
         Raises:
-            OSError: They cannot be read, or the file ends before.
+            OSError: They cannot be read, or the file is too short.
         """
         if self._mapped is not None:
             return self._mapped.view(start, end)
@@ -53,17 +75,22 @@ class FileReader:
         while len(room):
             count = os.preadv(self._fd, [room], start)
             if not count:
-                raise OSError(f'the file ends at byte {start}: it became shorter')
+                raise OSError(f'the file ends at byte {start}: it was truncated while it was read')
             room, start = room[count:], start + count
         return out
 
     def forget(self, start: int, end: int) -> None:
-        """These bytes are not needed again soon."""
+        """Release the memory of these bytes; they are not needed again soon."""
         if self._mapped is not None:
             self._mapped.forget(start, end)
 
     def close(self) -> None:
-        """Close it; views of it are released before."""
+        """Close it, after all views were released."""
         if self._mapped is not None:
             self._mapped.close()
         os.close(self._fd)
+
+
+def describe_holes(name: str, hole_nbytes: int, nbytes: int) -> str:
+    """A note about a file of ``nbytes`` that has holes."""
+    return f'{name}: {size_text(hole_nbytes)} of {size_text(nbytes)} are holes: never written, and read as zeros'

@@ -1,4 +1,4 @@
-"""What a check found, for people and for programs."""
+"""The findings of a check, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ from typing import Any
 from xhf_hooks.format.text import size_text
 
 OK, PROBLEM, UNCHECKED, NOTE = 'ok', 'problem', 'unchecked', 'note'
-_SHOWN = 20  # of one kind and check, to people; JSON has all
+_ORDER = (OK, NOTE, UNCHECKED, PROBLEM)
+_SHOWN = 20  # lines per kind and check; JSON has all
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report: what was checked, and what came of it."""
+    """One line of a report."""
 
     kind: str
     check: str
     text: str
 
+    def line(self) -> str:
+        """The finding as a row of the report."""
+        return f'{self.kind:<10} {self.check:<11} {self.text}'
+
 
 @dataclass
 class Findings:
-    """Collects findings; nothing that is found ends a check."""
+    """Collects findings; a problem does not end the checks."""
 
     found: list[Finding] = field(default_factory=list)
 
     def ok(self, check: str, text: str) -> None:
-        """Checked, and as it should be."""
+        """The check passed."""
         self.found.append(Finding(OK, check, text))
 
     def problem(self, check: str, text: str) -> None:
-        """Damaged, changed, or not what another file says."""
+        """Damaged, changed or inconsistent."""
         self.found.append(Finding(PROBLEM, check, text))
 
     def unchecked(self, check: str, text: str) -> None:
-        """Could not be checked, and why."""
+        """Not checked; the text says why."""
         self.found.append(Finding(UNCHECKED, check, text))
 
     def note(self, check: str, text: str) -> None:
-        """Worth knowing, and no fault."""
+        """A remark, not a fault."""
         self.found.append(Finding(NOTE, check, text))
 
     def texts(self, kind: str) -> list[str]:
@@ -55,11 +60,12 @@ class FolderReport:
     """The result of checking one folder.
 
     Attributes:
-        nbytes: Size of all files that were looked at.
-        read_nbytes: Of these, read byte by byte.
+        path: The folder, or its URL.
+        nbytes: Size of all files.
+        read_nbytes: Bytes that were read.
     """
 
-    path: Path
+    path: Path | str
     findings: tuple[Finding, ...]
     n_files: int
     n_tensors: int
@@ -72,7 +78,7 @@ class FolderReport:
         return all(finding.kind != PROBLEM for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The report as JSON values."""
         return {
             'path': str(self.path),
             'good': self.is_good,
@@ -81,26 +87,19 @@ class FolderReport:
         }
 
     def lines(self) -> list[str]:
-        """For people: problems last, where they are seen."""
+        """The report as text: problems last, where a terminal shows them."""
         verdict = 'good' if self.is_good else 'DAMAGED OR CHANGED'
         rate = f', {self.read_nbytes / self.seconds / 1e9:.2f} GB/s' if self.read_nbytes else ''
+        grouped: dict[tuple[str, str], list[Finding]] = {}
+        for finding in sorted(self.findings, key=lambda finding: _ORDER.index(finding.kind)):
+            grouped.setdefault((finding.kind, finding.check), []).append(finding)
+        lines = []
+        for (kind, check), group in grouped.items():
+            lines += [finding.line() for finding in group[:_SHOWN]]
+            if len(group) > _SHOWN:
+                lines.append(Finding(kind, check, f'and {len(group) - _SHOWN} more').line())
         return [
-            *self._of(OK),
-            *self._of(NOTE),
-            *self._of(UNCHECKED),
-            *self._of(PROBLEM),
+            *lines,
             f'{self.path}: {verdict} ({self.n_files} files, {self.n_tensors} tensors, {size_text(self.nbytes)} '
             f'in {self.seconds:.1f} s{rate})',
         ]
-
-    def _of(self, kind: str) -> list[str]:
-        lines = []
-        by_check: dict[str, list[str]] = {}
-        for finding in self.findings:
-            if finding.kind == kind:
-                by_check.setdefault(finding.check, []).append(finding.text)
-        for check, texts in by_check.items():
-            lines += [f'{kind:<10} {check:<11} {text}' for text in texts[:_SHOWN]]
-            if len(texts) > _SHOWN:
-                lines.append(f'{kind:<10} {check:<11} and {len(texts) - _SHOWN} more')
-        return lines

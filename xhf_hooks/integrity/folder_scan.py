@@ -1,4 +1,4 @@
-"""What lies in a model folder: its files, the headers of its weights, its indexes, each against the others."""
+"""Lists a model folder and checks its files, headers and indexes against each other."""
 
 from __future__ import annotations
 
@@ -18,35 +18,23 @@ from xhf_hooks.integrity.findings import Findings
 
 WEIGHTS_SUFFIX = '.safetensors'
 INDEX_SUFFIX = '.safetensors.index.json'
-#: What loaders read. Such a file that was put there later may change what is loaded; any other is harmless.
-READ_BY_LOADERS: tuple[str, ...] = (
-    '.json',
-    '.safetensors',
-    '.bin',
-    '.pt',
-    '.pth',
-    '.h5',
-    '.msgpack',
-    '.gguf',
-    '.py',
-    '.model',
-)
-READ_BY_LOADERS += ('.jinja', '.txt')
-#: A checkpoint of DeepSpeed is a folder iter_500.pth.
-_NEVER_A_FOLDER = ('.json', '.safetensors', '.model', '.jinja', '.txt')
+#: Never folders, unlike DeepSpeed's iter_500.pth.
+_ALWAYS_FILES = ('.json', '.safetensors', '.model', '.jinja', '.txt')
+#: Files that loaders may read: one that was added after the save may change what is loaded.
+READ_BY_LOADERS = (*_ALWAYS_FILES, '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py')
 _SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors')
 _MOST_FILES, _MOST_DEPTH = 100_000, 4
 
 
 @dataclass
 class WeightFolder:
-    """The weights that lie in one folder, which one loader reads together.
+    """The weights in one folder, which are loaded together.
 
     Attributes:
-        name: Relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
-        path: Where it is.
-        files: All that are right in it: name to size in bytes.
-        headers: Of the weights that are whole, by name in this folder.
+        name: Path relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
+        path: The folder.
+        files: Name to size in bytes, of the files directly in it.
+        headers: Headers of its undamaged weight files, by file name.
     """
 
     name: str
@@ -56,16 +44,16 @@ class WeightFolder:
 
     @property
     def where(self) -> str:
-        """For people."""
+        """The name in messages."""
         return self.name or '.'
 
     @property
     def prefix(self) -> str:
-        """What comes before the names of its files in the checkpoint."""
+        """The prefix of its files in the manifest."""
         return f'{self.name}/' if self.name else ''
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file; None where it is not there, or damaged, which is told with the other texts."""
+        """The object in a JSON file; None if it is missing or damaged (``check_texts`` reports that)."""
         if name not in self.files:
             return None
         try:
@@ -74,7 +62,7 @@ class WeightFolder:
             return None
 
     def loaded(self) -> dict[str, Header]:
-        """The files that ``from_pretrained`` reads: one file, or the shards, or all that there is."""
+        """The files that ``from_pretrained`` reads: the single file, else the shards, else all."""
         for stem in ('model', 'adapter_model'):
             if f'{stem}{WEIGHTS_SUFFIX}' in self.headers:
                 return {f'{stem}{WEIGHTS_SUFFIX}': self.headers[f'{stem}{WEIGHTS_SUFFIX}']}
@@ -82,17 +70,18 @@ class WeightFolder:
         return shards or self.headers
 
     def tensors(self) -> dict[str, HeaderEntry]:
-        """The tensors of those files by name."""
+        """The tensors of :meth:`loaded` by name."""
         return {entry.name: entry for header in self.loaded().values() for entry in header.entries}
 
 
 @dataclass
 class FolderContent:
-    """The files of a checkpoint: path relative to it, with slashes, to size in bytes; hidden ones are left out.
+    """The files of a checkpoint, without hidden ones.
 
     Attributes:
-        files: A link to nothing has size -1.
-        special: What is no file, though its name is one's: path to what it is. None of these is ever opened.
+        files: Relative path, with slashes, to size in bytes; -1 for a broken link.
+        special: Relative path to kind, of devices, pipes and the like, and of folders named like files. These are
+            never opened.
     """
 
     path: Path
@@ -103,7 +92,7 @@ class FolderContent:
         return [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
 
     def by_folder(self) -> dict[str, dict[str, int]]:
-        """Folder, relative to the checkpoint, to the files right in it."""
+        """The files directly in each folder: relative path of the folder to name and size."""
         found: dict[str, dict[str, int]] = {}
         for path, nbytes in self.files.items():
             parent, _, name = path.rpartition('/')
@@ -112,10 +101,10 @@ class FolderContent:
 
 
 def scan(folder: Path) -> FolderContent:
-    """List a folder and those in it. Links to files are followed, as in the cache of huggingface_hub.
+    """List a folder and its subfolders. Links to files are followed, as in the cache of huggingface_hub.
 
     Raises:
-        CheckpointError: It cannot be listed, or holds more than any model does.
+        CheckpointError: It cannot be listed, or holds more than :data:`_MOST_FILES` files.
     """
     content = FolderContent(folder, {})
     try:
@@ -133,16 +122,16 @@ def _scan(folder: Path, prefix: str, content: FolderContent) -> None:
         try:
             found = path.stat()
         except OSError as error:
-            if path.is_symlink():  # to nothing, or in a circle
+            if path.is_symlink():  # broken, or a loop
                 content.files[name] = -1
-            elif not isinstance(error, FileNotFoundError):  # that one has just gone
+            elif not isinstance(error, FileNotFoundError):  # deleted meanwhile
                 raise
             continue
         if stat.S_ISREG(found.st_mode):
             content.files[name] = found.st_size
         elif not stat.S_ISDIR(found.st_mode):
             content.special[name] = special_kind(found.st_mode) or 'no file'
-        elif path.name.endswith(_NEVER_A_FOLDER):
+        elif path.name.endswith(_ALWAYS_FILES):
             content.special[name] = 'a folder'
         elif not path.is_symlink() and name.count('/') < _MOST_DEPTH:
             _scan(path, f'{name}/', content)
@@ -151,21 +140,21 @@ def _scan(folder: Path, prefix: str, content: FolderContent) -> None:
 
 
 def check_kinds(content: FolderContent, findings: Findings) -> None:
-    """What has the name of a file is one."""
+    """Report special files and broken links."""
     for name, kind in content.special.items():
         findings.problem('files', f'{name[:200]} is {kind}, not a regular file')
     lost = [name for name, nbytes in content.files.items() if nbytes < 0]
     if lost:
-        findings.problem('files', f'{len(lost)} are links to nothing: {some(lost)}')
+        findings.problem('files', f'{len(lost)} broken links: {some(lost)}')
 
 
 def tell_links(content: FolderContent, findings: Findings) -> None:
-    """Links that lead out of the folder are no fault, and worth knowing for whoever copies it."""
+    """Note links that lead out of the folder: a copy of it may lack their targets."""
     root = content.path.resolve()
     out = [name for name, nbytes in content.files.items() if nbytes >= 0 and _leads_out(content.path / name, root)]
     if out:
         findings.note(
-            'files', f'{len(out)} are links out of the folder, as in the cache of huggingface_hub: {some(out)}'
+            'files', f'{len(out)} links lead out of the folder, as in the cache of huggingface_hub: {some(out)}'
         )
 
 
@@ -174,7 +163,7 @@ def _leads_out(path: Path, root: Path) -> bool:
 
 
 def read_headers(content: FolderContent, findings: Findings, only: Collection[str] | None = None) -> list[WeightFolder]:
-    """The headers of all weights; those that are damaged are reported and left out."""
+    """Read the headers of all weight files; damaged ones are reported and skipped."""
     folders: dict[str, WeightFolder] = {}
     files = content.by_folder()
     n_tensors = 0
@@ -192,15 +181,15 @@ def read_headers(content: FolderContent, findings: Findings, only: Collection[st
         n_tensors += len(folder.headers[file].entries)
         misaligned += folder.headers[file].misaligned
     if misaligned:
-        findings.note('headers', f'{len(misaligned)} tensors are not aligned in their file: {some(misaligned)}')
+        findings.note('headers', f'{len(misaligned)} tensors are misaligned in their file: {some(misaligned)}')
     if not findings.has_problem('headers'):
         n_files = sum(len(folder.headers) for folder in folders.values())
-        findings.ok('headers', f'{n_tensors} tensors lie in {n_files} files without a gap')
+        findings.ok('headers', f'{n_tensors} tensors in {n_files} files, without gaps')
     return list(folders.values())
 
 
 def check_indexes(folder: WeightFolder, findings: Findings) -> None:
-    """Each index against the files that it names, and shards against their index."""
+    """Check each index against its shards, and shards against their index."""
     names = folder.files
     indexed: set[str] = set()
     for name in names:
@@ -213,20 +202,20 @@ def check_indexes(folder: WeightFolder, findings: Findings) -> None:
     for name in weights:
         match = _SHARD.fullmatch(name)
         if match and name not in indexed and f'{match["stem"]}{INDEX_SUFFIX}' not in names:
-            findings.problem('index', f'{folder.path / name}: a shard, and there is no {match["stem"]}{INDEX_SUFFIX}')
+            findings.problem('index', f'{folder.path / name}: a shard, but there is no {match["stem"]}{INDEX_SUFFIX}')
         elif match and name not in indexed:
-            findings.problem('index', f'{folder.path / name}: a shard that the index does not name')
+            findings.problem('index', f'{folder.path / name}: a shard that is not in the index')
     single = [name for name in weights if not _SHARD.fullmatch(name)]
     if indexed and 'model.safetensors' in single and 'model.safetensors' not in indexed:
-        findings.problem('index', f'{folder.path}: model.safetensors lies beside shards; loaders read only one of them')
+        findings.problem('index', f'{folder.path}: model.safetensors beside shards; loaders read only one of them')
 
 
 def _check_index(folder: WeightFolder, path: Path, names: Collection[str], findings: Findings) -> set[str]:
-    """Returns the files that it names."""
+    """Check one index; returns the files that it names."""
     content = strict_json.read(path)
     weight_map, metadata = content.get('weight_map'), content.get('metadata', {})
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DamagedError(f'{path}: weight_map does not give a file for each tensor')
+        raise DamagedError(f'{path}: weight_map is not an object of file names')
     if not isinstance(metadata, dict):
         raise DamagedError(f'{path}: metadata is not an object')
     files = set(weight_map.values())
@@ -234,15 +223,15 @@ def _check_index(folder: WeightFolder, path: Path, names: Collection[str], findi
     stem = path.name.removesuffix(INDEX_SUFFIX)
     stems = {match['stem'] for match in map(_SHARD.fullmatch, files) if match}
     if stems and stem not in stems and stem.partition('.')[0] != 'model':
-        findings.problem('index', f'{path}: loaders look for {some([f"{s}{INDEX_SUFFIX}" for s in sorted(stems)])}')
+        findings.problem('index', f'{path}: loaders expect {some([f"{s}{INDEX_SUFFIX}" for s in sorted(stems)])}')
     for file in sorted(files):
         if '/' in file or file not in names:
-            findings.problem('index', f'{path}: names {file[:200]!r}, which is not there')
+            findings.problem('index', f'{path}: {file[:200]!r} is missing')
     _compare_names(folder, path, weight_map, findings)
     if files <= set(folder.headers):
         _check_total(folder, path, metadata, files, findings)
     if len(findings.found) == before:
-        findings.ok('index', f'{path.name}: {len(weight_map)} tensors, each in the file that it names')
+        findings.ok('index', f'{path.name}: {len(weight_map)} tensors, all in their files')
     return files
 
 
@@ -252,9 +241,9 @@ def _compare_names(folder: WeightFolder, path: Path, weight_map: dict[str, str],
     missing = [n for n, file in weight_map.items() if file in folder.headers and place.get(n) != file]
     extra = [name for name in place if name not in weight_map]
     if missing:
-        findings.problem('index', f'{path}: not in the file that it names: {some(missing)}')
+        findings.problem('index', f'{path}: tensors are not in their files: {some(missing)}')
     if extra:
-        findings.problem('index', f'{path}: does not name {some(extra)}')
+        findings.problem('index', f'{path}: tensors are not in the index: {some(extra)}')
 
 
 def _check_total(
@@ -263,13 +252,13 @@ def _check_total(
     total = metadata.get('total_size')
     found = sum(entry.end - entry.start for file in files for entry in folder.headers[file].entries)
     if total is None:
-        findings.note('index', f'{path}: has no total_size')
+        findings.note('index', f'{path}: no total_size')
     elif isinstance(total, bool) or not isinstance(total, (int, float)) or total != found:
-        findings.problem('index', f'{path}: total_size {str(total)[:40]}; the tensors take {found} bytes')
+        findings.problem('index', f'{path}: total_size is {str(total)[:40]}, but the tensors have {found} bytes')
 
 
 def find_duplicates(folder: WeightFolder, findings: Findings) -> None:
-    """A tensor in two shards: loaders take either."""
+    """Report tensors that are in two shards: loaders may take either."""
     place: dict[tuple[str, str], str] = {}
     for file, header in folder.headers.items():
         match = _SHARD.fullmatch(file)

@@ -1,6 +1,6 @@
-"""``xhf_manifest.json``: what a folder of ours holds, with checksums; what makes it one. Written last.
+"""``xhf_manifest.json``: files, tensors and checksums of a saved folder. Written last, it marks the folder complete.
 
-Who reads it to verify a folder takes it for anyone's text until it is checked.
+:func:`read_manifest` treats it as untrusted input.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
 MANIFEST_NAME = 'xhf_manifest.json'
-#: 2: checksums of every file and tensor. 1 had the sizes of the files of weights.
+#: 2: checksums of all files and tensors. 1: sizes of the weight files only.
 FORMAT_VERSION = _CHECKSUM_VERSION = 2
 
 
 def describe_folder(
     folder: Path, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The manifest of a complete staged folder. Runs on: rank 0.
+    """Make the manifest of a complete staging folder. Runs on: rank 0.
 
-    Weights are not read for it: their checksums were taken from memory, before they were written.
+    Weights are not read: their checksums were computed in memory before the write.
     """
     return {
         'format_version': FORMAT_VERSION,
@@ -40,12 +40,16 @@ def describe_folder(
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write it and flush it to disk. Runs on: rank 0."""
+    """Write the manifest and flush it to disk. Runs on: rank 0."""
     with (folder / MANIFEST_NAME).open('w', encoding='utf-8') as file:
-        json.dump(content, file, indent=1)
-        file.write('\n')
+        file.write(manifest_text(content))
         file.flush()
         os.fsync(file.fileno())
+
+
+def manifest_text(content: dict[str, Any]) -> str:
+    """As it is written."""
+    return json.dumps(content, indent=1) + '\n'
 
 
 def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:
@@ -78,12 +82,12 @@ def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, order=True)
 class Commit:
-    """Which commit a folder is the outcome of. The larger of two is the later.
+    """The commit that made a folder. Ordered by time.
 
     Attributes:
-        number: Counts the commits under one final name, over all runs; 0 where no manifest says it.
-        step: What was saved.
-        files: The files that the commit put there; None where the manifest names only some of them.
+        number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
+        step: The saved step.
+        files: The committed files; None if the manifest does not list all of them.
     """
 
     number: int
@@ -93,20 +97,28 @@ class Commit:
 
 
 def read_commit(folder: Path) -> Commit | None:
-    """What a whole folder of ours is; None when it is not one."""
+    """The commit in a folder's manifest; None without a readable manifest."""
     try:
-        content = json.loads(read_regular_text(folder / MANIFEST_NAME))
+        return parse_commit(read_regular_text(folder / MANIFEST_NAME))
+    except OSError:
+        return None
+
+
+def parse_commit(manifest: str | bytes) -> Commit | None:
+    """What a manifest says of it; None when it is none of ours."""
+    try:
+        content = json.loads(manifest)
         step = Step(content['step']['unit'], int(content['step']['number']), int(content['iteration']))
         number = int(content['commit']['number']) if 'commit' in content else 0
         has_all = content['format_version'] >= _CHECKSUM_VERSION
         return Commit(number, step.iteration, step, frozenset([*content['files'], MANIFEST_NAME]) if has_all else None)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What a tensor was in memory, before it was written."""
+    """A tensor as it was in memory before the write."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -116,7 +128,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file was when it was committed; ``crc32`` and ``tensors`` are None where the manifest has none."""
+    """A file at its commit; ``crc32`` and ``tensors`` are None if the manifest has none."""
 
     nbytes: int
     crc32: int | None = None
@@ -125,10 +137,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest: files by path relative to the folder, with slashes.
+    """A validated manifest.
 
     Attributes:
-        facts: Everything else that it says.
+        files: By relative path, with slashes.
+        facts: All other fields.
     """
 
     version: int
@@ -141,16 +154,16 @@ class Manifest:
 
     @property
     def label(self) -> str:
-        """Which save this is, for people."""
+        """The saved step, for messages."""
         step = self.facts.get('step')
         return f'{step.get("unit")} {step.get("number")}'[:80] if isinstance(step, dict) else 'unknown step'
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None when there is none.
+    """The manifest of a folder; None if there is none.
 
     Raises:
-        DamagedError: There is one that is not well formed.
+        DamagedError: It is malformed.
     """
     path = folder / MANIFEST_NAME
     if not path.exists() and not path.is_symlink():
@@ -159,20 +172,20 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def parse_manifest(content: Mapping[str, Any], where: str) -> Manifest:
-    """Check the content of a manifest.
+    """Validate the content of a manifest.
 
     Args:
-        where: For messages.
+        where: Its path, for messages.
 
     Raises:
-        DamagedError: It is not well formed, or of a newer format than this program knows.
+        DamagedError: It is malformed, or of a newer format.
     """
     version, files = content.get('format_version'), content.get('files')
     if type(version) is not int or version < 1:
-        raise DamagedError(f'{where}: format_version {str(version)[:80]} is no version')
+        raise DamagedError(f'{where}: format_version is {str(version)[:80]}, expected a positive integer')
     if version > FORMAT_VERSION:
-        known = f'this program knows 1 to {FORMAT_VERSION}: use a newer one'
-        raise DamagedError(f'{where}: format_version {version}; {known}')
+        supported = f'this version supports 1 to {FORMAT_VERSION}; upgrade xhf_hooks'
+        raise DamagedError(f'{where}: format_version is {version}, but {supported}')
     if not isinstance(files, dict):
         raise DamagedError(f'{where}: files is not an object')
     records = {name: _file(name, found, version, where) for name, found in files.items()}
@@ -185,14 +198,14 @@ def _file(name: str, found: Any, version: int, where: str) -> FileRecord:
     if not name or '\0' in name or path.is_absolute() or '..' in path.parts or str(path) != name or name == '.':
         raise DamagedError(f'{where}: not a path inside the folder')
     if not isinstance(found, dict) or not strict_json.is_count(found.get('nbytes')):
-        raise DamagedError(f'{where}: nbytes is not a size')
+        raise DamagedError(f'{where}: nbytes is not a non-negative integer')
     if version < _CHECKSUM_VERSION:
         return FileRecord(found['nbytes'])
     tensors = found.get('tensors')
     if tensors is not None and not isinstance(tensors, dict):
         raise DamagedError(f'{where}: tensors is not an object')
     if tensors is None and name.endswith('.safetensors'):
-        raise DamagedError(f'{where}: its tensors are not described')
+        raise DamagedError(f'{where}: tensors is missing')
     records = None if tensors is None else {n: _tensor(n, t, where) for n, t in tensors.items()}
     return FileRecord(found['nbytes'], _crc(found, where), records)
 
@@ -203,18 +216,18 @@ def _tensor(name: str, found: Any, where: str) -> TensorRecord:
         raise DamagedError(f'{where}: not an object')
     shape, dtype, non_finite = found.get('shape'), found.get('dtype'), found.get('non_finite')
     if not isinstance(shape, list) or not all(map(strict_json.is_count, shape)):
-        raise DamagedError(f'{where}: {str(shape)[:80]} is no shape')
+        raise DamagedError(f'{where}: shape is {str(shape)[:80]}, expected a list of sizes')
     if not isinstance(dtype, str):
-        raise DamagedError(f'{where}: {str(dtype)[:80]} is no dtype')
+        raise DamagedError(f'{where}: dtype is {str(dtype)[:80]}, expected a string')
     if not strict_json.is_count(non_finite):
-        raise DamagedError(f'{where}: non_finite {str(non_finite)[:80]} is no count')
+        raise DamagedError(f'{where}: non_finite is {str(non_finite)[:80]}, expected a count')
     return TensorRecord(tuple(shape), dtype, _crc(found, where), non_finite)
 
 
 def _crc(found: Mapping[str, Any], where: str) -> int:
     text = found.get('crc32')
     if not isinstance(text, str):
-        raise DamagedError(f'{where}: crc32 is not a text')
+        raise DamagedError(f'{where}: crc32 is not a string')
     try:
         return from_hex(text)
     except ValueError as error:

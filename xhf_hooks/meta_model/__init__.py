@@ -1,4 +1,4 @@
-"""The model that a checkpoint belongs to, rebuilt on the meta device for the exporters."""
+"""Rebuilds the model of a checkpoint on the meta device, for the exporters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits what a ``config.json`` may ask for, by the number of tensors that it describes."""
+"""Limits on the model that an untrusted ``config.json`` may describe, by the number of tensors in the files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.nn.modules import module as nn_module
 
 from xhf_hooks.errors import DamagedError
 
-#: Models of transformers register up to 4 modules and parameters for each tensor.
+#: Models of transformers register up to 4 modules and parameters per tensor.
 _REGISTERED, _REGISTERED_PER_TENSOR = 10_000, 20
-#: Labels, kinds of layers, names of modules. ImageNet's large set of labels, there and back, has 44,000.
+#: Labels, layer types, module names. The ImageNet-21k labels, in both directions, are 44,000 items.
 _ITEMS, _ITEMS_PER_TENSOR = 200_000, 10
 
 
 @contextmanager
 def limited_modules(n_tensors: int) -> Iterator[None]:
-    """Within it, limit how many modules this thread builds.
+    """Within it, this thread may build a limited number of modules.
 
     Args:
-        n_tensors: In the files.
+        n_tensors: Number of tensors in the files.
 
     Raises:
-        DamagedError: Far more modules and parameters are built than the files have tensors.
+        DamagedError: Many more modules and parameters are built than the files have tensors.
     """
     most, thread, count = _REGISTERED + _REGISTERED_PER_TENSOR * n_tensors, threading.get_ident(), 0
 
@@ -35,7 +35,7 @@ def limited_modules(n_tensors: int) -> Iterator[None]:
             count += 1
             if count > most:
                 raise DamagedError(
-                    f'config.json asks for over {most} modules, far more than a model of {n_tensors} tensors has'
+                    f'config.json describes over {most} modules, far too many for a model of {n_tensors} tensors'
                 )
 
     hooks = [
@@ -50,14 +50,14 @@ def limited_modules(n_tensors: int) -> Iterator[None]:
 
 
 def require_modest(config: object, n_tensors: int, where: str) -> None:
-    """Refuse a config whose nested lists and dicts have more items than a model of so many tensors can use.
+    """Refuse a config whose nested lists and dicts have too many items for a model of ``n_tensors``.
 
     Args:
-        config: Parsed JSON, or a config of transformers.
-        where: For the message.
+        config: Parsed JSON or a config of transformers.
+        where: Its file, for messages.
 
     Raises:
-        DamagedError: They have more.
+        DamagedError: There are too many.
     """
     most, seen, count = _ITEMS + _ITEMS_PER_TENSOR * n_tensors, set(), 0
     todo: list[Any] = [config]
@@ -70,13 +70,13 @@ def require_modest(config: object, n_tensors: int, where: str) -> None:
         count += len(inside)
         if count > most:
             raise DamagedError(
-                f'{where}: lists and dicts of over {most} items, far more than a model of {n_tensors} tensors has'
+                f'{where}: lists and dicts of over {most} items, far too many for a model of {n_tensors} tensors'
             )
         todo.extend(inside)
 
 
 def _inside(value: Any) -> list[Any] | None:
-    """The items of a container, or of a config of transformers; None for anything else."""
+    """The items of a container or of a config of transformers; None for other values."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,9 +1,9 @@
-"""Builds the trained model on the meta device, from what describes it.
+"""Builds the trained model on the meta device.
 
-- XTuner's models, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
-- What transformers.Trainer and Axolotl train: the ``config.json`` (and ``adapter_config.json``) in the checkpoint.
-- Anything else that holds one transformers model: the folder given with ``--base``, at the path that the checkpoint's
-  names have.
+- Models of XTuner, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
+- Models of transformers.Trainer and Axolotl, from ``config.json`` and ``adapter_config.json`` in the checkpoint.
+- Other modules that contain one transformers model, from the folder given with ``--base``; the names in the checkpoint
+  give its path.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.meta_model.trial import in_child
 from xhf_hooks.model.tensors import module_tensors, names_by_identity
 
-#: Fields of an XTuner model's config that are models, and those that adapt them (xtuner ``model/*.py``).
+#: Fields of an XTuner model's config that are models, and adapters of these (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
-#: Limits are at least for so many: a checkpoint can hold few of a model's tensors (LoRA, a projector). Mixtures of
-#: experts whose experts are modules register 150,000 modules and parameters.
+#: Lower bound for limits: a checkpoint may hold few of its model's tensors (LoRA, a projector). Mixtures of experts
+#: with a module per expert register 150,000 modules and parameters.
 _LEAST_TENSORS = 7000
 
 
@@ -37,10 +37,9 @@ class MetaModel:
     """The trained model on the meta device, and the base models of its parts.
 
     Attributes:
-        described_by: What it was built from, for messages.
-        bases: Folder that a part was loaded from, and the names of its tensors there, by the identity of the meta
-            model's tensors.
-        notes: For the user.
+        described_by: The config that it was built from, for messages.
+        bases: Folder of each base model, and its tensors' names there by ``id`` of the meta model's tensor.
+        notes: Notes for the user.
     """
 
     module: nn.Module
@@ -49,7 +48,7 @@ class MetaModel:
     notes: list[str] = field(default_factory=list)
 
     def remember_base(self, folder: str, model: nn.Module) -> None:
-        """Called before the model is wrapped or adapted, while its names are those of the files."""
+        """Record a base model. Called before it is wrapped or adapted, while its names are those in the files."""
         self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
 
 
@@ -61,20 +60,20 @@ def build_meta_model(
     base: str | None,
     trust_remote_code: bool = False,
 ) -> MetaModel:
-    """The model that a checkpoint belongs to.
+    """Build the model of a checkpoint.
 
-    Its configs are untrusted, so it is built twice, first in a process with limited time and memory. Both together take
-    less than a second for most models.
+    The configs are untrusted, so it is built twice, first in a child process with limits on time and memory. For most
+    models, both together take less than a second.
 
     Args:
-        config: Of the run.
-        checkpoint: The tag folder or file; a ``config.json`` is looked for around it, and in the folders of the hook.
-        names: Of the checkpoint's tensors.
-        base: Folder or hub name given by the user, instead of what the config or the checkpoint says.
+        config: The run's config.
+        checkpoint: The tag folder or file. ``config.json`` is searched beside it and in the hook's folders.
+        names: Names of the checkpoint's tensors.
+        base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
 
     Raises:
-        ConfigError, BaseModelError: Nothing says how it was built, or that cannot be used.
-        DamagedError: Its config asks for too much, or cannot be built.
+        ConfigError, BaseModelError: No usable config was found.
+        DamagedError: The config describes a model that is too large or cannot be built.
     """
     build = _Builder(config, checkpoint, names, base, trust_remote_code).build
     _import_first(config, checkpoint, base)
@@ -84,7 +83,7 @@ def build_meta_model(
 
 
 def _import_first(config: RunConfig | None, checkpoint: Path, base: str | None) -> None:
-    """Import what takes seconds here, not in the child and again here."""
+    """Import slow packages before the fork, so that parent and child do not both do it."""
     from transformers import AutoConfig, PreTrainedModel  # noqa: F401
 
     model = {} if config is None else config.model or {}
@@ -115,7 +114,7 @@ class _Builder:
         if config is not None and config.model is not None and _is_xtuners(config.model):
             return self._of_xtuner(config.model)
         if self.base is None and folder is None:
-            found = 'no config was found' if config is None else f'{config.where} has no model that is known here'
+            found = 'no config was found' if config is None else f'{config.where} has no supported model'
             raise ConfigError(
                 f"{self.checkpoint}: {found}, and there is no config.json beside it. Name the run's config with "
                 f'--config, or a folder with the config.json of the model with --base'
@@ -130,7 +129,7 @@ class _Builder:
                 continue
             child = self._child(meta_model, model, name)
             if kind == 'RewardModel' and name == 'llm':
-                child = child.model  # xtuner keeps the backbone alone (model/reward.py)
+                child = child.model  # xtuner keeps the backbone only (model/reward.py)
             meta_model.module.add_module(name, child)
         for option, name in _ADAPTERS.items():
             if isinstance(model.get(option), Mapping) and hasattr(meta_model.module, name):
@@ -166,7 +165,7 @@ class _Builder:
                 base = adapter.base_model_name_or_path
             if not isinstance(base, str) or not base:
                 raise BaseModelError(
-                    f'{place}/adapter_config.json names no base model; set base_model_name_or_path in it'
+                    f'{place}/adapter_config.json has no base_model_name_or_path; set it to the base model'
                 )
             described_by = f'{place}/adapter_config.json and {base}'
         meta_model = MetaModel(nn.Module(), described_by)
@@ -184,10 +183,10 @@ class _Builder:
         auto_class: str | None = None,
         edit: Callable[[Any], None] = lambda config: None,
     ) -> nn.Module:
-        """The model of the config.json in ``folder``, which becomes one of the meta model's bases.
+        """Build the model of ``folder``'s config.json and record it as a base.
 
         Args:
-            edit: Called with the config before the model is built.
+            edit: Changes the config before the model is built.
         """
         trust, n_tensors = self.trust_remote_code, max(len(self.names), _LEAST_TENSORS)
         hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why, n_tensors=n_tensors)
@@ -196,7 +195,7 @@ class _Builder:
         code = transformers_model.own_code(transformers_model.raw_config(folder))
         if code and not trust:
             meta_model.notes.append(
-                f'{folder} has code of its own ({", ".join(code)}), which was not run; --trust-remote-code runs it'
+                f'{folder} has custom code ({", ".join(code)}), which was not run; --trust-remote-code allows it'
             )
         meta_model.remember_base(folder, model)
         return model
@@ -207,7 +206,7 @@ def _is_xtuners(model: Mapping[str, Any]) -> bool:
 
 
 def _enlarge_context(config: Any, wanted: Any) -> None:
-    """As ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``."""
+    """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``."""
     now = getattr(config, 'max_position_embeddings', None)
     if type(wanted) is int and type(now) is int and hasattr(config, 'rope_scaling'):
         factor = float(-(-wanted // now)) if wanted > now else 1.0
@@ -220,13 +219,13 @@ def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection
         hidden = module.llm.config.get_text_config().hidden_size
         module.v_head = nn.Linear(hidden, 1, bias=False, device='meta')
     if 'ref_llm' in children and not hasattr(module, 'ref_llm'):
-        module.ref_llm = nn.Module()  # a copy of llm that is not exported; its tensors are left out by name
+        module.ref_llm = nn.Module()  # a copy of llm, not exported; its tensors are skipped by name
     if 'visual_encoder' in model:
         module.add_module('projector', _projector(module, model))
 
 
 def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
-    """XTuner's own class, whose code is written with the weights."""
+    """XTuner's own class: its code is exported with the weights."""
     config_class, model_class = _projector_classes()
     depth = model.get('projector_depth', 2)
     sizes = dict(
@@ -239,7 +238,7 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _projector_classes() -> tuple[Any, Any]:
-    """XTuner's classes of its config and of itself.
+    """XTuner's config and model class of the projector.
 
     Raises:
         ConfigError: XTuner is not installed.
@@ -252,14 +251,14 @@ def _projector_classes() -> tuple[Any, Any]:
         model_class = pkgutil.resolve_name(f'{owner}:ProjectorModel')
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"a LLaVAModel is written with xtuner's code of its projector, which cannot be imported "
-            f'({error}); convert where xtuner is installed'
+            f"exporting a LLaVAModel needs xtuner's projector, which cannot be imported ({error}); convert where "
+            f'xtuner is installed'
         ) from None
     return config_class, model_class
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """As LLaVAModel does; adapters stay trainable."""
+    """Freeze parts as LLaVAModel does; adapters stay trainable."""
     for name in ('llm', 'visual_encoder'):
         if model.get(f'freeze_{name}') is True:
             for path, parameter in getattr(module, name).named_parameters():
@@ -267,10 +266,7 @@ def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
 
 
 def _hugging_face_folder(checkpoint: Path) -> Path | None:
-    """Where Trainer put its files: around ``global_step500``, ``pytorch_model`` or ``latest``'s folder.
-
-    Else what HFCheckpointHook left in the work_dir that an MMEngine checkpoint lies in, the newest first.
-    """
+    """The folder with Trainer's config.json, in or above the checkpoint; else the newest save of HFCheckpointHook."""
     around = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
     for folder in (*around, *_saved_by_the_hook(checkpoint.parent)):
         if folder.is_dir() and any((folder / name).is_file() for name in ('adapter_config.json', 'config.json')):
@@ -284,7 +280,7 @@ def _saved_by_the_hook(work_dir: Path) -> list[Path]:
 
 
 def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:
-    """The prefix of the model's tensors in the checkpoint: '' for the model itself, or such as ``'llm.'``."""
+    """The prefix of the model's tensors in the checkpoint, such as ``'llm.'``; '' for the model itself."""
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
     found: dict[str, int] = {}
     for name in own[:50]:
@@ -294,7 +290,7 @@ def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: 
                 found[prefix] = found.get(prefix, 0) + 1
     if not found:
         raise BaseModelError(
-            f'{source}: a {type(model).__name__} has tensors such as {own[0] if own else "none"}, and {checkpoint} has '
+            f'{source}: {type(model).__name__} has tensors such as {own[0] if own else "none"}, but {checkpoint} has '
             f'{sorted(names)[:1]}; --base has to name the model that was trained'
         )
     best = max(found.values())
@@ -303,7 +299,7 @@ def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: 
 
 
 def _placed(model: nn.Module, prefix: str) -> nn.Module:
-    """A module with the model at its path and nothing else."""
+    """An empty module with the model at the given path."""
     for name in reversed(prefix.split('.')[:-1]):
         outer = nn.Module()
         outer.add_module(name, model)

@@ -17,20 +17,20 @@ from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.file_source import FileSource, JoinedSource, renamed
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
 
-_COMPARED_NBYTES = 2**20  # at once
-#: In words that are right whether the user has given --base or not.
+_COMPARED_NBYTES = 2**20  # per read
+#: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
 
 def match_checkpoint(
     meta_model: MetaModel, source: FileSource, trained_dtype: str | None
 ) -> tuple[JoinedSource, list[str]]:
-    """A source whose names are the meta model's, and a meta model whose shapes and dtypes are the source's.
+    """Give the source the meta model's names, and the meta model the source's shapes and dtypes.
 
-    Tensors that the checkpoint lacks are read from the base model; the exporter reports those that both lack.
+    Tensors missing in the checkpoint are read from the base model. The exporter reports those missing in both.
 
     Args:
-        trained_dtype: The dtype to which training cast the base model; None where it did not.
+        trained_dtype: The dtype that training cast the base model to; None if it did not.
 
     Returns:
         The source, and log messages.
@@ -64,8 +64,8 @@ def match_checkpoint(
     if base.lacking:
         raise BaseModelError(
             f'the model of {meta_model.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
-            f'({some(base.lacking)}), and no safetensors are there to read them from; if it is the model that was '
-            f'trained, {_REMEDY}, with its weights'
+            f'({some(base.lacking)}), and there are no safetensors to read them from; if this is the trained model, '
+            f'{_REMEDY}, with its weights'
         )
     if base.n_found:
         notes.append(f'{base.n_found} tensors are not in the checkpoint and are read from {base.folders}')
@@ -73,11 +73,11 @@ def match_checkpoint(
 
 
 class _BaseWeights:
-    """The weights of base models, opened when the first tensor is needed.
+    """The weights of base models, opened on demand.
 
     Attributes:
-        n_found: Tensors that are read from there.
-        lacking: Names of tensors that were looked for in folders without weights.
+        n_found: Number of tensors found there.
+        lacking: Tensors whose base folder has no weights.
     """
 
     def __init__(self, meta_model: MetaModel, dtype: str | None) -> None:
@@ -115,7 +115,7 @@ class _BaseWeights:
 
 
 def _embeddings(module: nn.Module) -> set[int]:
-    """Identities of the weights with a row for each token: training may have added some."""
+    """``id`` of the weights with a row per token: training may have added rows."""
     found = set()
     for child in module.modules():
         for get in ('get_input_embeddings', 'get_output_embeddings'):
@@ -135,11 +135,11 @@ def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
 
 
 def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: MetaModel) -> None:
-    """Tied tensors must be one in the checkpoint, or equal (torch.save stores them so on a GPU run)."""
+    """Tied tensors must be stored once, or be equal (runs on GPUs store equal copies)."""
     for other in held[1:]:
         if not _same_bytes(held[0], other, source):
             raise BaseModelError(
-                f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, and they '
+                f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they '
                 f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
             )
 
@@ -160,14 +160,14 @@ def _same_bytes(one: TensorSpec, other: TensorSpec, source: FileSource) -> bool:
 
 
 def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """Change shape and dtype in place: ties go by identity."""
+    """Change shape and dtype in place, to keep ties by identity."""
     dtype = TORCH_DTYPES[spec.dtype]
     if tensor.dtype != dtype or tuple(tensor.shape) != spec.shape:
         tensor.data = torch.empty(spec.shape, dtype=dtype, device='meta')
 
 
 def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str]) -> list[str]:
-    """Raise for a checkpoint of another model; else notes on what is not exported."""
+    """Raise if the checkpoint belongs to another model, else return notes about tensors that are not exported."""
     if other_shape:
         raise BaseModelError(
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
@@ -177,7 +177,7 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
     lost = [name for name in unexpected if name.partition('.')[0] in inside]
     if lost:
         raise BaseModelError(
-            f'the checkpoint has tensors that the model of {meta_model.described_by} has not: {some(lost)}; {_REMEDY}'
+            f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}; {_REMEDY}'
         )
     if unexpected:
         return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {some(unexpected)}']

@@ -1,10 +1,10 @@
-"""The text of an MMEngine config as plain values, without running it.
+"""Parses an MMEngine config into plain values, without running it.
 
-A config found in a checkpoint is untrusted: it is parsed, never executed or imported from. MMEngine dumps configs as
-assignments of literals, ``dict(...)``, lists and dotted names in strings. ``ast.literal_eval`` reads those once
-``dict(...)`` is a literal, but no config as people write it: there ``from transformers import AutoModelForCausalLM``
-makes a name stand for ``'transformers.AutoModelForCausalLM'``, and ``path`` for an earlier field. Anything else becomes
-:class:`Unread`, which matters only where the value is needed.
+A config in a checkpoint is untrusted: it is never executed, and nothing is imported from it. Configs dumped by MMEngine
+consist of literals, ``dict(...)`` and lists, with class names as dotted strings. Hand-written ones import names and
+refer to earlier fields: after ``from transformers import AutoModelForCausalLM``, that name means
+``'transformers.AutoModelForCausalLM'``. Any other expression becomes :class:`Unread`, which is an error only where the
+value is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from xhf_hooks.errors import ConfigError
 
-_MOST_CHARACTERS = 1_000_000  # MMEngine's with a thousand classes have some 100,000
-_MOST_DIGITS = 30  # of a computed number; a config has no use for more
-_MOST_VALUES = 1_000_000  # in all fields; a few lines can name a list of lists of lists, and so on
-_MOST_COPIED = 10_000_000  # characters and items, by ``+``, dotted names and ``dict(...)`` of what has a name
-_MOST_NUMBER_KEYS = 1000  # of a dict; Python's hashes of numbers can be made to collide
+_MOST_CHARACTERS = 1_000_000  # a dumped config with a thousand classes has about 100,000
+_MOST_DIGITS = 30  # of a computed number
+_MOST_VALUES = 1_000_000  # in all fields; a few lines can describe exponentially nested lists
+_MOST_COPIED = 10_000_000  # characters and items copied by ``+``, dotted names and ``dict(...)``
+_MOST_NUMBER_KEYS = 1000  # per dict: hash collisions of numbers can be constructed
 _CHANGES = (ast.Store, ast.Del)
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -35,7 +35,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that only running the config could give; ``line`` is where it stands."""
+    """An expression that is not evaluated, and its line."""
 
     text: str
     line: int
@@ -43,7 +43,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class _Imported:
-    """An imported name: the dotted path that it stands for."""
+    """An imported name and its dotted path."""
 
     path: str
 
@@ -52,16 +52,16 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     """The config's fields.
 
     Args:
-        where: A file, for the messages.
+        where: Its file, for messages.
 
     Raises:
-        ConfigError: It is not Python, or it inherits from another config.
+        ConfigError: It is not Python, or inherits from another config.
     """
     if len(text) > _MOST_CHARACTERS:
-        raise ConfigError(f'{where}: {len(text)} characters are too many for a config')
+        raise ConfigError(f'{where}: {len(text)} characters; expected at most {_MOST_CHARACTERS}')
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of odd escapes in texts
+            warnings.simplefilter('ignore')  # invalid escape sequences
             tree = ast.parse(text)
         names = _Reader(text).read(tree)
         if '_base_' not in names:
@@ -74,17 +74,17 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     base = names['_base_']
     shown = ascii(base[:80]) if isinstance(base, str) else 'others'
     raise ConfigError(
-        f'{where}: it inherits from {shown}, which is not followed; give --config the whole config '
+        f'{where}: it inherits from {shown}, and base configs are not read; give --config the complete config '
         f'that MMEngine dumped into the work_dir'
     )
 
 
 class _Reader:
     def __init__(self, text: str) -> None:
-        self._lines = text.encode().splitlines()  # as ast counts lines and columns
+        self._lines = text.encode().splitlines()  # ast counts columns in bytes
         self._copies_left = _MOST_COPIED
         self._names: dict[str, Any] = {}
-        self._modules: set[str] = set()  # names that an import statement made are no fields
+        self._modules: set[str] = set()  # imported names, which are not fields
 
     def read(self, tree: ast.Module) -> dict[str, Any]:
         for statement in tree.body:
@@ -110,7 +110,7 @@ class _Reader:
                 self._modules.discard(name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             self._names[node.target.id] = self._value(node.value)
-        elif not isinstance(node, ast.Expr):  # what it changes is no longer known
+        elif not isinstance(node, ast.Expr):  # names that it may change become unread
             unread = self._unread(node)
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Name) and inner.id in self._names and isinstance(inner.ctx, _CHANGES):
@@ -131,7 +131,7 @@ class _Reader:
         if self._copies_left < 0:
             raise ValueError(f'copies of more than {_MOST_COPIED} characters and items')
 
-    # Each of these returns a tuple of one value, or None for what it does not read.
+    # Each of these returns a tuple of one value, or None for an expression that is not evaluated.
 
     def _constant(self, node: ast.Constant) -> tuple[Any] | None:
         return (node.value,)
@@ -175,7 +175,7 @@ class _Reader:
         is_dict |= isinstance(imported, _Imported) and imported.path.endswith('.ConfigDict')
         if not is_dict or any(keyword.arg is None for keyword in node.keywords):
             return None
-        given = [self._value(argument) for argument in node.args]  # where keys are no identifiers: dict({'a-b': 1})
+        given = [self._value(argument) for argument in node.args]  # for keys that are not identifiers: dict({'a-b': 1})
         if len(given) > 1 or not all(isinstance(value, dict) for value in given):
             return None
         named = {keyword.arg: self._value(keyword.value) for keyword in node.keywords}
@@ -212,7 +212,7 @@ def _has_star(items: list[ast.expr]) -> bool:
 
 
 class _Dumper:
-    """Gives imported names as the dotted text that MMEngine dumps."""
+    """Replaces imported names by dotted strings, as MMEngine dumps them."""
 
     def __init__(self) -> None:
         self._left = _MOST_VALUES

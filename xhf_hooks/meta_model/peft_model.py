@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
-    """peft's LoraConfig with the options of a run's config.
+    """peft's LoraConfig from the options in a run's config.
 
     Raises:
-        ConfigError: It is another kind of adapter, or peft does not know an option.
+        ConfigError: It is another kind of adapter, or has an option that peft does not have.
     """
     from peft import LoraConfig
 
     kind = str(options.get('type', ''))
     if kind.rpartition('.')[2] != 'LoraConfig':
-        raise ConfigError(f'{where}: lora is a {kind or "nothing known"}; LoraConfig is what can be converted')
+        raise ConfigError(f'{where}: lora has type {kind or "none"}; only LoraConfig can be converted')
     given = {name: value for name, value in options.items() if name != 'type'}
     unknown = sorted(given.keys() - inspect.signature(LoraConfig).parameters.keys())
     if unknown:
@@ -42,7 +42,7 @@ def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
 
 
 def adapter_config_in(folder: Path) -> PeftConfig:
-    """The ``adapter_config.json`` of a folder that peft wrote.
+    """Read the ``adapter_config.json`` in a folder.
 
     Raises:
         ConfigError: peft cannot read it.
@@ -56,25 +56,25 @@ def adapter_config_in(folder: Path) -> PeftConfig:
         raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None
     if not isinstance(found, LoraConfig):
         kind = str(found.peft_type).rpartition('.')[2][:40]
-        raise ConfigError(f'{folder}/adapter_config.json: peft_type {kind!r}; LORA is what can be converted')
+        raise ConfigError(f'{folder}/adapter_config.json: peft_type is {kind!r}; only LORA can be converted')
     return found
 
 
 def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
-    """``model`` with an untrained adapter.
+    """Add an untrained adapter to ``model``.
 
-    XTuner adapts every linear layer but the head when the config names none (``find_all_linear_names`` in xtuner
+    Without ``target_modules``, all linear layers but the head are adapted, as in XTuner (``find_all_linear_names`` in
     ``model/utils.py``).
 
     Raises:
-        ConfigError: peft cannot.
+        ConfigError: peft cannot adapt this model as configured.
     """
     from peft import get_peft_model
 
     wanted = copy.copy(lora)
     wanted.inference_mode = False
     if getattr(wanted, 'megatron_config', None) is not None:
-        wanted.megatron_config = None  # with it peft imports whatever module megatron_core names
+        wanted.megatron_config = None  # else peft imports the module that megatron_core names
     if wanted.target_modules is None:
         wanted.target_modules = _all_linear_names(model)
     initialised = wanted.init_lora_weights

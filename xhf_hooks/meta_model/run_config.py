@@ -14,7 +14,7 @@ from xhf_hooks.meta_model.parse_config import Unread, parse_config
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A config's fields, and where they come from, for messages."""
+    """The fields of a config, and its file for messages."""
 
     where: str
     fields: Mapping[str, Any]
@@ -33,32 +33,32 @@ class RunConfig:
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Whether MMEngine's DeepSpeedStrategy writes its checkpoints."""
+        """Whether its checkpoints are written by MMEngine's DeepSpeedStrategy."""
         return _is_named(self.fields.get('strategy'), 'DeepSpeedStrategy')
 
     def tokenizer_folder(self) -> str | None:
-        """What the run loaded its tokenizer from."""
+        """The path or hub name of the run's tokenizer."""
         tokenizer = self.fields.get('tokenizer')
         path = tokenizer.get('pretrained_model_name_or_path') if isinstance(tokenizer, Mapping) else None
         return path if isinstance(path, str) else None
 
 
 def _is_named(config: Any, name: str) -> bool:
-    """Whether it is the config of a class of this name, in any module."""
+    """Whether the config's type is a class of this name, in any module."""
     kind = config.get('type') if isinstance(config, Mapping) else None
     return isinstance(kind, str) and kind.rpartition('.')[2] == name
 
 
 def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: Path) -> RunConfig | None:
-    """The config of the run that left ``checkpoint``; None when there is none.
+    """The config of the run that wrote ``checkpoint``; None if there is none.
 
     Args:
-        given: By the user.
-        in_checkpoint: Its text, as the checkpoint's ``meta.cfg`` has it.
-        checkpoint: The tag folder or file; its neighbours are looked at.
+        given: File given by the user.
+        in_checkpoint: The text in the checkpoint's ``meta.cfg``.
+        checkpoint: The tag folder or file; configs beside it are read.
 
     Raises:
-        ConfigError: What was found cannot be read.
+        ConfigError: The config cannot be read.
     """
     if given is not None:
         return _read(given)
@@ -73,14 +73,11 @@ def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: P
 
 
 def _beside(checkpoint: Path) -> list[Path]:
-    """MMEngine dumps a config into the work_dir and, at each start, into ``<timestamp>/vis_data``; newest first."""
+    """Configs that MMEngine dumped into the work_dir and each ``<timestamp>/vis_data``, newest first."""
     work_dir = checkpoint.parent
     found = [*work_dir.glob('*.py'), *work_dir.glob('*/vis_data/config.py')]
-    return sorted((file for file in found if file.name != 'zero_to_fp32.py'), key=_modified, reverse=True)
-
-
-def _modified(file: Path) -> float:
-    return file.stat().st_mtime
+    found = [file for file in found if file.name != 'zero_to_fp32.py']
+    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def _read(file: Path) -> RunConfig:
@@ -92,10 +89,10 @@ def _read(file: Path) -> RunConfig:
 
 
 def required(value: Any, what: str, where: str) -> Any:
-    """A value that the config must have.
+    """Check that a value of the config is there.
 
     Raises:
-        ConfigError: It is missing, or only running the config could tell.
+        ConfigError: It is missing, or not a plain value.
     """
     if isinstance(value, Unread):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The tokenizer of a finished run, chatting as the run was trained, without importing what its config names."""
+"""The tokenizer of a finished run with its chat template; imports nothing that the config names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.transformers_model import in_one_line, quiet
 from xhf_hooks.meta_model.trial import in_child
 
-#: Options of ``from_pretrained`` that change what is saved, and run nothing.
+#: Options of ``from_pretrained`` that change what is saved and execute nothing.
 _OPTIONS = (
     *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
     *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
 )
-#: Beyond these a tokenizer is tried in a limited process first: real vocabularies take less than 50 MB, and no count in
-#: the small files has 7 digits.
+#: Above these limits, a tokenizer is first loaded in a child process with limits: real vocabularies are smaller than
+#: 50 MB, and no number in the small files has 7 digits.
 _SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
 _SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
 _HUGE_ID = re.compile(rb':\s*[1-9]\d{6}')
@@ -36,22 +36,22 @@ _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMP
 def tokenizer_of_run(
     config: RunConfig | None, exporter: Exporter, base: str | None, *, trust_remote_code: bool
 ) -> tuple[Any | None, Sequence[int], list[str]]:
-    """The tokenizer to write, the EOS token ids of its answers, and warnings for the log.
+    """The tokenizer to write, the EOS token ids of answers, and warnings for the log.
 
     Args:
-        base: Given by the user, instead of what the config names.
+        base: Folder or hub name given by the user; takes precedence over the config.
     """
     tokenizer, warnings = _load(config, exporter, base, trust_remote_code)
     if tokenizer is None:
-        where = 'set --base' if base is None else f'{base} has none'
-        return None, [], [*warnings, f'no tokenizer was found: the folder holds weights and configs only; {where}']
+        note = 'no tokenizer was found, so OUT has none; set --base to a folder with one'
+        return None, [], [*warnings, note if base is None else f'no tokenizer was found in {base}, so OUT has none']
     if config is None:
         return tokenizer, [], warnings
     try:
         tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, _with_templates(config.fields))
         return tokenizer, eos_token_ids, [*warnings, *messages]
     except OptionError as error:
-        return tokenizer, [], [*warnings, f'the chat template of training is not written: {error}']
+        return tokenizer, [], [*warnings, f'the chat template of training was not written: {error}']
 
 
 def _load(
@@ -68,29 +68,29 @@ def _load(
             return load(), []
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # its files are untrusted; a panic in Rust is no Exception
+    except BaseException as error:  # untrusted files; a panic in Rust is not an Exception
         if isinstance(error, ImportError) or 'trust_remote_code' not in str(error):
             raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
-        return None, [f'{where}: its tokenizer has code of its own; if you trust it, add --trust-remote-code']
+        return None, [f'{where}: the tokenizer has custom code; if you trust it, add --trust-remote-code']
 
 
 def _try(load: Callable[[], Any | None]) -> None:
     tokenizer = load()
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:  # the library writes a line for each id up to the largest
+        with tempfile.TemporaryDirectory() as folder:  # the library may write a line for each id up to the largest
             tokenizer.save_pretrained(folder)
 
 
 def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, trust_remote_code: bool) -> Any | None:
-    """The tokenizer in the folder, if there is one, else that of the exported model's base."""
+    """The tokenizer in the folder, else the base model's."""
     tokenizer = None if folder is None else load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return exporter.base_tokenizer() if tokenizer is None else _with_options(tokenizer, config)
 
 
 def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
-    """The size of a tokenizer's files where it, or a number in them, exceeds that of real ones; else None.
+    """The size of the tokenizer's files if they, or a number in them, are suspiciously large; else None.
 
-    Loading takes up to a second, so it is only done twice where needed.
+    Only these are loaded twice: loading takes up to a second.
     """
     nbytes, suspect = 0, False
     for name in (*TOKENIZER_FILES, *_SMALL_FILES):
@@ -102,7 +102,7 @@ def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
                 suspect = True
             elif name in _SMALL_FILES:
                 suspect = suspect or _HUGE.search(_NO_LIMIT.sub(b'', path.read_bytes())) is not None
-            elif name.endswith('.json'):  # a vocabulary's words may be numbers, its ids are smaller
+            elif name.endswith('.json'):  # ids only: words of a vocabulary may be large numbers
                 suspect = suspect or _HUGE_ID.search(path.read_bytes()) is not None
     return min(nbytes, _MOST_NBYTES) // 1000 if suspect else None
 
@@ -117,10 +117,10 @@ def _with_options(tokenizer: Any, config: RunConfig | None) -> Any:
 
 
 def _with_templates(value: Any, key: str = '') -> Any:
-    """A copy of the config with XTuner's templates instead of their names.
+    """A copy of the config with names of XTuner's templates replaced by the templates.
 
     Raises:
-        OptionError: The name is not one of XTuner's, or XTuner is not installed.
+        OptionError: XTuner has no such template, or is not installed.
     """
     if isinstance(value, Mapping):
         return {name: _with_templates(item, name) for name, item in value.items()}
@@ -136,7 +136,7 @@ def _with_templates(value: Any, key: str = '') -> Any:
 
 
 def _xtuner_templates() -> Mapping[str, Any]:
-    """XTuner's PROMPT_TEMPLATE, parsed: importing it would take many seconds."""
+    """XTuner's PROMPT_TEMPLATE, parsed: importing XTuner takes many seconds."""
     found = find_spec('xtuner')
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         file = Path(folder) / 'utils' / 'templates.py'

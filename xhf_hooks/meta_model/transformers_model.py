@@ -1,4 +1,4 @@
-"""A transformers model on the meta device, as ``from_pretrained`` builds it from a folder, without the weights."""
+"""Builds a transformers model from a folder like ``from_pretrained``, but on the meta device and without weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from xhf_hooks.meta_model.bounds import require_modest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: Arguments of ``from_pretrained`` that say how weights are loaded, not what the model is; and those that must not come
-#: from an untrusted config.
+#: Arguments of ``from_pretrained`` that are not fields of the config, or that an untrusted config must not set.
 _NOT_OF_THE_CONFIG = ('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path')
 _NEVER_RECORDED = ('quantization_config', 'architectures', 'use_cache')
 _MOST_NBYTES = 100 * 10**6
@@ -29,22 +28,22 @@ _CLEAR, _LONGEST = 20, 200  # characters of an error's text
 
 
 def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int) -> PretrainedConfig:
-    """The config of the model at ``base``, a folder or a name in the local hub cache; never from the network.
+    """The config of the model at ``base``, a folder or a name in the local hub cache. Offline.
 
     Args:
-        why: What names the base, for the message.
-        n_tensors: That the model's files hold, more or less.
+        why: Where ``base`` comes from, for messages.
+        n_tensors: Approximate number of tensors in the model's files.
 
     Raises:
-        BaseModelError: It is not there, or needs code that is not trusted.
-        DamagedError: It asks for more than so many tensors can use.
+        BaseModelError: It is missing, or needs custom code.
+        DamagedError: It describes too large a model for ``n_tensors``.
     """
     from transformers import AutoConfig
 
     raw = raw_config(base)
     require_modest(raw, n_tensors, f'{base}/config.json')
     try:
-        if base_file(base, 'config.json') is None:  # transformers < 5 would guess the model from the folder's name
+        if base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
         require_regular(base)
         config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -60,10 +59,10 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int)
 
 
 def raw_config(base: object) -> dict[str, Any]:
-    """The content of the config.json at ``base``; {} where there is none that can be read.
+    """The content of the config.json at ``base``; {} if it cannot be read.
 
     Raises:
-        DamagedError: It is larger than any config.
+        DamagedError: It is too large for a config.
     """
     path = base_file(base, 'config.json') if isinstance(base, str) else None
     if path is None:
@@ -80,7 +79,7 @@ def raw_config(base: object) -> dict[str, Any]:
 
 
 def own_code(*configs: Mapping[str, Any]) -> list[str]:
-    """The files of code that these name in ``auto_map``: a config.json, a tokenizer_config.json. The first few."""
+    """The custom code files in the ``auto_map`` of config.json or tokenizer_config.json, the first few."""
     todo: list[Any] = [config.get('auto_map') for config in configs]
     found: set[str] = set()
     while todo:
@@ -94,7 +93,7 @@ def own_code(*configs: Mapping[str, Any]) -> list[str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """A library's message, shortened, with the kind of error where the text is too short."""
+    """A library's message in one line, shortened; with the error's class if the text is very short."""
     line = ' '.join(str(error).split())
     line = line if len(line) > _CLEAR else f'{type(error).__name__}: {line}'.rstrip(': ')
     return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
@@ -102,7 +101,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it transformers logs nothing: it quotes the files, and what matters is raised."""
+    """Within it, transformers logs nothing: its log lines quote the files, and failures are raised."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -125,15 +124,14 @@ def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
 
 
 def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model on the meta device.
+    """Build the model on the meta device.
 
     Args:
-        auto_class: Such as ``'AutoModelForCausalLM'``, or a class of transformers; None takes the config's
-            ``architectures``.
+        auto_class: Such as ``'AutoModelForCausalLM'`` or a model class; None: the config's ``architectures``.
 
     Raises:
-        BaseModelError: transformers does not know it.
-        DamagedError: It does, and cannot build it.
+        BaseModelError: transformers does not have the model.
+        DamagedError: transformers cannot build it from this config.
     """
     import transformers
 
@@ -142,7 +140,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     kind = class_named(name, base, auto=auto_class is not None)
     remote = trust_remote_code and getattr(config, 'auto_map', None)
     if name is None and not remote:
-        raise BaseModelError(f'{base}: its config.json names no architecture; set architectures to a list of one name')
+        raise BaseModelError(f'{base}: its config.json has no architectures; set it to a list with the class name')
     if kind is None and not remote:
         raise BaseModelError(
             f'{base}: its config.json names the architecture {name[:80]!r}, which transformers '
@@ -151,7 +149,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     if auto_class is None and kind is not None and not remote and not _go_together(kind, config):
         raise DamagedError(
             f'{base}: config.json names the architecture {name[:80]} and the model_type {str(config.model_type)[:80]}, '
-            f'which do not go together; set one of them right'
+            f'which do not match; correct one of them'
         )
     try:
         with torch.device('meta'):
@@ -161,19 +159,21 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
                 model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
             else:
                 model = kind(config)
-        config.to_json_string()  # it is written with the weights
+        config.to_json_string()  # as it is when the weights are written
     except (XhfError, MemoryError):
         raise
     except ImportError as error:
-        raise BaseModelError(f'{base}: its model needs a package that is missing ({in_one_line(error)})') from None
+        raise BaseModelError(
+            f'{base}: its model needs a package that is not installed ({in_one_line(error)})'
+        ) from None
     except Exception as error:  # a config.json is untrusted: its class may raise anything
-        raise DamagedError(f'{base}: no model can be built from config.json ({in_one_line(error)})') from None
+        raise DamagedError(f'{base}: building the model of config.json failed ({in_one_line(error)})') from None
     _use_generation_config(model, base)
     return model
 
 
 def _go_together(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Whether transformers builds this class from such a config, by the class itself or by one of its tables."""
+    """Whether transformers builds this class from such a config, directly or through an auto class."""
     from transformers.models.auto import modeling_auto
 
     expected = getattr(kind, 'config_class', None)
@@ -185,20 +185,20 @@ def _go_together(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
 
 
 def first_architecture(architectures: Any) -> str | None:
-    """The first name in a config's field, which may be anything."""
+    """The first name in ``architectures`` of an untrusted config."""
     found = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else None
     return found if isinstance(found, str) else None
 
 
 def class_named(name: str | None, base: str, *, auto: bool) -> Any | None:
-    """A model class of transformers; None where it has nothing of this name.
+    """A model class of transformers; None if it has no such name.
 
     Args:
-        auto: It may be one such as ``AutoModel``.
+        auto: Accept auto classes, such as ``AutoModel``.
 
     Raises:
         BaseModelError: It cannot be imported.
-        DamagedError: The name is that of something else.
+        DamagedError: The name is not a model class.
     """
     import transformers
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -207,13 +207,13 @@ def class_named(name: str | None, base: str, *, auto: bool) -> Any | None:
         return None
     try:
         found = getattr(transformers, name, None)
-    except Exception as error:  # it needs a package that is not installed
+    except Exception as error:  # usually a missing package
         raise BaseModelError(f'{base}: {name[:80]} cannot be imported ({in_one_line(error)})') from None
     is_class = isinstance(found, type) and found is not transformers.PreTrainedModel
     kinds = (transformers.PreTrainedModel, *((_BaseAutoModelClass,) if auto else ()))
     if found is None or (is_class and issubclass(found, kinds)):
         return found
-    raise DamagedError(f'{base}: {name[:80]!r} is in transformers, but is no model class; set architectures')
+    raise DamagedError(f'{base}: {name[:80]!r} is not a model class of transformers; set architectures')
 
 
 def _remote_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -224,12 +224,12 @@ def _remote_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _use_generation_config(model: PreTrainedModel, base: str) -> None:
-    """As ``from_pretrained`` does for models that generate."""
+    """Load generation_config.json, as ``from_pretrained`` does."""
     from transformers import GenerationConfig
 
     if not model.can_generate() or not (Path(base).is_dir() and (Path(base) / 'generation_config.json').is_file()):
         return
     try:
         model.generation_config = GenerationConfig.from_pretrained(base, local_files_only=True)
-    except Exception as error:  # untrusted, too
+    except Exception as error:  # untrusted
         raise DamagedError(f'{base}: no usable generation_config.json ({in_one_line(error)})') from None

@@ -1,4 +1,4 @@
-"""Runs what untrusted files decide on in a process with limited time and memory first."""
+"""Runs tasks on untrusted files in a child process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from xhf_hooks.errors import DamagedError, XhfError
 
 T = TypeVar('T')
 
-#: A model of 1,000 tensors is built in 0.5 s of CPU time and 10 MB.
+#: Building a model of 1,000 tensors takes 0.5 s of CPU time and 10 MB.
 _CPU_SECS, _CPU_SECS_OF_EACH = 10.0, 0.001
 _MEMORY_NBYTES, _MEMORY_NBYTES_OF_EACH = 10**9, 20_000
-_WAITING = 20.0  # seconds of wall time for each second of CPU time: machines are busy, file systems slow
+_WAITING = 20.0  # seconds of wall time per second of CPU time, for busy machines and slow file systems
 _ANSWERED = 0
 
 
 def in_child(task: Callable[[], T], what: str, size: int) -> T:
-    """Return what ``task`` returns, computed in a forked process with limited time and memory.
+    """Call ``task`` in a forked process with limits on time and memory, and return its result.
 
-    What the task prints is dropped.
+    Its output is discarded.
 
     Args:
-        task: Its result can be pickled; it needs no accelerator.
-        what: It does, for messages, such as ``'building the model of x/config.json'``.
-        size: Of the task's files, in tensors or kilobytes of text: limits grow with it.
+        task: Must return a picklable value and use no accelerator.
+        what: Describes the task in messages, such as ``'building the model of x/config.json'``.
+        size: Tensors, or kilobytes of text, in the task's files; the limits grow with it.
 
     Raises:
-        DamagedError: It exceeded a limit, or ended the process.
-        XhfError: As ``task`` did.
+        DamagedError: The task exceeded a limit or crashed.
+        XhfError: Raised by ``task``.
     """
     secs = _CPU_SECS + _CPU_SECS_OF_EACH * size
     nbytes = _MEMORY_NBYTES + _MEMORY_NBYTES_OF_EACH * size
@@ -49,12 +49,12 @@ def in_child(task: Callable[[], T], what: str, size: int) -> T:
     status: int | None = None
     try:
         if reading.poll(secs * _WAITING):
-            with contextlib.suppress(EOFError, OSError):  # it ended before or while it answered
+            with contextlib.suppress(EOFError, OSError):  # the child died
                 kind, value = reading.recv()
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         reading.close()
-        if status is None:  # too late, or interrupted
+        if status is None:  # timed out or interrupted
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     if kind == 'returned':
@@ -63,18 +63,18 @@ def in_child(task: Callable[[], T], what: str, size: int) -> T:
         error, text = value
         raise error(text)
     if kind == 'fault':
-        raise RuntimeError(f'{what}, in a process of its own:\n{value}')
+        raise RuntimeError(f'{what} failed in a child process:\n{value}')
     if status in (None, -signal.SIGXCPU, -signal.SIGKILL):
-        found = f'takes more than {secs:.0f} s'
-    elif status in (_ANSWERED, -signal.SIGABRT):  # libraries in Rust end the process when they get no memory
-        found = f'takes more than {nbytes / 1e9:.1f} GB of memory'
+        found = f'takes more than {secs:.0f} s; valid files of this size need far less'
+    elif status in (_ANSWERED, -signal.SIGABRT):  # libraries in Rust abort when out of memory
+        found = f'takes more than {nbytes / 1e9:.1f} GB of memory; valid files of this size need far less'
     else:
-        found = f'ends the process (status {status})'
-    raise DamagedError(f'{what} {found}, far more than real ones of its size do')
+        found = f'crashes the process (status {status})'
+    raise DamagedError(f'{what} {found}')
 
 
 def _run(task: Callable[[], object], writing: Connection, secs: float, nbytes: int) -> NoReturn:
-    """Runs in the child, and ends it without flushing or cleaning up what the parent will."""
+    """The child process; exits without the cleanup that belongs to the parent."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,13 +94,13 @@ def _run(task: Callable[[], object], writing: Connection, secs: float, nbytes: i
 def _answer(task: Callable[[], object]) -> tuple[str, object]:
     import torch
 
-    torch.set_num_threads(1)  # GNU's OpenMP does not live through a fork
+    torch.set_num_threads(1)  # GNU OpenMP does not survive a fork
     try:
         return 'returned', task()
     except MemoryError:
         return 'memory', None
     except XhfError as error:
-        plain = type(error).__init__ is Exception.__init__  # other classes build their text from other arguments
+        plain = type(error).__init__ is Exception.__init__  # other classes do not take a message
         return 'raised', (type(error) if plain else XhfError, str(error))
     except BaseException:
         return 'fault', traceback.format_exc()
@@ -113,7 +113,7 @@ def _limit(which: int, most: int) -> None:
 
 
 def _data_nbytes() -> int:
-    """This process's memory as RLIMIT_DATA counts it."""
+    """This process's memory, as counted by RLIMIT_DATA."""
     with open('/proc/self/status', encoding='ascii', errors='replace') as file:
         (line,) = (line for line in file if line.startswith('VmData:'))
     return int(line.split()[1]) * 1024

@@ -1,1 +1,1 @@
-"""What a live model is made of."""
+"""Tensors of a live model, and its wrappers."""

@@ -1,4 +1,4 @@
-"""The tensors of a module by name, as ``nn.Module.state_dict`` orders them."""
+"""The tensors of a module by name, in the order of ``nn.Module.state_dict``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 import torch
 from torch import nn
 
-#: What FSDP1, activation checkpointing and torch.compile put into the path of a module that they wrap.
+#: Path components that FSDP1, activation checkpointing and torch.compile add.
 _WRAPPERS = re.compile(r'(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)')
 
 
 def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers, tied ones under each of their names.
+    """Parameters and persistent buffers; tied ones under each name.
 
     Args:
-        as_wrapped: Leave the wrappers' parts in the names.
+        as_wrapped: Keep the wrappers' path components in the names.
 
-    An overridden ``state_dict()`` is not asked: what a checkpoint format leaves out is another question
-    than what there is.
+    Does not call ``state_dict()``, which a model may override to leave tensors out.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -30,9 +29,9 @@ def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[
 
 
 def names_by_identity(model: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
-    """Each tensor once, with all of its names, the first of them first.
+    """Each tensor once, with all of its names.
 
-    Identity decides, not the storage address: DeepSpeed's flat buffers put unrelated tensors into one storage.
+    By identity, not by storage: DeepSpeed's flat buffers put unrelated tensors into one storage.
     """
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in module_tensors(model):
@@ -41,12 +40,12 @@ def names_by_identity(model: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
 
 
 def without_wrappers(path: str) -> str:
-    """The path of a module as it was before modules on it were wrapped."""
+    """A module's path without the components of wrappers."""
     return _WRAPPERS.sub('', path).removeprefix('.')
 
 
 def input_embedding(model: nn.Module) -> torch.Tensor | None:
-    """The weight of a transformers model's input embedding; None where it has no token embeddings."""
+    """The weight of a transformers model's input embedding; None if it has none."""
     try:
         return getattr(model.get_input_embeddings(), 'weight', None)
     except (NotImplementedError, AttributeError):
@@ -54,7 +53,7 @@ def input_embedding(model: nn.Module) -> torch.Tensor | None:
 
 
 def model_class(model: nn.Module) -> type[nn.Module]:
-    """The class that the model was built of; ``fully_shard`` gives a model a class of its own.
+    """The original class of the model; ``fully_shard`` replaces it by a subclass.
 
     Source: ``torch/distributed/fsdp/_fully_shard/_fully_shard.py``, ``_get_cls`` and ``FSDPModule.__new__``.
     """

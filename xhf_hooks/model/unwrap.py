@@ -1,4 +1,4 @@
-"""The trained model without the wrappers of training."""
+"""Removes the wrappers of training from a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Unwrapped:
 
     Attributes:
         model: The bare module.
-        root: What the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
-        facts: For the manifest.
-        engine: DeepSpeed's, if it was given.
+        root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
+        facts: Fields of the manifest.
+        engine: The DeepSpeed engine, if there is one.
     """
 
     model: nn.Module
@@ -31,7 +31,7 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     """Remove a DeepSpeed engine, DDP, FSDP1 and torch.compile, nested in any order.
 
     Args:
-        other_wrappers: Further classes that hold the model as ``module``.
+        other_wrappers: More classes that hold the model as ``module``.
     """
     wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     facts: dict[str, Any] = {'engine': 'torch'}

@@ -73,11 +73,6 @@ class SaveAgreement:
         self._thread = threading.Thread(target=self._run, name='xhf-save-agreement', daemon=True)
         self._thread.start()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether requests can still be agreed on."""
-        return self._thread.is_alive()
-
     def is_due(self, point: int) -> bool:
         """Whether all ranks save at this point. Runs on: the training thread of all ranks, at each common point.
 

@@ -44,7 +44,7 @@ class SaveRequests:
         run = collective.broadcast(uuid.uuid4().hex)
         with ExitStack() as ending:
             with collective.stage('preflight'):
-                store = dist.PrefixStore(f'xhf-save-{run}', _own_store(collective.world_size))
+                store = dist.PrefixStore(f'xhf-save-{run}', own_store(collective.world_size))
                 self._signals = SignalRequests(signals, wait_secs)
                 ending.callback(self._signals.close)
             ending.pop_all()  # no rank has failed
@@ -114,13 +114,19 @@ class SaveRequests:
             self._log.error(f'{self._told} asked for a save, but ranks cannot agree on it: {error}')
 
 
-def _own_store(world_size: int) -> dist.Store:
-    """A connection of its own: what the training thread waits for on its own connection must not hold up this one."""
+def own_store(world_size: int) -> dist.Store:
+    """A connection of its own: what the training thread waits for on its own connection must not hold up this one.
+
+    Raises:
+        OptionError: There is no store.
+    """
     if world_size == 1:
         return dist.HashStore()
     try:
         return dist.distributed_c10d._get_default_store().clone()
     except (ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
-            'save_on_signal/save_on_file', f'None and False where torch.distributed has no store ({error})', True
+            'save_on_signal, save_on_file, save_on_exception',
+            f'none of them where torch.distributed has no store ({error})',
+            True,
         ) from error

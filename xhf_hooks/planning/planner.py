@@ -11,7 +11,7 @@ import heapq
 import json
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
+from xhf_hooks.planning.front_to_back import files_to_gather, in_file_order, most_at_once
 from xhf_hooks.planning.rounds import fill_rounds
 from xhf_hooks.planning.types import (
     Bucket,
@@ -47,9 +48,12 @@ def make_plan(
     bucket_nbytes: int,
     n_parameters: int | Mapping[str, int | None] | None = None,
     n_writers: int = 1,
+    share_files: bool = False,
     sliced: Collection[str] = (),
     spread: Mapping[str, Spread] | None = None,
+    share_copies: bool = False,
     round_nbytes: int = 1,
+    front_to_back: bool = False,
 ) -> SavePlan:
     """Decide every file, offset, round and bucket of a save.
 
@@ -61,11 +65,14 @@ def make_plan(
         n_parameters: For ``total_parameters`` of the index; None leaves it out (transformers < 5). By folder where
             the file sets hold different models.
         n_writers: Ranks that write what they are sent and what is gathered.
+        share_files: Several ranks may write into one file. Otherwise each file has one owner.
         sliced: Tensors of which every rank has, and is to write, a slice. What must be made of them is gathered
             all the same.
-        spread: Tensors of which every rank is to send its slice to the owner, and who has what of them; with the same
-            exception.
+        spread: Tensors of which every rank has a slice or all, and who has what. Of those that are not to be written
+            in slices, every rank sends its own to the owner; with the same exception.
+        share_copies: It sends, too, its share of what the owner has as well. Otherwise the owner reads all of that.
         round_nbytes: What an owner gets at once of these.
+        front_to_back: The owner of a file gets its bytes in their order (front_to_back.py).
 
     Raises:
         PlanError: Two entries have one name, or an entry reads a tensor that the source lacks.
@@ -92,30 +99,46 @@ def make_plan(
         groups += _group(placements, entry_of, spec_of)
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
-    written, sent, whole = _by_road(groups, sliced, spread or {})
-    owner_of = _choose_owners([*sent, *whole], files, n_writers)
-    rounds = fill_rounds(_portions(sent, owner_of, spread or {}), round_nbytes)
+    groups = [_with_spread(group, spread or {}) for group in groups]
+    mixed = files_to_gather(groups, [_may_travel(group) for group in groups]) if front_to_back else ()
+    written, sent, whole = _by_road(groups, sliced, mixed)
+    owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=share_files)
+    portions = _portions(sent, owner_of, share_copies=share_copies)
+    if front_to_back:
+        portions, round_nbytes = in_file_order(portions, files), most_at_once(round_nbytes, portions)
+    rounds = fill_rounds(portions, round_nbytes, in_order=front_to_back)
     buckets = _fill_buckets(_in_turns(_owned(whole, owner_of)), bucket_nbytes)
     digest = _digest(files, written, rounds, buckets, indexes)
     return SavePlan(tuple(files), tuple(written), rounds, buckets, indexes, digest)
 
 
 def _by_road(
-    groups: list[Group], sliced: Collection[str], spread: Mapping[str, Spread]
+    groups: list[Group], sliced: Collection[str], mixed: Collection[str]
 ) -> tuple[list[Group], list[Group], list[Group]]:
-    """Those of which ranks write their slices; those of which they send them, one for each output; all others."""
+    """Those of which ranks write their slices; those of which they send them, one for each output; all others.
+
+    Args:
+        mixed: Files for which nothing is sent.
+    """
     written: list[Group] = []
     sent: list[Group] = []
     whole: list[Group] = []
     for group in groups:
-        name = group.reads[0].name
-        if group.is_contiguous and name in sliced:
+        if group.is_contiguous and group.reads[0].name in sliced:
             written.append(group)
-        elif group.is_contiguous and name in spread and _is_worth_sending(spread[name], group.read_nbytes):
+        elif _may_travel(group) and all(place.file not in mixed for place in group.placements):
             sent += [replace(group, placements=(placement,)) for placement in group.placements]
         else:
             whole.append(group)
     return written, sent, whole
+
+
+def _with_spread(group: Group, spread: Mapping[str, Spread]) -> Group:
+    return replace(group, spread=spread.get(group.reads[0].name) if group.is_contiguous else None)
+
+
+def _may_travel(group: Group) -> bool:
+    return group.spread is not None and _is_worth_sending(group.spread, group.read_nbytes)
 
 
 def _is_worth_sending(spread: Spread, nbytes: int) -> bool:
@@ -183,28 +206,43 @@ def _check_group(
     for placement in together:
         if entry_of[placement.hf_name].reads != entry_of[together[0].hf_name].reads:
             raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, from other reads')
-        numel, end = math.prod(reads[0].shape), (placement.source_offset or 0) + math.prod(placement.shape)
+        numel, end = math.prod(reads[0].shape), placement.run.stop
         if placement.source_offset is not None and (len(reads) != 1 or end > numel):
             raise PlanError(f'{placement.hf_name}: expected a run of the elements of one read, found {end} of {numel}')
 
 
-def _choose_owners(groups: list[Group], files: list[OutputFile], n_writers: int) -> dict[Placement, int]:
-    """The rank that writes each output tensor; those of one group have one.
+def _choose_owners(
+    groups: list[Group], files: list[OutputFile], n_writers: int, *, share_files: bool
+) -> dict[Placement, int]:
+    """The rank that writes each output tensor: that of its file, so that a file has one writer.
 
-    A file has one owner where there are enough of them: ranks on one file share its locks on a network
-    file system. Else the bytes are spread evenly.
+    With ``share_files``, and fewer files than ranks, each group has an owner of its own.
     """
-    owner_of_file = {file.name: i % n_writers for i, file in enumerate(files)}
-    loads = [(0, rank) for rank in range(n_writers)]
-    owner_of = {}
-    for group in groups:
-        if len(files) >= n_writers:
-            owner = owner_of_file[group.placements[0].file]
-        else:
-            load, owner = heapq.heappop(loads)
-            heapq.heappush(loads, (load + sum(place.nbytes for place in group.placements), owner))
-        owner_of.update(dict.fromkeys(group.placements, owner))
-    return owner_of
+    if share_files and len(files) < n_writers:
+        nbytes = [sum(place.nbytes for place in group.placements) for group in groups]
+        pairs = zip(groups, _balanced(nbytes, range(n_writers)), strict=True)
+        return {place: owner for group, owner in pairs for place in group.placements}
+    to_write = {file.name: 0 for file in files}
+    for place in (place for group in groups for place in group.placements):
+        to_write[place.file] += place.nbytes
+    n_owners = min(n_writers, len(files))
+    # Apart from each other: ranks of one host share its network and its memory
+    ranks = [number * n_writers // n_owners for number in range(n_owners)]
+    largest_first = sorted(to_write, key=to_write.__getitem__, reverse=True)
+    owners = _balanced([to_write[name] for name in largest_first], ranks)
+    owner_of_file = dict(zip(largest_first, owners, strict=True))
+    return {place: owner_of_file[place.file] for group in groups for place in group.placements}
+
+
+def _balanced(nbytes: Iterable[int], ranks: Sequence[int]) -> list[int]:
+    """For each of these a rank: the one that has fewest bytes so far."""
+    loads = [(0, rank) for rank in ranks]
+    owners = []
+    for more in nbytes:
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + more, owner))
+        owners.append(owner)
+    return owners
 
 
 def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group]:
@@ -214,13 +252,16 @@ def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group
     ]
 
 
-def _portions(groups: list[Group], owner_of: Mapping[Placement, int], spread: Mapping[str, Spread]) -> list[Portion]:
-    found = []
-    for group in _owned(groups, owner_of):
-        (read,), (place,) = group.reads, group.placements
-        of_output = spread[read.name].within(place.source_offset or 0, math.prod(place.shape))
-        found.append(Portion(read, place, of_output))
-    return found
+def _portions(groups: list[Group], owner_of: Mapping[Placement, int], *, share_copies: bool) -> list[Portion]:
+    portions = [portion for group in _owned(groups, owner_of) for portion in group.portions]
+    if share_copies:
+        return portions
+    return [
+        replace(portion, spread=portion.spread.read_by(portion.placement.owner))
+        if portion.spread.on_every_rank
+        else portion
+        for portion in portions
+    ]
 
 
 def _in_turns(groups: list[Group]) -> list[Group]:
@@ -278,9 +319,10 @@ def _digest(
 
 def _describe_portion(portion: Portion) -> str:
     p, spread = portion.placement, portion.spread
+    which = '' if portion.run is None else f' ({portion.run})'
     return (
         f'{portion.read.name} -> {(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset)} '
-        f'part {portion.number} of {portion.count}, {spread.each} elements on each rank from -{spread.skipped} on'
+        f'part {portion.number} of {portion.count}{which}, {spread}'
     )
 
 
@@ -289,7 +331,7 @@ def describe_group(group: Group) -> str:
     return (
         f'{[(s.name, s.shape, s.dtype) for s in group.reads]} -> '
         f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset) for p in group.placements]} '
-        f'combined={group.combine is not None}'
+        f'combined={group.combine is not None}{"" if group.spread is None else f", {group.spread}"}'
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +102,32 @@ class Placement:
     owner: int = 0
     source_offset: int | None = None
 
+    @property
+    def run(self) -> range:
+        """Its elements among those of the group's only read, if it is a run of them."""
+        first = self.source_offset or 0
+        return range(first, first + math.prod(self.shape))
+
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that must be gathered together, because the outputs are made of all of them."""
+    """Tensors that must be gathered together, because the outputs are made of all of them.
+
+    Attributes:
+        spread: Of the only read, where each rank has a part of it or all.
+    """
 
     reads: tuple[TensorSpec, ...]
     placements: tuple[Placement, ...]
     combine: Combine | None
+    spread: Spread | None = None
+
+    @property
+    def portions(self) -> list[Portion]:
+        """Each output, with what each rank has of it; none where that is not known."""
+        if self.spread is None:
+            return []
+        return [Portion(self.reads[0], place, self.spread.within(place.run)) for place in self.placements]
 
     @property
     def is_contiguous(self) -> bool:
@@ -147,11 +165,13 @@ class Spread:
         numel: Elements of the tensor.
         each: Elements of what is cut that a rank has.
         skipped: Elements of what is cut that lie before this tensor.
+        on_every_rank: Every rank has all of the tensor; these are their shares where all write or send.
     """
 
     numel: int
     each: int
     skipped: int = 0
+    on_every_rank: bool = False
 
     def held_by(self, rank: int) -> range:
         """The elements of the tensor that a rank has."""
@@ -166,9 +186,13 @@ class Spread:
             return range(0)
         return range(self.skipped // self.each, -(-(self.skipped + self.numel) // self.each))
 
-    def within(self, start: int, numel: int) -> Spread:
+    def within(self, run: range) -> Spread:
         """That of a run of its elements, counted from the beginning of the run."""
-        return Spread(numel, self.each, self.skipped + start)
+        return replace(self, numel=len(run), skipped=self.skipped + run.start)
+
+    def read_by(self, rank: int) -> Spread:
+        """All of it is what this rank has."""
+        return Spread(self.numel, max(1, self.numel), rank * max(1, self.numel))
 
 
 @dataclass(frozen=True)
@@ -178,6 +202,7 @@ class Portion:
     Attributes:
         read: What the tensor is a run of elements of.
         spread: Of the elements of the placement.
+        run: Instead of a part of what each rank has, these elements, whoever has them.
     """
 
     read: TensorSpec
@@ -185,16 +210,33 @@ class Portion:
     spread: Spread
     number: int = 0
     count: int = 1
+    run: range | None = None
+
+    @property
+    def holders(self) -> range:
+        """The ranks that something comes from, and perhaps others."""
+        return self.spread.holders if self.run is None else self.spread.within(self.run).holders
 
     def held_by(self, rank: int) -> range:
         """The elements of the placement that come from a rank."""
         held = self.spread.held_by(rank)
+        if self.run is not None:
+            start = min(max(held.start, self.run.start), self.run.stop)
+            return range(start, max(start, min(held.stop, self.run.stop)))
         start, end = (held.start + len(held) * part // self.count for part in (self.number, self.number + 1))
         return range(start, end)
 
     def nbytes_of(self, rank: int) -> int:
         """How many bytes come from a rank, cast."""
         return len(self.held_by(rank)) * self.width
+
+    @property
+    def most_nbytes(self) -> int:
+        """No less than what comes from all ranks, without a look at each."""
+        if self.run is not None:
+            return len(self.run) * self.width
+        rounded = len(self.spread.holders) * self.width if self.count > 1 else 0
+        return -(-self.placement.nbytes // self.count) + rounded
 
     @property
     def width(self) -> int:
@@ -237,7 +279,7 @@ class Round:
         """Bytes of the message to a rank from each other rank that sends one."""
         nbytes: dict[int, int] = {}
         for portion in self.for_owner(owner):
-            for sender in portion.spread.holders:
+            for sender in portion.holders:
                 found = portion.nbytes_of(sender)
                 if sender != owner and found:
                     nbytes[sender] = nbytes.get(sender, 0) + found
@@ -247,8 +289,7 @@ class Round:
         """No less than all of these together, without a look at each rank."""
         found = 0
         for portion in self.for_owner(owner):
-            rounded = len(portion.spread.holders) * portion.width if portion.count > 1 else 0
-            found += -(-portion.placement.nbytes // portion.count) + rounded - portion.nbytes_of(owner)
+            found += portion.most_nbytes - portion.nbytes_of(owner)
         return found
 
 
@@ -388,9 +429,13 @@ class SaveCost:
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A folder under its final name, and what the log should say about it."""
+    """A committed save, and what the log should say about it.
 
-    path: Path
+    Attributes:
+        path: Its folder; its URL where it is in a store.
+    """
+
+    path: Path | str
     step: Step
     cost: SaveCost
     warnings: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ class Source(ABC):
         return {}
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
-        """This rank's slice. Without communication; over all ranks the slices are the tensor, without overlap.
+        """What this rank has of a tensor: its slice, or all. Without communication.
 
         The elements may alias live memory.
 

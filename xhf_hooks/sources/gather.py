@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import torch
 
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TensorError
-from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
+from xhf_hooks.format.dtypes import TORCH_DTYPES, ToHost, cast
 from xhf_hooks.planning.types import Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
@@ -26,7 +26,7 @@ def gather(
     *,
     use_fp32_master: bool,
     meter: MemoryMeter,
-    to_host: Callable[[torch.Tensor], memoryview],
+    to_host: ToHost,
 ) -> Generator[Chunk, None, None]:
     """Gather bucket after bucket and yield the chunks that this rank writes.
 
@@ -76,7 +76,7 @@ def group_chunks(
     group: Group,
     tensors: Mapping[str, torch.Tensor],
     rank: int,
-    to_host: Callable[[torch.Tensor], memoryview],
+    to_host: ToHost,
     meter: MemoryMeter,
 ) -> Iterator[Chunk]:
     """What is made of a group's tensors, cast, as far as ``rank`` writes it.
@@ -97,4 +97,4 @@ def group_chunks(
             meter.sample()  # nowhere is there more: what was read, what was made of it, and that cast
         if tuple(tensor.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
-        yield Chunk(placement, to_host(tensor), overflows=overflows)
+        yield Chunk(placement, to_host(tensor, placement.offset), overflows=overflows)

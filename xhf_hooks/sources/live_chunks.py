@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from itertools import chain, takewhile
 
@@ -10,7 +10,7 @@ import torch
 
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
 from xhf_hooks.distributed.collective import Collective
-from xhf_hooks.format.dtypes import host_bytes
+from xhf_hooks.format.dtypes import ToHost, host_bytes
 from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.gather import gather
@@ -89,7 +89,7 @@ class LiveChunks:
         device: Where slices are packed that travel (sources/send.py).
     """
 
-    def __init__(self, plan: SavePlan, source: Source, *, use_fp32_master: bool, device: torch.device) -> None:
+    def __init__(self, plan: SavePlan, source: Source, *, use_fp32_master: bool, device: torch.device = _HOST) -> None:
         self._plan, self._source, self._device = plan, source, device
         self._use_fp32_master = use_fp32_master
 
@@ -110,9 +110,7 @@ class LiveChunks:
             yield ChunkStream(chain(sent, others), sender)
 
     @contextmanager
-    def without_sending(
-        self, collective: Collective, meter: MemoryMeter, to_host: Callable[[torch.Tensor], memoryview]
-    ) -> Iterator[Iterator[Chunk]]:
+    def without_sending(self, collective: Collective, meter: MemoryMeter, to_host: ToHost) -> Iterator[Iterator[Chunk]]:
         """Those of them that need no messages. All ranks enter and leave together, whatever happens inside."""
         # What every rank has at hand needs no gathering, and a model no getting ready for it
         with self._source.opened() if self._plan.buckets else nullcontext(), torch.no_grad():

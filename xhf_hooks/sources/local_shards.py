@@ -7,14 +7,14 @@ output file, whatever the dtype there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import TensorError
-from xhf_hooks.format.dtypes import TORCH_DTYPES, cast
+from xhf_hooks.format.dtypes import TORCH_DTYPES, ToHost, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import Chunk, Group, Placement, Portion, SavePlan, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
@@ -38,13 +38,18 @@ class Slice:
     elements: torch.Tensor
     overflows: int
 
-    def held_in(self, hold: Callable[[torch.Tensor], memoryview]) -> Slice:
+    def held_in(self, hold: ToHost) -> Slice:
         """A copy, of its bytes."""
-        return replace(self, elements=torch.frombuffer(hold(self.elements), dtype=torch.uint8))
+        return replace(self, elements=torch.frombuffer(hold(self.elements, self._offset), dtype=torch.uint8))
 
-    def chunk(self, to_host: Callable[[torch.Tensor], memoryview]) -> Chunk:
+    def chunk(self, to_host: ToHost) -> Chunk:
         """Its bytes, where a writer can take them."""
-        return Chunk(self.placement, to_host(self.elements), self.start, self.overflows)
+        return Chunk(self.placement, to_host(self.elements, self._offset), self.start, self.overflows)
+
+    @property
+    def _offset(self) -> int:
+        """Where in the file it begins."""
+        return self.placement.offset + self.start
 
 
 def local_shards(
@@ -53,21 +58,17 @@ def local_shards(
     *,
     use_fp32_master: bool,
     meter: MemoryMeter,
-    to_host: Callable[[torch.Tensor], memoryview],
+    to_host: ToHost,
 ) -> Generator[Chunk, None, None]:
     """Yield the bytes of the slices that this rank writes itself. Runs on: all ranks, each at its own pace.
 
     Raises:
         TensorError: A slice is not what the plan says.
     """
+    reader = SliceReader(source, use_fp32_master=use_fp32_master)
     for group in _from_a_place_of_its_own(plan.sliced):
-        own = source.local_shard(group.reads[0].name, use_fp32_master)
-        _check(group.reads[0], own)
-        for placement in group.placements:
-            first, end = placement.source_offset or 0, (placement.source_offset or 0) + math.prod(placement.shape)
-            mine = range(max(own.start, first), min(own.start + own.elements.numel(), end))
-            for found in _in_parts(placement, range(mine.start - first, mine.stop - first), own):
-                yield found.chunk(to_host)
+        for found in reader.read(group.portions):
+            yield found.chunk(to_host)
         meter.sample()
 
 
@@ -82,7 +83,7 @@ def _from_a_place_of_its_own(groups: tuple[Group, ...]) -> tuple[Group, ...]:
 
 
 class SliceReader:
-    """Reads this rank's slices of what travels to an owner, in the order of the plan. Used by: one thread."""
+    """Reads this rank's slices, in the order of the plan. Used by: one thread."""
 
     def __init__(self, source: Source, *, use_fp32_master: bool) -> None:
         self._source, self._use_fp32_master = source, use_fp32_master
@@ -101,18 +102,18 @@ class SliceReader:
                 yield from _in_parts(portion.placement, mine, self._shard(portion))
 
     def _shard(self, portion: Portion) -> LocalShard:
-        name = portion.read.name
+        name, first = portion.read.name, portion.placement.run.start
         if self._last is None or self._last[0] != name:
             own = self._source.local_shard(name, self._use_fp32_master)
             _check(portion.read, own)
             self._last = name, own
-        own, first = self._last[1], portion.placement.source_offset or 0
-        start, end = (at - first for at in (own.start, own.start + own.elements.numel()))
-        held, found = portion.spread.held_by(self._rank), range(max(0, start), min(end, portion.spread.numel))
-        if held != found:
+        own = self._last[1]
+        expected, found = portion.spread.held_by(self._rank), range(own.start, own.start + own.elements.numel())
+        if expected.start + first < found.start or expected.stop + first > found.stop:
             raise TensorError(
-                f'{name}: expected elements {held.start} to {held.stop} of {portion.placement.hf_name} on rank '
-                f"{self._rank}, found {found.start} to {found.stop}. Set writer='gather', which needs no slices"
+                f'{name}: expected elements {expected.start + first} to {expected.stop + first}, of which '
+                f'{portion.placement.hf_name} is made, on rank {self._rank}, found {found.start} to {found.stop}. Set '
+                f"writer='gather', which needs no slices"
             )
         return own
 
@@ -120,7 +121,7 @@ class SliceReader:
 def _in_parts(placement: Placement, mine: range, own: LocalShard) -> Iterator[Slice]:
     """Those elements of a placement, cast."""
     width = DTYPE_NBYTES[placement.dtype]
-    before = (placement.source_offset or 0) - own.start
+    before = placement.run.start - own.start
     for start in mine[::_PART_NUMEL]:
         stop = min(start + _PART_NUMEL, mine.stop)
         part, overflows = cast(own.elements[before + start : before + stop], placement.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ class ModuleSource(Source):
         """Who has what of a tensor; None where that is not one run of elements on each rank."""
         if not isinstance(tensor, nn.Parameter):  # buffers need not be the same on every rank: rank 0 has them
             return Spread(tensor.numel(), max(1, tensor.numel()))
-        return evenly(tensor.numel())
+        return replace(evenly(tensor.numel()), on_every_rank=True)
 
     def _held(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a tensor that is in slices."""
@@ -68,8 +69,7 @@ class ModuleSource(Source):
         tensor = self._tensors[name]
         if use_fp32_master and self._has_master(tensor):
             return local_fragment(tensor)
-        held = self._held(tensor)
-        return LocalShard(held.start, tensor.detach().reshape(-1)[held.start : held.stop])
+        return LocalShard(0, tensor.detach().reshape(-1))
 
     @contextmanager
     def gathered(

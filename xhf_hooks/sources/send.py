@@ -2,7 +2,13 @@
 
 Each byte crosses the network once at most, where a gather gives every rank all of them. A round of the plan is one
 message from each rank to each owner: the slices, cast, one after the other, without a header, for both sides know from
-the plan what is in it.
+the plan what is in it. What every rank has whole, its owner reads by itself, which takes two fifths of the processor
+time of having the other ranks' shares sent (2 and 4 ranks, one machine). In the background each rank sends its share of
+that, too, so that training stops for the copy of a share only.
+
+Messages go through host memory and gloo, whatever the device. nccl could take them from GPU to GPU, but its rules are
+not ours: where a rank dies, nccl's watchdog ends the others, which must get an error instead; all ranks must take part
+in a group's first operation; and none of it was run on a GPU. That way is there for tools/gpu_check.py to try.
 """
 
 from __future__ import annotations
@@ -12,13 +18,12 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from xhf_hooks.concurrency.buffer_pool import BufferPool
 from xhf_hooks.concurrency.host_snapshot import host_memory
-from xhf_hooks.distributed.collective import Collective, rank_and_world_size
+from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TensorError
+from xhf_hooks.format.dtypes import ToHost
 from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.local_shards import Slice
 from xhf_hooks.telemetry.memory import MemoryMeter
@@ -31,7 +36,6 @@ _BUFFERS = 3
 #: This rank's slices in a round (its number) that an owner (its rank) gets, in the order of the message.
 ReadSlices = Callable[[int, int], Iterable[Slice]]
 
-_HOST = torch.device('cpu')
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -43,8 +47,8 @@ class SliceSender:
 
     Args:
         read: Without communication. What it raises is remembered.
-        device: Where messages are packed and received: a device that has a backend in the run's own group, which was
-            not run on a GPU, or the CPU, from which they go by gloo.
+        device: Where messages are packed and received: the CPU, or, to try it, a device that has a backend in the
+            run's own group.
 
     Attributes:
         overflows: Finite elements that became infinite in what was sent.
@@ -57,12 +61,13 @@ class SliceSender:
         collective: Collective,
         *,
         meter: MemoryMeter,
-        to_host: Callable[[torch.Tensor], memoryview],
+        to_host: ToHost,
         device: torch.device,
     ) -> None:
         self._rounds, self._read, self._collective = plan.rounds, read, collective
         self._meter, self._to_host, self._device = meter, to_host, device
         self._rank = collective.rank
+        self._outgoing = [at_once.outgoing(self._rank) for at_once in self._rounds]
         self.overflows = 0
 
     def chunks(self) -> Generator[Chunk, None, None]:
@@ -87,6 +92,8 @@ class SliceSender:
                 self._collective.agree('send')
             else:
                 self._collective.wait('send')
+            if number == 0 and self._device.type != 'cpu':
+                self._collective.connect_device(self._device)
             incoming, room = self._room_for(at_once)
             finish = self._collective.post(outgoing, incoming, 'send')
             yield from self._written_here(number - 1, arrived)
@@ -99,7 +106,7 @@ class SliceSender:
 
     def _make_buffers(self) -> None:
         incoming = max(at_once.most_incoming_nbytes(self._rank) for at_once in self._rounds)
-        outgoing = max(sum(at_once.outgoing(self._rank).values()) for at_once in self._rounds)
+        outgoing = max(sum(sizes.values()) for sizes in self._outgoing)
         self._pool = BufferPool(incoming, _BUFFERS)
         self._last_room = self._pool.take()
         if self._device.type == 'cpu':
@@ -113,7 +120,7 @@ class SliceSender:
         if number == len(self._rounds):
             return {}
         buffer, messages, end = self._packed[number % 2], {}, 0
-        for owner, nbytes in self._rounds[number].outgoing(self._rank).items():
+        for owner, nbytes in self._outgoing[number].items():
             start, end = end, end + nbytes
             messages[owner] = buffer[start:end]
             if self._collective.is_failing:
@@ -169,7 +176,7 @@ class SliceSender:
             own = iter(self._read(number, self._rank) if portions else ())
             done = dict.fromkeys(arrived, 0)
             for portion in portions:
-                for holder in portion.spread.holders:
+                for holder in portion.holders:
                     held = portion.held_by(holder)
                     nbytes = len(held) * portion.width
                     if holder == self._rank:
@@ -187,11 +194,3 @@ class SliceSender:
             found = next(own).chunk(self._to_host)
             nbytes -= found.data.nbytes
             yield found
-
-
-def device_of_messages(model: nn.Module) -> torch.device:
-    """Where messages of this model's slices are packed: its own device, if the run's group has a backend for that."""
-    parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type == 'cpu' or rank_and_world_size()[1] == 1:
-        return _HOST
-    return parameter.device if dist.get_backend() != dist.Backend.GLOO else _HOST

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from xhf_hooks.distributed.collective import rank_and_world_size
@@ -40,24 +41,30 @@ def log_preparations(
     plan: SavePlan,
     extra_nbytes: int,
     *,
-    when: Any,
+    when: str,
     writer: str,
+    in_background: bool,
     final: Any,
     left_out: Sequence[str],
     notes: Sequence[str],
 ) -> None:
-    """One line with what will be saved, when, how and where; more where something is left out.
+    """What will be saved, where, when and how, for a terminal of 100 columns; more where something is left out.
 
     Args:
         extra_nbytes: Estimated extra memory of a save on the busiest rank.
+        in_background: Whether files are written while training goes on.
         left_out: Tensors that are not exported.
         notes: Of the exporter.
     """
-    log.info(
-        f'{len(plan.placements)} tensors, {plan.nbytes / 1e6:.1f} MB in {len(plan.files)} '
-        f'file(s), about {extra_nbytes / 1e6:.0f} MB of extra memory while saving, '
-        f'{when}, by the {writer} writer, to {final}'
-    )
+    n_tensors, n_files = len(plan.placements), len(plan.files)
+    how = f'{writer} writer{", in the background" if in_background else ""}'
+    rows = {
+        'what': f'{n_tensors} tensors, {plan.nbytes / 1e6:.1f} MB in {n_files} file{"s" if n_files > 1 else ""}',
+        'where': final,
+        'when': when,
+        'how': f'{how}; about {extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank',
+    }
+    log.info(_table('ready to save', rows))
     if left_out:
         log.info(f'not exported: {len(left_out)} tensors ({some(left_out)})')
     for note in notes:
@@ -65,20 +72,26 @@ def log_preparations(
 
 
 def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
-    """The cost and the warnings of a save."""
+    """The warnings and the cost of a save, for a terminal of 100 columns."""
     cost = committed.cost
     for warning in committed.warnings:
         log.warning(warning)
-    stages = ', '.join(f'{stage} {seconds:.2f} s' for stage, seconds in cost.stage_secs.items())
-    log.info(
-        f'saved {committed.step.label} to {committed.path}: {cost.nbytes / 1e6:.1f} MB in '
-        f'{cost.seconds:.2f} s ({stages}), {cost.gbytes_per_sec:.2f} GB/s, training stalled for '
-        f'{cost.stalled_secs:.2f} s, {cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
-    )
-    if cost.free_before_nbytes is not None:
-        log.info(
-            f'disk: {cost.free_before_nbytes / 1e9:.2f} GB free before, {cost.free_after_nbytes / 1e9:.2f} GB after'
-        )
+    free_before, free_after = cost.free_before_nbytes, cost.free_after_nbytes
+    rows = {
+        'cost': f'training stalled for {cost.stalled_secs:.2f} s; {cost.gbytes_per_sec:.2f} GB/s; '
+        f'{cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank',
+        'stages': ', '.join(f'{stage} {seconds:.2f} s' for stage, seconds in cost.stage_secs.items()),
+    }
+    if free_before is not None:
+        rows['disk'] = f'{free_before / 1e9:.2f} GB free before, {free_after / 1e9:.2f} GB after'
+    name = Path(committed.path).name
+    title = f'saved {committed.step.label} to {name}, {cost.nbytes / 1e6:.1f} MB in {cost.seconds:.2f} s'
+    log.info(_table(title, rows))
+
+
+def _table(title: str, rows: Mapping[str, object]) -> str:
+    """A message of several lines."""
+    return '\n'.join([title, *(f'    {name:<7}{value}' for name, value in rows.items())])
 
 
 def scalars(committed: CommittedCheckpoint) -> dict[str, float]:

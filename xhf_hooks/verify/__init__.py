@@ -1,1 +1,1 @@
-"""Is a model folder whole and unchanged, and do two places hold the same model?"""
+"""Checks that a model folder is complete and unchanged, and compares two models."""

@@ -1,4 +1,4 @@
-"""Checkpoints of training as models to compare: as a conversion would write them, or under their own names."""
+"""Training checkpoints as models to compare: as ``xhf-convert`` would write them, or as stored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from xhf_hooks.verify.model_reader import ModelReader
 
 
 class ConvertedReader(ModelReader):
-    """Exactly what ``xhf-convert`` would write, without writing it.
+    """The tensors that ``xhf-convert`` would write, computed on the fly.
 
     Args:
-        ties: Name of a tied tensor that is not written, to the one that is.
+        ties: Maps a tied tensor that is not written to the one that is.
     """
 
     def __init__(self, conversion: Conversion, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
@@ -66,10 +66,10 @@ class ConvertedReader(ModelReader):
 
 
 class NamedReader(ModelReader):
-    """The tensors of a checkpoint under the names that training gave them, as trained.
+    """The tensors of a checkpoint with the names and dtypes of training.
 
     Args:
-        prefix: Taken off the names, where they have it.
+        prefix: Removed from names that begin with it.
     """
 
     def __init__(self, source: FileSource, label: str, notes: Sequence[str], prefix: str = '') -> None:
@@ -89,7 +89,7 @@ class NamedReader(ModelReader):
 
 
 def common_prefixes(names: Sequence[str], others: Sequence[str], *, strip_others: bool) -> tuple[str, str]:
-    """What to take off both sets of names so that most are the same: ``('llm.', '')``, for example."""
+    """The prefixes to remove so that most names match, for example ``('llm.', '')``."""
     best, prefixes = 0, ('', '')
     for other in _leading(others) if strip_others else ['']:
         known = {name.removeprefix(other) for name in others}
@@ -101,7 +101,7 @@ def common_prefixes(names: Sequence[str], others: Sequence[str], *, strip_others
 
 
 def _leading(names: Sequence[str]) -> list[str]:
-    """The empty text, and what at least half of the names begin with, up to a dot."""
+    """Dotted prefixes that at least half of the names have, and the empty one."""
     found: dict[str, int] = {}
     for name in names:
         parts = name.split('.')[:-1]

@@ -1,4 +1,4 @@
-"""The same model? Tensor by tensor, out of core."""
+"""Compares two models tensor by tensor, without loading either."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from xhf_hooks.verify.rounding import (
 )
 
 _JOB_ELEMENTS = 1 << 22
-_WINDOW_ELEMENTS = 1 << 19  # read at once
-#: Elements computed with at once: so many that threads seldom wait for each other's hold on the interpreter.
+_WINDOW_ELEMENTS = 1 << 19  # per read
+#: Per call of torch or NumPy: large enough that threads seldom wait for the GIL.
 _PIECE_ELEMENTS = 1 << 17
 _WIDEST = max(DTYPE_NBYTES.values())
 
 
 class _Buffers(threading.local):
-    """Each thread's own, for a window of A and one of B."""
+    """Per thread: one buffer for A, one for B."""
 
     def __init__(self) -> None:
         self.pair = [memoryview(bytearray(_WINDOW_ELEMENTS * _WIDEST)) for _ in range(2)]
 
 
 class _Pair:
-    """A tensor of A, the one of B that it is compared with, and what was found so far.
+    """A tensor of A, its counterpart in B, and the differences found so far.
 
     Args:
-        names: In A and in B.
+        names: The tensor's name in A and in B.
     """
 
     def __init__(self, a: ModelReader, b: ModelReader, names: tuple[str, str]) -> None:
@@ -60,12 +60,12 @@ class _Pair:
 
     @property
     def made_together(self) -> set[str]:
-        """Names, in A or in B."""
+        """Names of all tensors that are computed together with this one, in A or in B."""
         (a, b), (one, two) = self.readers, self.names
         return {*a.made_together(one), *b.made_together(two)}
 
     def unwritten(self) -> list[Range]:
-        """Elements that lie in holes of both."""
+        """Element ranges that are holes in both files."""
         if self.dtypes[0] != self.dtypes[1] and not self.has_precision:
             return []
         (a, b), (one, two) = self.readers, self.names
@@ -76,7 +76,7 @@ class _Pair:
         return n_elements * sum(DTYPE_NBYTES[dtype] for dtype in self.dtypes)
 
     def parts(self) -> Iterator[Range]:
-        """Elements to read, from and to; what is unwritten is left out."""
+        """Element ranges to read; holes are skipped."""
         position = 0
         for first, last in (*self.unwritten(), (self.n_elements, self.n_elements)):
             for start in range(position, first, _JOB_ELEMENTS):
@@ -84,7 +84,7 @@ class _Pair:
             position = last
 
     def windows(self, start: int, end: int, buffers: _Buffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Elements of both, not to be written to; each is gone when the next is asked for."""
+        """Read-only tensors over both; each pair is valid until the next is requested."""
         for first in range(start, end, _WINDOW_ELEMENTS):
             last = min(first + _WINDOW_ELEMENTS, end)
             sides = list(zip(self.readers, self.names, self.dtypes, buffers.pair, strict=True))
@@ -100,7 +100,7 @@ class _Pair:
                 reader.forget(name, first * DTYPE_NBYTES[dtype], last * DTYPE_NBYTES[dtype])
 
     def differences(self, start: int, end: int, buffers: _Buffers) -> Difference:
-        """Between these elements of both."""
+        """Compare one range of elements."""
         found = Difference()
         for x, y in self.windows(start, end, buffers):
             if x.dtype == y.dtype and same_bits(x, y):
@@ -111,10 +111,10 @@ class _Pair:
         return found
 
     def went_through(self, buffers: _Buffers) -> str | None:
-        """A narrower type that one whole tensor went through: read again, as a rule only to the first piece."""
+        """The narrower dtype that all of one tensor was rounded to. Reads again, usually only one window."""
         ways = ways_through(*self.dtypes)
         with _held([self]):
-            for start, end in self.parts() if ways else ():  # zeros, which are left out, go through any type
+            for start, end in self.parts() if ways else ():  # skipped holes are zeros, exact in every dtype
                 for x, y in self.windows(start, end, buffers):
                     wide = torch.promote_types(x.dtype, y.dtype)
                     ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
@@ -123,7 +123,7 @@ class _Pair:
         return min(ways)[0] if ways else None
 
     def verdict(self, buffers: _Buffers) -> TensorVerdict:
-        """When all has been compared."""
+        """The result; call it after all parts were compared."""
         found, (first, second) = self.found, self.dtypes
         through, reason = None, ''
         if not self.is_alike:
@@ -156,19 +156,21 @@ class _Pair:
 def compare_models(
     a: ModelReader, b: ModelReader, workers: int, on_progress: Callable[[int, int], None] | None = None
 ) -> Comparison:
-    """Read both once and compare. Memory: a few MB for each worker; what is made together, as fused experts, whole.
+    """Read both models once and compare them.
+
+    Memory: a few MB per worker. Tensors that are computed together, such as fused experts, are held in full.
 
     Args:
-        on_progress: Called in this thread with bytes done and bytes in all.
+        on_progress: Called in this thread with bytes done and total bytes.
 
     Raises:
-        OSError, XhfError: One cannot be read.
+        OSError, XhfError: A model cannot be read.
     """
     started, threads = time.perf_counter(), torch.get_num_threads()
     result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
     pairs, buffers = _pairs(a, b, result), _Buffers()
     total = sum(pair.nbytes_to_read() for pair in pairs if pair.is_alike)
-    torch.set_num_threads(1)  # each worker is one thread already
+    torch.set_num_threads(1)  # parallelism comes from the workers
     try:
         with WorkerThreads(workers) as pool:
             for parts in pool.run(_jobs(pairs, buffers)):
@@ -186,7 +188,7 @@ def compare_models(
 
 
 def _pairs(a: ModelReader, b: ModelReader, result: Comparison) -> list[_Pair]:
-    """Of the same tensor. A tied one may be stored under one of its names, or under each."""
+    """Match tensors by name. A tied tensor may be stored under any of its names, or under all."""
     names = [(name, name) for name in a.tensors if name in b.tensors]
     for name in a.tensors:
         if name not in b.tensors:
@@ -201,7 +203,7 @@ _Part = tuple[_Pair, Difference, int]  # and bytes read
 
 
 def _jobs(pairs: Sequence[_Pair], buffers: _Buffers) -> Iterator[Callable[[], list[_Part]]]:
-    """Plain tensors in parts; tensors that are made together in one job, of which only one runs at a time."""
+    """Jobs: parts of plain tensors, and whole groups of tensors that are computed together, one at a time."""
     done: set[_Pair] = set()
     alone = threading.Lock()
     for pair in pairs:
@@ -228,7 +230,7 @@ def _compare_parts(pair: _Pair, parts: Iterable[Range], buffers: _Buffers) -> li
 
 @contextmanager
 def _held(pairs: Sequence[_Pair]) -> Iterator[None]:
-    """What these are made of is made once."""
+    """Within it, tensors that are computed together are computed once."""
     (a, b), (in_a, in_b) = pairs[0].readers, zip(*(pair.names for pair in pairs), strict=True)
     with a.held(in_a), b.held(in_b):
         yield

@@ -1,4 +1,4 @@
-"""What comparing two models gives, for people and for programs."""
+"""The result of comparing two models, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from xhf_hooks.format.text import size_text
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
-_SHOWN = 20  # of each kind, to people
+_SHOWN = 20  # lines of each kind; JSON has all
 
 
 @dataclass(frozen=True)
 class TensorVerdict:
-    """One tensor of both models.
+    """The comparison of one tensor.
 
     Attributes:
         verdict: ``'identical'``, ``'rounding'`` or ``'different'``.
-        through: The dtype by which rounding is explained, for ``'rounding'``.
-        max_ulps: In units in the last place of ``ulp_of``; None for tensors that are not floating point.
+        through: For ``'rounding'``: the dtype that one side was rounded to.
+        max_ulps: In ULPs of the dtype ``ulp_of``; None for tensors that are not floating point.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TensorVerdict:
     reason: str = ''
 
     def line(self) -> str:
-        """For people."""
+        """The row of the table."""
         ulps = '' if self.max_ulps is None else f'{self.max_ulps:.4g} {self.ulp_of}'
         share = self.n_differ / max(1, self.n_elements)
         why = self.reason or (f'rounded to {self.through}' if self.through else '')
@@ -49,8 +49,8 @@ class Comparison:
 
     Attributes:
         tensors: Worst first.
-        missing: In A only. ``extra``: in B only.
-        read_nbytes: Of both.
+        missing: Names in A only. ``extra``: names in B only.
+        read_nbytes: Bytes read from both.
     """
 
     a: str
@@ -72,7 +72,7 @@ class Comparison:
         return ROUNDING if self.count(ROUNDING) else IDENTICAL
 
     def as_json(self) -> dict[str, Any]:
-        """For programs. Infinite numbers are texts."""
+        """The result as JSON values; infinity becomes ``'inf'``."""
         tensors = [
             {key: str(value) if value == float('inf') else value for key, value in vars(tensor).items()}
             for tensor in self.tensors
@@ -86,7 +86,7 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report as text."""
         lines = [f'A: {self.a}', f'B: {self.b}', *(f'note: {note}' for note in self.notes)]
         worst = [tensor for tensor in self.tensors if tensor.verdict != IDENTICAL]
         if worst:

@@ -1,4 +1,4 @@
-"""Fields of a config.json or generation_config.json whose kind of JSON value is the same for every model."""
+"""JSON types of the fields in config.json and generation_config.json that are the same for every model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 _COUNT, _TEXT, _FLAG, _OBJECT, _LIST = 'a whole number', 'a string', 'true or false', 'an object', 'a list'
 _TEXTS, _LABELS, _NAMES = 'a list of strings', 'an object of numbers', 'an object of names'
 
-#: null is fine everywhere but in those of :data:`_NEVER_NULL`.
+#: Every field may be null, except those in :data:`_NEVER_NULL`.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     'model_type': (_TEXT,),
     'architectures': (_TEXTS,),
@@ -37,7 +37,7 @@ _DEEPEST = 20
 
 
 def wrong_kinds(config: Mapping[str, Any], path: str = '', depth: int = 0) -> list[str]:
-    """What is expected and found, of fields of another kind; configs of parts of the model are looked into."""
+    """One message for each field of the wrong JSON type; nested ``*_config`` objects are checked, too."""
     wrong = []
     for name, value in config.items():
         kinds = _KINDS.get(name, (_COUNT, _LIST) if name.endswith('_token_id') else ())

@@ -1,6 +1,6 @@
-"""What lies at a path: model folders and checkpoints, each with its model, step, tensors, sizes and who wrote it.
+"""Describes the model folders and checkpoints at a path: model, step, tensors, sizes and writer.
 
-No tensor is read, nothing is executed, and what is no regular file is not opened.
+Reads headers and metadata only. Executes nothing and opens regular files only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHTS, _CONFIGS = '*.safetensors', ('config.json', 'adapter_config.json')
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor; ``dtype`` is that of safetensors."""
+    """One tensor; ``dtype`` is the safetensors name."""
 
     name: str
     dtype: str
@@ -40,13 +40,14 @@ class Described:
     """A model folder or a checkpoint.
 
     Attributes:
-        kind: For people.
-        model: What its config calls it; None where nothing tells.
-        step: Such as ``'iter 200'``; None where nothing tells.
-        written_by: Programs and how training was spread; None where nothing tells.
-        weights: ``'live'`` or ``'averaged'``; None where nothing tells.
-        nbytes: Of all its files.
-        tensors: Of a checkpoint in the dtype of training, whatever else is stored.
+        kind: Such as ``'Hugging Face folder'``.
+        model: The name in its config; None if unknown.
+        step: Such as ``'iter 200'``; None if unknown.
+        written_by: Engine, parallelism and package versions; None if unknown.
+        weights: ``'live'`` or ``'averaged'``; None if unknown.
+        nbytes: Size of all files.
+        tensors: For a checkpoint, with the training dtype.
+        problems: What is damaged; tensors of such files are left out.
     """
 
     path: Path
@@ -58,9 +59,10 @@ class Described:
     nbytes: int
     tensors: list[Tensor] = field(repr=False)
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     def rows(self) -> list[tuple[str, str]]:
-        """What is known, as two columns."""
+        """The known fields as a table of two columns."""
         known = [
             ('kind', self.kind),
             ('model', self.model),
@@ -70,7 +72,8 @@ class Described:
             ('size', size_text(self.nbytes)),
             *(('tensors' if i == 0 else '', text) for i, text in enumerate(self._by_dtype())),
         ]
-        return [*((key, value) for key, value in known if value is not None), *(('note', note) for note in self.notes)]
+        told = [('damaged', problem) for problem in self.problems] + [('note', note) for note in self.notes]
+        return [*((key, value) for key, value in known if value is not None), *told]
 
     def _by_dtype(self) -> list[str]:
         dtypes = sorted({tensor.dtype for tensor in self.tensors})
@@ -83,18 +86,18 @@ class Described:
         return lines or ['none']
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The same as JSON values."""
         return {**asdict(self), 'path': str(self.path)}
 
 
 def describe(path: Path) -> tuple[list[Described], list[str]]:
-    """What is at ``path``: a model folder, a safetensors file, a checkpoint, or a work_dir with some of both.
+    """Describe a model folder, a safetensors file, a checkpoint, or all of these in a work_dir.
 
     Returns:
-        What was found, and a line for what could not be read.
+        The descriptions, and one message for each item that could not be read.
 
     Raises:
-        CheckpointError: Nothing was found, or too much.
+        CheckpointError: Nothing was found, or more than :data:`_MOST_FOUND` folders.
     """
     if not path.exists():
         raise CheckpointError(f'{path}: no such file or folder')
@@ -131,7 +134,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Not Trainer's checkpoint, whose weights are beside the optimizer's state."""
+    """Excludes checkpoints of Trainer, which hold weights beside the optimizer state."""
     has_weights = any(folder.glob(_WEIGHTS))
     is_checkpoint = (folder / 'latest').is_file() or (folder / 'last_checkpoint').is_file()
     return has_weights and not is_checkpoint
@@ -153,7 +156,8 @@ def _model_folder(folder: Path) -> Described:
         _text(facts.get('weights')),
         sum(nbytes for nbytes in content.files.values() if nbytes > 0),
         [Tensor(prefix + e.name, e.dtype, e.shape, e.end - e.start) for prefix, h in headers for e in h.entries],
-        [*findings.texts('problem'), *([] if manifest else ['no xhf_manifest.json: not of this package, or changed'])],
+        [] if manifest else ['no xhf_manifest.json: not written by this package, or changed since'],
+        findings.texts('problem'),
     )
 
 
@@ -182,7 +186,7 @@ def _checkpoint(path: Path) -> Described:
 
 
 def _model_of_run(source: CheckpointSource) -> str | None:
-    """The type in its config, or what the config.json beside it says."""
+    """The model type in the run's config, else the name in a config.json beside the checkpoint."""
     try:
         config = find_run_config(None, source.config_text, source.found.path)
     except ConfigError:
@@ -194,7 +198,7 @@ def _model_of_run(source: CheckpointSource) -> str | None:
 
 
 def _model_of(file: Path) -> str | None:
-    """What a config.json calls its model."""
+    """The model name in a config.json."""
     try:
         config = strict_json.read(file)
     except XhfError:
@@ -205,7 +209,7 @@ def _model_of(file: Path) -> str | None:
 
 
 def _programs(facts: dict[str, Any]) -> str | None:
-    """Engine and how training was spread, then packages."""
+    """Engine and parallelism, then package versions."""
     packages = facts.get('packages')
     parts = [f'{name} {version}' for name, version in packages.items()] if isinstance(packages, dict) else []
     engine = _text(facts.get('engine'))

@@ -1,4 +1,4 @@
-"""Which tensors ``from_pretrained`` expects in a folder: its model, built without memory, asked by our exporter."""
+"""The tensors that ``from_pretrained`` expects in a folder, from its model on the meta device and our exporter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError
 from xhf_hooks.exporters import exporter_for
@@ -15,7 +15,7 @@ from xhf_hooks.format import strict_json
 from xhf_hooks.meta_model import peft_model, transformers_model
 from xhf_hooks.meta_model.bounds import limited_modules
 from xhf_hooks.meta_model.trial import in_child
-from xhf_hooks.model.tensors import names_by_identity
+from xhf_hooks.model.tensors import input_embedding, names_by_identity
 from xhf_hooks.sources import source_for
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 T = TypeVar('T')
 
-#: A LoRA checkpoint holds few of the tensors of its model.
+#: Limit for a base model; the adapter's own number of tensors says little about it.
 _TENSORS_OF_A_BASE = 7000
 
 
 @dataclass(frozen=True)
 class ExpectedModel:
-    """The model of a config.json.
+    """What the model of a config.json saves.
 
     Attributes:
-        class_name: Of transformers.
-        shapes: Of the tensors that ``save_pretrained`` writes.
-        ties: Names of one parameter, where there are several.
-        embedding_rows: Rows of the input embedding; None where there is none.
-        ignored: Patterns of names that the class does not mind to miss, or to find.
+        class_name: The class of transformers.
+        shapes: Name to shape of each tensor that ``save_pretrained`` writes.
+        ties: Groups of names that share one parameter.
+        embedding_rows: Rows of the input embedding; None if there is none.
+        ignored: Patterns of names that the class allows to be missing or unexpected.
     """
 
     class_name: str
@@ -50,26 +50,26 @@ class ExpectedModel:
 
 
 def expected_model(folder: Path, n_tensors: int, *, trust_remote_code: bool) -> ExpectedModel:
-    """Build it on the meta device, with the version of transformers that is installed, in a process of its own.
+    """Build the model on the meta device with the installed transformers, in a child process.
 
     Args:
-        n_tensors: That the folder's files hold, which bounds what config.json may ask for.
+        n_tensors: Number of tensors in the folder; limits the size of the model that config.json may describe.
 
     Raises:
-        BaseModelError: This transformers does not know the model.
-        DamagedError: It does, and refuses the config.
-        ModelError: It can, and our exporter does not know what it saves.
+        BaseModelError: The installed transformers does not have the model.
+        DamagedError: It has the model but refuses the config.
+        ModelError: The model was built, but no exporter can tell what it saves.
     """
     task = partial(_expected, folder, n_tensors, trust_remote_code)
     return _in_child(task, 'building the model of config.json', n_tensors)
 
 
 def expected_adapter(lora: PeftConfig, base: str, n_tensors: int) -> dict[str, tuple[int, ...]]:
-    """The tensors that peft saves of a LoRA adapter, put onto its base model on the meta device, in such a process.
+    """The LoRA tensors that peft saves for this adapter on its base model; built like :func:`expected_model`.
 
     Args:
-        base: The folder of the base model.
-        n_tensors: Of the adapter.
+        base: Folder of the base model.
+        n_tensors: Number of tensors in the adapter.
 
     Raises:
         ConfigError: peft refuses the adapter for this base model.
@@ -81,7 +81,7 @@ def expected_adapter(lora: PeftConfig, base: str, n_tensors: int) -> dict[str, t
 
 
 def _in_child(task: Callable[[], T], what: str, n_tensors: int) -> T:
-    from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (here, and not in each process)
+    from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (once, before the process forks)
 
     with transformers_model.quiet(), limited_modules(n_tensors):
         return in_child(task, what, n_tensors)
@@ -108,12 +108,13 @@ def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> Expected
             raise DamagedError(f'transformers refuses config.json: {why}') from None
         raise
     if getattr(config, 'quantization_config', None) is not None:
-        raise ModelError(f'{folder}: quantized weights have other names and shapes than the model')
+        raise ModelError(f'{folder}: names and shapes of quantized weights cannot be checked')
     model = transformers_model.build(config, None, trust_remote_code=trust_remote_code)
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f'{folder}: {type(model).__name__} is no model of transformers')
+        raise ModelError(f'{folder}: {type(model).__name__} is not a PreTrainedModel')
     entries = exporter_for(model, None).entries(source_for(model).specs(), None)
     names = [names for _, names in names_by_identity(model)]
+    embedding = input_embedding(model)
     ignored = [
         pattern
         for attribute in ('_keys_to_ignore_on_load_missing', '_keys_to_ignore_on_load_unexpected')
@@ -123,7 +124,7 @@ def _expected(folder: Path, n_tensors: int, trust_remote_code: bool) -> Expected
         class_name=type(model).__name__,
         shapes={entry.hf_name: entry.shape for entry in entries},
         ties=tuple(tuple(tied) for tied in names if len(tied) > 1),
-        embedding_rows=_rows(model),
+        embedding_rows=embedding.shape[0] if embedding is not None and embedding.dim() == 2 else None,
         ignored=(*ignored, r'rotary_emb\.inv_freq$'),  # written by transformers before 4.31
     )
 
@@ -133,11 +134,3 @@ def _is_known(folder: Path) -> bool:
 
     config = strict_json.read(folder / 'config.json')
     return isinstance(config.get('model_type'), str) and config['model_type'] in CONFIG_MAPPING
-
-
-def _rows(model: Any) -> int | None:
-    try:
-        weight = getattr(model.get_input_embeddings(), 'weight', None)
-    except (NotImplementedError, AttributeError):  # a model without token embeddings
-        return None
-    return int(weight.shape[0]) if weight is not None and weight.dim() == 2 else None

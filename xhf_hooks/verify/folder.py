@@ -1,4 +1,4 @@
-"""Is a model folder whole and unchanged? All checks, in their order."""
+"""Checks one model folder: complete, consistent and, with a manifest, unchanged."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.regular_files import require_regular
-from xhf_hooks.format.text import size_text, some
+from xhf_hooks.format.text import some
 from xhf_hooks.integrity import against_manifest as against
 from xhf_hooks.integrity.checksums import FileSums
+from xhf_hooks.integrity.file_reader import FileReader, OpenReader, describe_holes
 from xhf_hooks.integrity.findings import Findings, FolderReport
 from xhf_hooks.integrity.folder_scan import (
     FolderContent,
@@ -35,36 +36,38 @@ def verify_folder(
     read: bool = True,
     model: bool = True,
     trust_remote_code: bool = False,
+    open_reader: OpenReader = FileReader,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> FolderReport:
-    """Check one folder of Hugging Face's layout; the manifest of this package makes more checks possible.
+    """Check a Hugging Face folder. With the manifest of this package, checksums are compared, too.
 
     Args:
-        workers: Threads that read; None takes one for each core.
-        read: Read every byte: checksums, and values that are not finite.
-        model: Compare with the model and the tokenizer that transformers builds.
-        trust_remote_code: Run the folder's own code for that.
-        on_progress: Called with bytes done and bytes in all.
+        workers: Threads that read; None: see :func:`.default_workers`.
+        read: Read every byte, for checksums and for infinite and NaN values.
+        model: Compare with the model and tokenizer that transformers builds.
+        trust_remote_code: Allow transformers to run code from the folder.
+        open_reader: Opens the files whose bytes are read.
+        on_progress: Called with bytes done and total bytes.
 
     Raises:
-        CheckpointError: There is nothing to check.
+        CheckpointError: The folder does not hold a model.
     """
     started = time.perf_counter()
     if not path.is_dir():
-        raise CheckpointError(f'{path}: no such folder; give a folder with *.safetensors in it')
+        raise CheckpointError(f'{path}: no such folder; give a folder with *.safetensors files')
     findings, content = Findings(), scan(path)
     manifest = _manifest(content, findings)
     inner = [name for name in content.files if name.endswith(f'/{MANIFEST_NAME}')]
     if inner and MANIFEST_NAME not in content.files:
         shown = some([str(path / name.removesuffix(f'/{MANIFEST_NAME}')) for name in inner])
-        raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one: {shown}')
+        raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one of them: {shown}')
     if not content.weight_files() and manifest is None and MANIFEST_NAME not in content.files:
         for name, kind in content.special.items():
-            raise CheckpointError(f'{path / name}: {kind}, not a regular file; give a folder with *.safetensors in it')
+            raise CheckpointError(f'{path / name}: {kind}, not a regular file; give a folder with *.safetensors files')
         others = [name for name in content.files if name.endswith(('.bin', '.pt', '.pth', '.gguf', '.h5'))]
         raise CheckpointError(
-            f'{path}: holds no *.safetensors'
-            + (f' but {some(others)}, which is not checked; xhf-convert makes a model folder of it' if others else '')
+            f'{path}: holds no *.safetensors files'
+            + (f', only {some(others)}, which cannot be checked; convert it with xhf-convert first' if others else '')
         )
     check_kinds(content, findings)
     tell_links(content, findings)
@@ -78,9 +81,9 @@ def verify_folder(
         find_duplicates(folder, findings)
     _look_for_lost_shards(content, folders, findings)
     check_texts(content, findings)
-    sums = _read(content, folders, manifest, findings, workers, on_progress) if read else {}
+    sums = _read(content, folders, manifest, findings, workers, open_reader, on_progress) if read else {}
     if not read:
-        findings.unchecked('checksums', 'nothing was read')
+        findings.unchecked('checksums', 'nothing was read (--no-read)')
     _check_models(content, folders, sums, findings, model, trust_remote_code)
     return FolderReport(
         path=path,
@@ -88,7 +91,7 @@ def verify_folder(
         n_files=len(content.files),
         n_tensors=sum(len(header.entries) for folder in folders for header in folder.headers.values()),
         nbytes=sum(max(0, nbytes) for nbytes in content.files.values()),
-        read_nbytes=sum(content.files[n] - found.hole_nbytes for n, found in sums.items() if found.error is None),
+        read_nbytes=sum(content.files[name] - found.hole_nbytes for name, found in sums.items()),
         seconds=time.perf_counter() - started,
     )
 
@@ -100,10 +103,11 @@ def _manifest(content: FolderContent, findings: Findings) -> Manifest | None:
         findings.problem('manifest', str(error))
         return None
     if manifest is None:
-        findings.unchecked('checksums', f'there is no {MANIFEST_NAME} to compare with: was anything changed?')
+        findings.unchecked('checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
     elif not manifest.has_checksums:
         findings.unchecked(
-            'checksums', f'{MANIFEST_NAME} is of format {manifest.version}, which has none: was anything changed?'
+            'checksums',
+            f'{MANIFEST_NAME} has none (format {manifest.version}): changes since the save cannot be detected',
         )
     return manifest
 
@@ -114,6 +118,7 @@ def _read(
     manifest: Manifest | None,
     findings: Findings,
     workers: int | None,
+    open_reader: OpenReader,
     on_progress: Callable[[int, int], None] | None,
 ) -> Mapping[str, FileSums]:
     known = manifest if manifest is not None and manifest.has_checksums else None
@@ -124,7 +129,9 @@ def _read(
             folders,
             names,
             threads,
-            count_non_finite=known is None,  # else they were counted in memory, and the bytes are the same
+            findings,
+            count_non_finite=known is None,  # else the manifest has the counts, taken in memory
+            open_reader=open_reader,
             progress=on_progress,
         )
     if known is not None:
@@ -133,28 +140,25 @@ def _read(
         non_finite = {name: tensor.non_finite for name, tensor in recorded.items() if tensor.non_finite}
     else:
         for name, found in sums.items():
-            if found.error is not None:
-                findings.problem('checksums', f'{name}: cannot be read ({found.error})')
-            elif found.hole_nbytes:  # nor does a checksum tell that they belong there
-                size, total = size_text(found.hole_nbytes), size_text(content.files[name])
-                findings.note('values', f'{name}: {size} of {total} are holes: never written, and read as zeros')
+            if found.hole_nbytes:  # without checksums, holes may be a lost write
+                findings.note('values', describe_holes(name, found.hole_nbytes, content.files[name]))
         non_finite = {name: count for found in sums.values() for name, count in found.non_finite.items()}
     if non_finite:
         worst = sorted(non_finite, key=non_finite.__getitem__, reverse=True)
         shown = some([f'{name} ({non_finite[name]})' for name in worst])
         findings.problem('values', f'{len(non_finite)} tensors have infinite or NaN values: {shown}')
     else:
-        findings.ok('values', 'all are finite')
+        findings.ok('values', 'no infinite or NaN values')
     return sums
 
 
 def _look_for_lost_shards(content: FolderContent, folders: list[WeightFolder], findings: Findings) -> None:
-    """An index without a single shard beside it is in a folder that has no weights at all."""
+    """Report indexes in folders without any weights; :func:`check_indexes` sees folders with weights only."""
     known = {folder.name for folder in folders}
     for name in content.files:
         parent = name.rpartition('/')[0]
         if name.endswith('.safetensors.index.json') and parent not in known:
-            findings.problem('index', f'{name}: none of its files is there')
+            findings.problem('index', f'{name}: all files that it names are missing')
 
 
 def _check_models(
@@ -169,7 +173,7 @@ def _check_models(
         try:
             require_regular(folder.path)
         except OSError as error:
-            findings.unchecked('config', f'{folder.where}: left alone: {error.filename}: {error.strerror}')
+            findings.unchecked('config', f'{folder.where}: not opened: {error.filename}: {error.strerror}')
             continue
         if any(name.startswith('adapter_model') for name in folder.headers):
             check_adapter(folder, findings)
@@ -177,12 +181,12 @@ def _check_models(
         if 'adapter_config.json' in folder.files:
             findings.problem(
                 'config',
-                f'{folder.where}: adapter_config.json lies beside model weights: from_pretrained takes it '
-                f'all for an adapter; remove it',
+                f'{folder.where}: adapter_config.json beside model weights makes from_pretrained load an adapter; '
+                f'remove it',
             )
         if not model:
-            findings.unchecked('config', f'{folder.where}: config, ties and tokenizer were not looked at')
+            findings.unchecked('config', f'{folder.where}: config, ties and tokenizer were not checked (--no-model)')
         elif findings.has_problem('headers'):
-            findings.unchecked('config', f'{folder.where}: headers are damaged')
+            findings.unchecked('config', f'{folder.where}: not checked, since headers are damaged')
         else:
             check_model(folder, sums, findings, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Loads a folder as its users will, runs it once, and generates text."""
+"""Loads a folder with transformers or peft, runs a forward pass and generates text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
+from xhf_hooks.exporters.hf_assets import load_tokenizer
 from xhf_hooks.format import strict_json
+from xhf_hooks.integrity.findings import OK, PROBLEM, Finding
 from xhf_hooks.meta_model.transformers_model import class_named, first_architecture, quiet
 
 _PROMPT = 'The capital of France is'
-#: What the folder's own generation_config.json may not change: how long it takes.
+#: Overrides the folder's generation_config.json, so that it stays short and deterministic.
 _GENERATION = {'max_new_tokens': 8, 'do_sample': False, 'num_beams': 1, 'num_return_sequences': 1}
 
 
 @dataclass
 class LoadReport:
-    """What came of it; ``error`` is why it failed. Times in seconds."""
+    """The outcome of loading; ``error`` is None if it worked. Times in seconds."""
 
     class_name: str = ''
     load_secs: float = 0.0
@@ -27,25 +29,23 @@ class LoadReport:
     error: str | None = None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report as text."""
         if self.error is not None:
-            return [f'problem    load        {self.class_name or "transformers"}: {self.error}']
-        lines = [
-            f'ok         load        {self.class_name} in {self.load_secs:.1f} s, forward {self.forward_secs:.2f} s'
-        ]
-        return [*lines, f'ok         generation  {self.written}'] if self.written else lines
+            return [Finding(PROBLEM, 'load', f'{self.class_name or "transformers"}: {self.error}').line()]
+        times = f'in {self.load_secs:.1f} s, forward {self.forward_secs:.2f} s'
+        found = [Finding(OK, 'load', f'{self.class_name} {times}')]
+        if self.written:
+            found.append(Finding(OK, 'generation', self.written))
+        return [finding.line() for finding in found]
 
 
 def load_and_run(folder: Path, *, trust_remote_code: bool) -> LoadReport:
-    """Build it with transformers (an adapter with peft), one forward pass, a short greedy generation.
-
-    Nothing is looked up on the network.
-    """
+    """Load it with transformers (an adapter with peft), run one forward pass and a short greedy generation. Offline."""
     report = LoadReport()
     try:
         with quiet():
             _run(folder, trust_remote_code, report)
-    except Exception as error:  # whatever a model's own code raises is what the user has to know
+    except Exception as error:  # a model's own code may raise anything
         report.error = f'{type(error).__name__}: {" ".join(str(error)[:500].split())}'
     return report
 
@@ -56,7 +56,7 @@ def _run(folder: Path, trust_remote_code: bool, report: LoadReport) -> None:
     started = time.perf_counter()
     model = _load(folder, trust_remote_code).eval()
     report.class_name, report.load_secs = type(model).__name__, time.perf_counter() - started
-    tokenizer = _tokenizer(folder, trust_remote_code)
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, 9)[None] % rows if tokenizer is None else tokenizer(_PROMPT, return_tensors='pt').input_ids
     started = time.perf_counter()
@@ -66,7 +66,7 @@ def _run(folder: Path, trust_remote_code: bool, report: LoadReport) -> None:
     report.forward_secs = time.perf_counter() - started
     found = output[0] if 'logits' not in output else output.logits
     if not bool(found.isfinite().all()):
-        raise DamagedError('the forward pass gives infinite or NaN values')
+        raise DamagedError('the forward pass returns infinite or NaN values')
     if hasattr(model, 'generate') and model.can_generate():
         with torch.no_grad():
             answer = model.generate(ids, **_GENERATION)[0].tolist()
@@ -86,14 +86,4 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
     kind = class_named(name, str(folder), auto=False)
     return (kind or transformers.AutoModelForCausalLM).from_pretrained(
         str(folder), torch_dtype='auto', local_files_only=True, trust_remote_code=trust_remote_code
-    )
-
-
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any | None:
-    import transformers
-
-    if not any((folder / name).is_file() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')):
-        return None
-    return transformers.AutoTokenizer.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=trust_remote_code
     )

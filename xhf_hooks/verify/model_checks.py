@@ -1,4 +1,4 @@
-"""config.json against the tensors, the tokenizer against the vocabulary, tied weights against each other."""
+"""Checks config.json against the tensors, the tokenizer against the embedding, and tied weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def check_texts(content: FolderContent, findings: Findings) -> None:
-    """Every JSON file is JSON."""
+    """Check that every JSON file parses."""
     damaged = 0
     for name in content.files:
         if name.endswith('.json') and not name.endswith('.index.json'):
             try:
                 strict_json.read(content.path / name)
             except DamagedError as error:
-                if 'expected a JSON object' not in str(error):  # vocab files of some tokenizers are lists
+                if 'expected a JSON object' not in str(error):  # some tokenizers have lists in their vocabulary files
                     findings.problem('texts', str(error))
                     damaged += 1
     if not damaged:
-        findings.ok('texts', 'every JSON file is well formed')
+        findings.ok('texts', 'all JSON files are well formed')
 
 
 def check_model(
@@ -41,10 +41,10 @@ def check_model(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """One set of weights against the config.json beside it.
+    """Check the weights of one folder against its config.json.
 
     Args:
-        sums: Checksums of the weights by path in the checkpoint; {} when nothing was read.
+        sums: Checksums by file, relative to the checkpoint; {} if nothing was read.
     """
     where = folder.where
     if 'config.json' not in folder.files:
@@ -59,12 +59,12 @@ def check_model(
     if wrong:
         findings.problem('config', f'{where}: config.json: {some(wrong)}')
     else:
-        from xhf_hooks.verify.expected import expected_model  # torch and transformers: when they are needed
+        from xhf_hooks.verify.expected import expected_model  # imports torch and transformers
 
         try:
             expected = expected_model(folder.path, len(tensors), trust_remote_code=trust_remote_code)
         except (BaseModelError, ModelError, PlanError) as error:
-            findings.unchecked('config', f'{where}: names and shapes of the tensors: {error}')
+            findings.unchecked('config', f'{where}: names and shapes were not checked: {error}')
         except DamagedError as error:
             findings.problem('config', f'{where}: {error}')
     if expected is not None:
@@ -86,7 +86,7 @@ def _tell_of_code(folder: WeightFolder, config: Mapping[str, Any], findings: Fin
 
     files = own_code(config, folder.read_json('tokenizer_config.json') or {})
     if files:
-        findings.note('code', f'{folder.where}: has code of its own ({", ".join(files)}), which was not run')
+        findings.note('code', f'{folder.where}: has custom code ({", ".join(files)}), which was not run')
 
 
 def _compare_shapes(where: str, expected: ExpectedModel, folder: WeightFolder, findings: Findings) -> None:
@@ -103,16 +103,12 @@ def _compare_shapes(where: str, expected: ExpectedModel, folder: WeightFolder, f
         for name, shape in expected.shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    for what, names in (('lacks', missing), ('does not have', extra), ('has other shapes:', other)):
+    for what, names in (('missing', missing), ('unexpected', extra), ('of other shapes', other)):
         if names:
-            text = f'{len(names)} tensors: {some(names)}' if what != 'has other shapes:' else some(names)
-            subject = 'the folder' if what == 'lacks' else f'{expected.class_name} of config.json'
-            subject = 'the folder' if what == 'has other shapes:' else subject
-            findings.problem('config', f'{where}: {subject} {what} {text}')
+            text = f'{len(names)} tensors {what} for {expected.class_name} of config.json: {some(names)}'
+            findings.problem('config', f'{where}: {text}')
     if not (missing or extra or other):
-        findings.ok(
-            'config', f'{where}: the names and shapes of {expected.class_name} ({len(expected.shapes)} tensors)'
-        )
+        findings.ok('config', f'{where}: names and shapes match {expected.class_name} ({len(expected.shapes)} tensors)')
 
 
 def _check_ties(
@@ -135,11 +131,11 @@ def _check_ties(
     crcs = _tensor_sums(folder, sums)
     for group in groups:
         if len({(tensors[name].shape, tensors[name].dtype) for name in group}) > 1:
-            findings.problem('ties', f'{where}: config.json ties {some(group)}, and they have other shapes or types')
+            findings.problem('ties', f'{where}: config.json ties {some(group)}, but their shapes or dtypes differ')
         elif not all(name in crcs for name in group):
-            findings.unchecked('ties', f'{where}: {some(group)} are tied, and were not read')
+            findings.unchecked('ties', f'{where}: {some(group)} are tied, but were not read')
         elif len({crcs[name] for name in group}) > 1:
-            findings.problem('ties', f'{where}: config.json ties {some(group)}, and they differ')
+            findings.problem('ties', f'{where}: config.json ties {some(group)}, but their values differ')
     if not findings.has_problem('ties'):
         said = 'stored once' if not groups else f'equal ({len(groups)} sets)'
         if groups or (expected is not None and expected.ties):

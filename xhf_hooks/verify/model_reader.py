@@ -1,4 +1,4 @@
-"""The tensors of a model, wherever it lies, by name and in pieces."""
+"""Reads the tensors of a model by name and in pieces, from a folder, a file or a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header, read_header
-from xhf_hooks.format.text import size_text
-from xhf_hooks.integrity.file_reader import FileReader
+from xhf_hooks.integrity.file_reader import FileReader, OpenReader, Reader, describe_holes
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import read_headers, scan
 from xhf_hooks.planning.types import TensorSpec
@@ -22,13 +21,13 @@ OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
 
 
 class ModelReader(ABC):
-    """A model on disk. Reading is safe from several threads.
+    """A model on disk. Thread-safe.
 
     Attributes:
-        tensors: What it holds by name, in file order.
-        ties: Name to another name of the same tensor, which is in :attr:`tensors`.
-        label: Where it is and what kind, for people.
-        notes: What the user should know.
+        tensors: Its tensors by name, in file order.
+        ties: Alias to the name in :attr:`tensors` of the same tensor.
+        label: Path, number of tensors and dtypes, for the report.
+        notes: Remarks for the report.
     """
 
     tensors: dict[str, TensorSpec]
@@ -38,60 +37,58 @@ class ModelReader(ABC):
 
     @abstractmethod
     def view(self, name: str, start: int, end: int, buffer: memoryview) -> memoryview:
-        """The tensor's row-major bytes from ``start`` to ``end``, where they lie or in ``buffer``.
+        """The tensor's row-major bytes from ``start`` to ``end``, in the mapped file or in ``buffer``.
 
         Raises:
             OSError, XhfError: They cannot be read.
         """
 
     def forget(self, name: str, start: int, end: int) -> None:
-        """Such a view has been released, and is not needed again soon."""
+        """Hint that these bytes, whose view was released, are not needed again soon."""
         return None
 
     def holes(self, name: str) -> list[Range]:
-        """Elements of the tensor that were never written, from and to: they are zeros, and need not be read."""
+        """Element ranges of the tensor that were never written. They are zeros and need not be read."""
         return []
 
     def made_together(self, name: str) -> tuple[str, ...]:
-        """Tensors that are made of the same ones, and should be read together; () when it is read as it lies."""
+        """Names of tensors computed from the same inputs, to be read together; () for a tensor that is stored as is."""
         return ()
 
     @contextmanager
     def held(self, names: Sequence[str]) -> Iterator[None]:
-        """While it is open, reading these that are made together costs no second making."""
+        """Within it, tensors that are computed together are computed once."""
         yield
 
     def close(self) -> None:
-        """Close the files; those of a source are closed when nothing refers to them."""
+        """Close the files. A source closes its own when it is garbage collected."""
         return None
 
 
 class SafetensorsReader(ModelReader):
-    """A Hugging Face folder; tensors of folders in it are named ``folder/tensor``. Or a single file.
+    """A Hugging Face folder or a single file. Tensors of subfolders are named ``folder/tensor``.
 
     Raises:
-        CheckpointError: It holds no whole safetensors files, or a dtype that cannot be compared.
+        CheckpointError: A file is damaged, or has a dtype that cannot be compared.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_reader: OpenReader = FileReader) -> None:
+        self.path = path
         self.tensors, self.ties, self.notes = {}, {}, []
-        self._files: list[FileReader] = []
-        self._places: dict[str, tuple[FileReader, int]] = {}
+        self._files: list[Reader] = []
+        self._places: dict[str, tuple[Reader, int]] = {}
         for prefix, header in _headers_of_file(path) if path.is_file() else _headers_of_folder(path):
-            file = FileReader(header.path, header.nbytes)
+            file = open_reader(header.path, header.nbytes)
             self._files.append(file)
             unwritten = sum(end - start for start, end in file.holes)
             if unwritten:
-                size, total = size_text(unwritten), size_text(header.nbytes)
-                self.notes.append(f'{header.path}: {size} of {total} are holes: never written, and read as zeros')
+                self.notes.append(describe_holes(str(header.path), unwritten, header.nbytes))
             for entry in header.entries:
                 if entry.dtype not in DTYPE_NBYTES:
                     raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
                 name = prefix + entry.name
                 if name in self.tensors:
-                    raise CheckpointError(
-                        f'{path}: {name[:200]} is there twice; check the folder with verify.py {path}'
-                    )
+                    raise CheckpointError(f'{path}: {name[:200]} is stored twice; check it with xhf-verify {path}')
                 self.tensors[name] = TensorSpec(name, entry.shape, entry.dtype)
                 self._places[name] = (file, entry.start)
         self.ties = _ties(path, self.tensors)
@@ -127,7 +124,7 @@ def _headers_of_file(path: Path) -> list[tuple[str, Header]]:
 
 
 def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
-    """With what comes before the names of its tensors."""
+    """Each header with the prefix of its tensors' names."""
     findings, content = Findings(), scan(path)
     for name, kind in content.special.items():
         raise CheckpointError(f'{path / name}: {kind}, not a regular file')
@@ -138,7 +135,7 @@ def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
 
 
 def _ties(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Of a config.json that ties the embeddings: the one that is stored once stands for both."""
+    """Aliases of tied embeddings, where config.json ties them and one is stored for both."""
     try:
         config = strict_json.read(path / 'config.json')
     except DamagedError:

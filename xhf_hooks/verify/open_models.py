@@ -1,4 +1,4 @@
-"""What the two paths of ``xhf-verify A B`` are, opened so that their tensors have the same names."""
+"""Opens the two paths of ``xhf-verify A B`` so that the same tensor has the same name in both."""
 
 from __future__ import annotations
 
@@ -11,31 +11,42 @@ from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.folder_scan import scan
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.stores.open_store import is_url
 from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
+from xhf_hooks.verify.stored_folder import StoredReader
 
 
-def open_models(a: Path, b: Path, options: ConvertOptions) -> tuple[ModelReader, ModelReader]:
-    """Both, in this order.
+def open_models(a: Path | str, b: Path | str, options: ConvertOptions) -> tuple[ModelReader, ModelReader]:
+    """Readers of both, in this order.
 
-    A checkpoint beside a folder is read as ``xhf-convert`` would write it. Where that is not possible, and for two
-    checkpoints, tensors are matched by the names that training gave them.
+    Next to a folder, a checkpoint is read as ``xhf-convert`` would write it. Where that is impossible, and for two
+    checkpoints, tensors are matched by their names in training.
+
+    Args:
+        a: A path, or the URL of a folder in a store.
 
     Raises:
-        CheckpointError: One is no model that can be read here.
+        CheckpointError: One of them cannot be read as a model.
     """
-    folders = [_is_folder_of_weights(path) for path in (a, b)]
+    folders = [_folder_reader(place) for place in (a, b)]
     if all(folders):
-        return SafetensorsReader(a), SafetensorsReader(b)
+        return folders[0], folders[1]
     if not any(folders):
-        return _two_checkpoints(a, b)
-    folder = SafetensorsReader(a if folders[0] else b)
-    checkpoint = _as_converted(b if folders[0] else a, folder, a if folders[0] else b, options)
+        return _two_checkpoints(Path(a), Path(b))
+    folder = folders[0] or folders[1]
+    checkpoint = _as_converted(Path(b if folders[0] else a), folder, folder.path, options)
     return (folder, checkpoint) if folders[0] else (checkpoint, folder)
 
 
+def _folder_reader(place: Path | str) -> SafetensorsReader | None:
+    if is_url(place):
+        return StoredReader(str(place))
+    return SafetensorsReader(Path(place)) if _is_folder_of_weights(Path(place)) else None
+
+
 def _is_folder_of_weights(path: Path) -> bool:
-    """Not a work_dir, in which a checkpoint lies beside the models that were exported from it."""
+    """Excludes a work_dir, which holds a checkpoint and the models exported from it."""
     if path.is_file():
         return path.suffix == '.safetensors'
     if not path.is_dir():
@@ -57,7 +68,7 @@ def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
 
 
 def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, options: ConvertOptions) -> ModelReader:
-    """The checkpoint, with the names of the folder; described by its own config, or else by the folder's."""
+    """The checkpoint with the folder's names, understood by its own config or else by the folder's."""
     ema = not _is_live(folder_path)
     source = CheckpointSource(find_checkpoint(path), ema=ema, optimizer_restarted=True)
     names = [name for spec in source.specs() for name in (spec.name, *spec.aliases)]
@@ -76,15 +87,15 @@ def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, opti
     label = f'{source.found.path} ({len(source.specs())} tensors, as trained)'
     reader = NamedReader(source, label, [f'matched by name alone: {reasons[0]}', *source.warnings], prefix)
     if not (reader.tensors.keys() | reader.ties.keys()) & folder.tensors.keys():
-        raise CheckpointError(f'{path}: no tensor has a name of {folder_path}, and: {reasons[0]}')
+        raise CheckpointError(f'{path}: shares no tensor names with {folder_path}, and: {reasons[0]}')
     return reader
 
 
 def _is_live(folder: Path) -> bool:
-    """Whether its manifest says that it holds live weights, where another folder of the run may hold averaged ones."""
+    """Whether its manifest says that it holds live rather than averaged weights."""
     try:
         manifest = read_manifest(folder) if folder.is_dir() else None
-    except DamagedError:  # for who verifies the folder itself
+    except DamagedError:  # xhf-verify FOLDER reports it
         return False
     return manifest is not None and manifest.facts.get('weights') == 'live'
 
@@ -110,14 +121,14 @@ def _converted(
         lora=lora,
         dtype='F32' if floats == {'F32'} else None,
         max_shard_nbytes=10**18,
-        optimizer_restarted=True,  # the values are compared, whatever steps they are of
+        optimizer_restarted=True,  # values are compared, whatever the steps say
     )
     conversion = Conversion(path, as_written)
     notes = list(conversion.warnings)
     if conversion.averages:
-        notes.append(f'{path} holds averaged and live weights: the {"averaged" if ema else "live"} ones are compared')
+        notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
     if base is not None and base != options.base:
-        notes.append(f'{path} is understood by the config.json of {base}; what it does not hold is taken from there')
+        notes.append(f'{path} is read with the config.json of {base}; tensors that it lacks are taken from there')
     kind = 'fp32 master weights' if conversion.use_fp32_master else 'as trained'
     label = f'{path} ({len(conversion.plan.placements)} tensors as xhf-convert writes them, {kind})'
     return ConvertedReader(conversion, label, notes, dict(folder.ties))

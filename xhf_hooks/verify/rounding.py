@@ -1,8 +1,8 @@
-"""How two pieces of the same tensor differ: not at all, by rounding, or really.
+"""Compares two pieces of a tensor: identical, different by rounding, or different.
 
-A difference is *rounding* when one value is the nearest that its dtype has to the other: that is at most half
-a unit in the last place of the narrower type. The narrower type may be hidden: fp32 numbers that were first rounded to
-fp16 (as xtuner's ``pth_to_hf --fp32`` stores) are all values of fp16, each the nearest to what it was made of.
+A difference is *rounding* if one value is the other rounded to nearest in its dtype: at most half an ULP of the
+narrower dtype. The narrower dtype may be hidden: the fp32 values that xtuner's ``pth_to_hf --fp32`` stores were first
+rounded to fp16.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import FLOAT_DTYPES, HALF_DTYPES
 
 _FINFO = {TORCH_DTYPES[code]: torch.finfo(TORCH_DTYPES[code]) for code in (*sorted(FLOAT_DTYPES), 'F8_E4M3', 'F8_E5M2')}
-#: The integer type, and the bits of the exponent in it.
+#: The integer dtype of the same width, and the mask of the exponent bits.
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 
 def has_precision(dtype: str) -> bool:
-    """Whether values of this dtype are rounded; others are equal or not."""
+    """Whether the dtype is floating point; others are compared bit by bit."""
     return TORCH_DTYPES[dtype] in _FINFO
 
 
 def narrower(a_dtype: str, b_dtype: str) -> str:
-    """Of two dtypes the one with the shorter fraction."""
+    """The dtype with fewer fraction bits."""
     return max(a_dtype, b_dtype, key=_eps)
 
 
 def _eps(dtype: str) -> float:
-    """The larger, the shorter its fraction."""
+    """Machine epsilon."""
     return _FINFO[TORCH_DTYPES[dtype]].eps
 
 
 @dataclass
 class Difference:
-    """Sums over the pieces of one tensor that were compared; merged with ``+=``.
+    """Differences over the compared pieces of one tensor; merged with ``+=``.
 
     Attributes:
-        n_differ: Elements with another value; elements of other bits but equal value (zeros, NaNs) not counted.
-        n_beyond: Of these, beyond what rounding between the two dtypes explains.
-        same_bytes: Every byte is the same.
+        n_differ: Elements of different value; equal values with different bits (zeros, NaNs) do not count.
+        n_beyond: Those of them that rounding between the two dtypes does not explain.
+        same_bytes: All bytes are equal.
         max_abs, sum_abs: Over finite differences.
-        max_ulps: Largest difference in units in the last place of the narrower dtype; 0.5, which it cannot
-            exceed, for what is rounded to the nearest throughout.
+        max_ulps: Largest difference in ULPs of the narrower dtype; 0.5 if every difference is rounding.
     """
 
     n_elements: int = 0
@@ -69,7 +68,7 @@ class Difference:
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Compare two flat pieces with as many elements each."""
+    """Compare two flat tensors of equal length."""
     if a.dtype == b.dtype and same_bits(a, b):
         return Difference(n_elements=a.numel())
     if {a.dtype, b.dtype} <= _FINFO.keys():
@@ -78,7 +77,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Byte for byte."""
+    """Whether all bytes are equal."""
     one, two = a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy()
     whole = len(one) // 8 * 8
     words = np.array_equal(one[:whole].view(np.uint64), two[:whole].view(np.uint64))
@@ -86,12 +85,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _compare_floats(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Of torch's ways and NumPy's the faster one: of 262,144 elements each takes 0.2 to 0.5 ms."""
+    """Each step uses torch or NumPy, whichever was measured to be faster."""
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     x, y = a.to(wide), b.to(wide)
     distance = (x - y).abs_()
     differ = np.not_equal(x.numpy(), y.numpy())
-    left = differ  # of which it is not known yet that they are rounding
+    left = differ  # not yet explained by rounding
     if a.dtype != b.dtype:
         left = differ & (_bits_differ(y.to(a.dtype), a) if _narrower(a, b) is a else _bits_differ(x.to(b.dtype), b))
     result = Difference(a.numel(), same_bytes=False, max_abs=float(distance.numpy().max(initial=0)))
@@ -121,17 +120,17 @@ def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
 
 
 def _max_ulps(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, narrow: torch.finfo) -> float:
-    """In units of the larger of the two values: of a value just below a power of two, those of that power."""
+    """In ULPs of the larger of the two values."""
     kind, mask = _EXPONENT[x.dtype]
     exponent = x.view(kind) & mask
     torch.maximum(exponent, y.view(kind) & mask, out=exponent)
-    power = exponent.view(x.dtype)  # of two that is below; infinite for what is not finite
+    power = exponent.view(x.dtype)  # the value rounded down to a power of two; infinite if not finite
     units = distance.div_(power.clamp_(min=narrow.smallest_normal))
     return float(units.numpy().max()) / narrow.eps
 
 
 def _count_beyond(a: torch.Tensor, b: torch.Tensor, left: np.ndarray) -> int:
-    """Exactly, for those that are left: two values of a type may be equally near, and either is right."""
+    """Exact test of the elements that are left: halfway between two values, either is right."""
     places = torch.from_numpy(np.flatnonzero(left))
     x, y = a[places].double(), b[places].double()
     return int((~(_is_nearest(x, y, b.dtype) | _is_nearest(y, x, a.dtype))).sum())
@@ -144,12 +143,12 @@ def _is_nearest(values: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) 
 
 
 def _compare_exact(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Integers, booleans, and types that are not computed with: of these only the bits count."""
+    """Compares dtypes without rounding: integers, booleans, and dtypes that torch only stores."""
     result = Difference(a.numel(), same_bytes=False)
     wide = torch.complex128 if a.dtype.is_complex or b.dtype.is_complex else torch.float64
     try:
         x, y = a.to(wide), b.to(wide)
-    except (RuntimeError, TypeError):  # a type that torch only stores
+    except (RuntimeError, TypeError):  # torch only stores this dtype
         x, y = a.view(torch.uint8).to(wide), b.view(torch.uint8).to(wide)
     distance = (x - y).abs()
     result.n_differ = result.n_beyond = max(1, int((distance != 0).sum()))
@@ -159,7 +158,7 @@ def _compare_exact(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def ways_through(a_dtype: str, b_dtype: str) -> set[tuple[str, bool]]:
-    """Narrower types that one of two wide tensors may have gone through: (type, whether that was the first one)."""
+    """Narrower dtypes that one of the tensors may have been rounded to: (dtype, whether it is the first tensor)."""
     if not (has_precision(a_dtype) and has_precision(b_dtype)):
         return set()
     eps = _eps(narrower(a_dtype, b_dtype))
@@ -167,7 +166,7 @@ def ways_through(a_dtype: str, b_dtype: str) -> set[tuple[str, bool]]:
 
 
 def went_through(a: torch.Tensor, b: torch.Tensor, way: tuple[str, bool]) -> bool:
-    """Whether a piece is, value for value, what the other gives when it is rounded to a narrower type."""
+    """Whether one piece equals the other rounded to the narrower dtype."""
     dtype, first = way
     target, values = (a, b) if first else (b, a)
     rounded = values.to(TORCH_DTYPES[dtype]).to(values.dtype)

@@ -1,4 +1,4 @@
-"""Every token that the tokenizer or the generation config names has a row in the embedding."""
+"""Checks that every token of the tokenizer and the generation config has a row in the embedding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import WeightFolder
 
-#: Their size says how much there is to load.
+#: Their size bounds the memory that loading may take.
 _VOCABULARIES = frozenset(
     {'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model'}
 )
@@ -20,7 +20,13 @@ _TOKENIZER_FILES = _VOCABULARIES - {'merges.txt'} | {'tokenizer_config.json'}
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Of a tokenizer, and which of it has no row: how many tokens, the first few, special ones; or why it is none."""
+    """A loaded tokenizer: its size, and the tokens without a row in the embedding; or the error.
+
+    Attributes:
+        beyond: The first few of the ``n_beyond`` tokens without a row.
+        special: Special tokens without a row.
+        needs_more: The error is a missing package or permission, no damage.
+    """
 
     n_tokens: int = 0
     n_beyond: int = 0
@@ -31,21 +37,21 @@ class _Vocabulary:
 
 
 def check_vocabulary(folder: WeightFolder, rows: int | None, findings: Findings, *, trust_remote_code: bool) -> None:
-    """Tokenizer and generation_config.json of one folder.
+    """Check the tokenizer, config.json and generation_config.json of one folder.
 
     Args:
-        rows: Of the input embedding; None when it is not known.
+        rows: Rows of the input embedding; None if unknown.
     """
     where = folder.where
     has_tokenizer = bool(_TOKENIZER_FILES.intersection(folder.files))
     if rows is None:
         if has_tokenizer:
-            findings.unchecked('tokenizer', f'{where}: the size of the vocabulary is not known')
+            findings.unchecked('tokenizer', f'{where}: the number of embedding rows is unknown')
         return
     for name in ('generation_config.json', 'config.json'):
         _check_special_ids(folder, name, rows, findings)
     if not has_tokenizer:
-        findings.unchecked('tokenizer', f'{where}: there is none')
+        findings.unchecked('tokenizer', f'{where}: no tokenizer files')
         return
     nbytes = sum(max(0, folder.files[name]) for name in _VOCABULARIES.intersection(folder.files))
     try:
@@ -61,14 +67,14 @@ def _check_special_ids(folder: WeightFolder, name: str, rows: int, findings: Fin
     for key, value in (folder.read_json(name) or {}).items():
         if key.endswith('_token_id'):
             ids = value if isinstance(value, list) else [value]
-            wrong += [f'{key} {i}' for i in ids if type(i) is int and not -1 <= i < rows]  # -1: none, in old configs
+            wrong += [f'{key} {i}' for i in ids if type(i) is int and not -1 <= i < rows]  # old configs: -1 for none
     if wrong:
         findings.problem('tokenizer', f'{folder.path / name}: {some(wrong)}; the embedding has {rows} rows')
 
 
 def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> _Vocabulary:
-    """A tokenizer_config.json says how much there is to build, too."""
-    from transformers import AutoTokenizer  # noqa: F401  (here, and not in each process)
+    """Load it in a child process with a memory limit: tokenizer files may ask for any amount."""
+    from transformers import AutoTokenizer  # noqa: F401  (once, before the process forks)
 
     from xhf_hooks.meta_model.transformers_model import quiet
     from xhf_hooks.meta_model.trial import in_child
@@ -91,7 +97,7 @@ def _vocabulary(folder: Path, rows: int, trust_remote_code: bool) -> _Vocabulary
         special = [f'{i}' for i in tokenizer.all_special_ids if i is not None and not 0 <= i < rows]
     except MemoryError:
         raise
-    except BaseException as error:  # files are anyone's data: whatever comes, a panic in Rust too, it is not usable
+    except BaseException as error:  # the files are untrusted; a panic in Rust is a BaseException
         needs_more = (
             isinstance(error, ImportError) or 'trust_remote_code' in str(error) or 'sentencepiece' in str(error)
         )
@@ -105,11 +111,11 @@ def _check_tokenizer(where: str, found: _Vocabulary, rows: int, findings: Findin
         (findings.unchecked if found.needs_more else findings.problem)('tokenizer', f'{where}: {found.error}')
     elif found.n_beyond:
         findings.problem(
-            'tokenizer', f'{where}: {found.n_beyond} tokens beyond the {rows} rows of the embedding: {found.beyond}'
+            'tokenizer', f'{where}: {found.n_beyond} tokens have no row in the embedding of {rows} rows: {found.beyond}'
         )
     elif found.special:
         findings.problem(
-            'tokenizer', f'{where}: special tokens {found.special} beyond the {rows} rows of the embedding'
+            'tokenizer', f'{where}: special tokens {found.special} have no row in the embedding of {rows} rows'
         )
     else:
         findings.ok('tokenizer', f'{where}: {found.n_tokens} tokens, {rows} rows in the embedding')

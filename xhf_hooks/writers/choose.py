@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.distributed.shared_filesystem import is_shared
-from xhf_hooks.registry import WRITERS
+from xhf_hooks.errors import OptionError
+from xhf_hooks.registry import STORE_WRITERS, WRITERS
+
+#: The option ``writer`` to who writes to a store.
+_STORE_WRITERS = {'auto': 'store', 'parallel': 'store', 'stream': 'store_from_rank0'}
+
+
+def choose_store_writer(option: str) -> str:
+    """Resolve the option ``writer`` where the output goes to an object store.
+
+    Raises:
+        OptionError: It writes to files only.
+    """
+    if option not in _STORE_WRITERS:
+        raise OptionError('writer', f'one of {tuple(_STORE_WRITERS)} when out_dir is a URL', option)
+    return _STORE_WRITERS[option]
+
+
+def writer_named(name: str) -> type[Any]:
+    """The class that :func:`choose_store_writer` or :func:`choose_writer` has chosen."""
+    return (STORE_WRITERS if name in STORE_WRITERS.module_dict else WRITERS).get(name)
 
 
 def choose_writer(log: logging.Logger | logging.LoggerAdapter, option: str, probe: Path, collective: Collective) -> str:

@@ -1,4 +1,4 @@
-"""Every rank writes whole tensors that the others send it, so a save uses every rank's way to the disk."""
+"""Ranks write whole files, of which the others send them their slices: each file has one writer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='parallel')
 class ParallelWriter(StreamWriter):
-    """Each tensor is written by one rank: its own files where there are enough of them (planning/planner.py)."""
+    """For storage where several writers of one file hinder each other: object stores, Lustre stripes, NFS.
+
+    No more ranks write than there are files; a smaller ``max_shard_size`` makes more (planning/planner.py).
+    """
 
     all_ranks = True

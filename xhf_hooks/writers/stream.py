@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.planning.types import Chunk, Placement, SavePlan, WriteReceipt
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
-from xhf_hooks.writers.evidence import SampleTaker
-from xhf_hooks.writers.file_io.output_file import FileIdentity, OutputFile, create_file
+from xhf_hooks.writers.evidence import Sample, SampleTaker, require_samples
+from xhf_hooks.writers.file_io.direct import AlignedBuffer
+from xhf_hooks.writers.file_io.output_file import PART_NBYTES, FileIdentity, OutputFile, create_file
 from xhf_hooks.writers.file_io.pieces import pieces
 
 
@@ -26,13 +29,15 @@ class StreamWriter(Writer):
         pending_nbytes: Bytes that may wait; :meth:`write` waits for room beyond that. A chunk larger than
             this is accepted when nothing else waits.
         fsync: Files are on the disk, and no longer in the page cache, when :meth:`finish` returns.
+        beside_training: Training goes on meanwhile, and must not feel it.
     """
 
     receives_local_shards = True
 
-    def __init__(self, pending_nbytes: int, fsync: bool = True) -> None:
+    def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
         self._limit = pending_nbytes
-        self._fsync = fsync
+        self._fsync, self._beside_training = fsync, beside_training
+        self._direct = AlignedBuffer(PART_NBYTES) if beside_training else None
         self._pending = 0
         self._room = threading.Condition()
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -40,17 +45,20 @@ class StreamWriter(Writer):
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
         self._taker = SampleTaker()
-        self._files: dict[str, OutputFile] = {}  # opened when the first chunk for it comes
+        self._files: dict[str, Any] = {}  # opened when the first chunk for it comes
         self._receipts: list[WriteReceipt] = []
         # At once: this is made before training goes on, and a process that ends can start no thread
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
         self._thread.start()
 
-    def create(self, plan: SavePlan, folder: Path) -> dict[str, FileIdentity]:
-        return {file.name: create_file(folder / file.name, file.header, file.nbytes) for file in plan.files}
+    def create(self, plan: SavePlan, place: Path) -> dict[str, FileIdentity]:
+        return {file.name: create_file(place / file.name, file.header, file.nbytes) for file in plan.files}
 
-    def open(self, folder: Path, made: Mapping[str, FileIdentity]) -> None:
-        self._folder, self._made = folder, made
+    def open(self, plan: SavePlan, place: Path, made: Mapping[str, FileIdentity]) -> None:
+        self._folder, self._made = place, made
+
+    def look(self, samples: Iterable[Sample]) -> None:
+        require_samples(self._folder, self._made, samples)
 
     def write(self, chunk: Chunk) -> None:
         nbytes = chunk.data.nbytes
@@ -63,9 +71,8 @@ class StreamWriter(Writer):
 
     def finish(self) -> list[WriteReceipt]:
         self._join()
-        if self._fsync and not self._error:
-            for file in self._files.values():
-                file.fsync()
+        if not self._error:
+            self._flush()
         self._close()
         if self._error:
             raise self._error
@@ -93,6 +100,8 @@ class StreamWriter(Writer):
         self._error = self._error or error
 
     def _work(self) -> None:
+        if self._beside_training:
+            lower_priority()
         while (chunk := self._queue.get()) is not None:
             error = None
             if self._error is None:
@@ -100,7 +109,7 @@ class StreamWriter(Writer):
                     self._write(chunk)
                 except Exception as caught:  # the thread must live on, or write() would wait for ever
                     error = caught
-                    if isinstance(error, OSError):
+                    if isinstance(error, OSError) and error.errno is not None:  # else it would hide the text
                         error.filename = chunk.placement.file
             nbytes = chunk.data.nbytes
             del chunk  # before room is announced: its memory must be free by then
@@ -111,16 +120,28 @@ class StreamWriter(Writer):
 
     def _write(self, chunk: Chunk) -> None:
         place = chunk.placement
-        if place.file not in self._files:
-            path, identity = self._folder / place.file, self._made[place.file]
-            self._files[place.file] = OutputFile(path, identity, write_behind=self._fsync)
-        file = self._files[place.file]
+        file = self._file(place.file)
         start = chunk.start
         for piece in pieces(chunk.data, place.offset + start):
             self._note(place, start, piece)  # first: the checksum is of what was in memory
-            file.write(piece, place.offset + start)
+            if not self._beside_training:
+                file.write(piece, place.offset + start)
             self._taker.see(place.file, place.offset + start, piece)
             start += piece.nbytes
+        if self._beside_training:  # in one: each direct write waits for the disk
+            file.write(chunk.data, place.offset + chunk.start)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = OutputFile(
+                self._folder / name, self._made[name], write_behind=self._fsync, direct=self._direct
+            )
+        return self._files[name]
+
+    def _flush(self) -> None:
+        if self._fsync:
+            for file in self._files.values():
+                file.fsync()
 
     def _note(self, place: Placement, start: int, data: memoryview) -> None:
         """Add bytes to the receipts; what goes on where the last of its tensor ended prolongs it."""

@@ -163,7 +163,7 @@ def test_internlm2_reward_model(tmp_path):
 def test_internlm2_reward_model_without_its_token(tmp_path):
     from xtuner.model.reward import RewardModel
 
-    with pytest.raises(AgreedError, match='InternLM2ForRewardModel scores a token of its own: set reward_token_id'):
+    with pytest.raises(AgreedError, match='InternLM2ForRewardModel needs a reward_token_id'):
         save_folder(RewardModel(llm=internlm2()), tmp_path / 'hf_model')
     save_folder(RewardModel(llm=internlm2(), reward_token_id=7), tmp_path / 'hf_model')
     assert json.loads((tmp_path / 'hf_model' / 'config.json').read_text())['reward_token_id'] == 7

@@ -149,8 +149,8 @@ def test_a_base_without_hooks(tmp_path):
 BAD = {
     'training_args = 1\n': 'HFCheckpointCallback',
     'a = (\n': 'not a config: SyntaxError',
-    "_base_ = 'mmdet::faster_rcnn.py'\n": "inherits from 'mmdet::faster_rcnn.py', which cannot be looked at",
-    "_base_ = 'config.py'\n": 'cannot be looked at',
+    "_base_ = 'mmdet::faster_rcnn.py'\n": "inherits from 'mmdet::faster_rcnn.py', which cannot be read",
+    "_base_ = 'config.py'\n": 'cannot be read, so its hooks',
     'from mine import HFCheckpointHook\n': 'another class',
     '(' * 5000: 'not a config',
 }
@@ -182,7 +182,7 @@ def test_the_difference_is_shown_and_only_then_written(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f'wrote {tmp_path / "new.py"}'
     assert config.read_text() == 'a = 1\n' and 'custom_hooks' in (tmp_path / 'new.py').read_text()
     assert main([str(config)]) == 0 and config.read_text() == (tmp_path / 'new.py').read_text()
-    assert main([str(config)]) == 0 and 'has the hook already' in capsys.readouterr().out
+    assert main([str(config)]) == 0 and 'already has the hook' in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ['config.py', 'new.py']
 
 

@@ -52,7 +52,7 @@ def test_a_package_that_is_not_there(command, package, extra, capsys, monkeypatc
     assert main([command, 'A', 'B']) != 0
     (line,) = capsys.readouterr().err.splitlines()
     name = package.partition('.')[0]
-    assert line == f"xhf {command}: {name} is needed for this and not installed: pip install 'xhf_hooks[{extra}]'"
+    assert line == f"xhf {command}: {name} is not installed: pip install 'xhf_hooks[{extra}]'"
 
 
 def test_other_missing_modules_are_faults(capsys, monkeypatch):

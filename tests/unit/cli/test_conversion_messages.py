@@ -84,7 +84,7 @@ def test_a_base_that_is_no_model(trained, tmp_path, capsys):
     for base, words in {
         tmp_path / 'gone': '--base has to name a folder with the model',
         tmp_path / 'empty': '--base has to name a folder with the model',
-        adapter: 'names no base model; set base_model_name_or_path in it',
+        adapter: 'has no base_model_name_or_path; set it to the base model',
     }.items():
         assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -96,7 +96,7 @@ def test_an_architecture_of_another_kind_of_model(trained, tmp_path, capsys):
     base = base_model(trained, tmp_path / 'base', model_type='llava')
     assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert 'the architecture LlamaForCausalLM and the model_type llava, which do not go together' in line
+    assert 'the architecture LlamaForCausalLM and the model_type llava, which do not match' in line
     assert not (tmp_path / 'out').exists()
 
 
@@ -136,4 +136,4 @@ def test_a_folder_that_the_hook_did_not_make_is_not_taken(trained, tmp_path, cap
     saved = run_with_a_hook(trained, tmp_path)
     (saved / 'xhf_manifest.json').unlink()
     assert main([str(tmp_path), str(tmp_path / 'out')]) == 2
-    assert 'has no model that is known here' in capsys.readouterr().err
+    assert 'has no supported model' in capsys.readouterr().err

@@ -16,7 +16,7 @@ from xhf_hooks.cli.convert import BAD_INPUT, DONE, main
 
 pytestmark = pytest.mark.modern_only
 
-WIDENED = 'have no fp32 master weights in this checkpoint; they are the 16-bit weights, widened'
+WIDENED = 'have no fp32 master weights in this checkpoint; their 16-bit weights are widened'
 FROZEN = 'model.layers.1.'
 
 

@@ -93,6 +93,20 @@ def _folder(path: Path) -> Path:
     return path
 
 
+def test_damaged_weights_are_an_error_beside_the_rest(tmp_path, capsys):
+    folder = _folder(tmp_path / 'hf_model')
+    save_file({'a': torch.zeros(3)}, folder / 'model-00001-of-00002.safetensors')
+    whole = (folder / 'model-00001-of-00002.safetensors').read_bytes()
+    (folder / 'model-00002-of-00002.safetensors').write_bytes(whole[:-1])
+    for path in (folder, tmp_path):
+        assert main([str(path)]) == 1
+        (table,) = rows(capsys.readouterr().out)
+        assert table['tensors'] == '1 F32, 3 elements, 12 bytes'
+        assert table['damaged'].startswith(str(folder / 'model-00002-of-00002.safetensors'))
+    assert main([str(folder), '--json']) == 1
+    assert len(json.loads(capsys.readouterr().out)[0]['problems']) == 1
+
+
 @pytest.mark.parametrize('case', ['missing', 'empty', 'fifo', 'text'])
 def test_unusable(case, tmp_path, capsys):
     path = tmp_path / 'it.pth'

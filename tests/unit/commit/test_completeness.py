@@ -45,7 +45,7 @@ def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
     writers = [PositionalWriter(pending_nbytes=100, fsync=False) for _ in range(n_ranks)]
     made = writers[0].create(plan, tmp_path)
     for writer in writers:
-        writer.open(tmp_path, made)
+        writer.open(plan, tmp_path, made)
     for start, end in itertools.pairwise(cuts):
         order.choice(writers).write(Chunk(place, content[start:end], start))
     packed = [pack(plan, writer.finish()) for writer in writers]
@@ -69,7 +69,7 @@ def test_empty_tensors_need_no_receipt():
 
 def test_what_is_not_planned_is_refused():
     plan = make_plan([ExportEntry('w', (3,), 'F32', ('w',))], [TensorSpec('w', (3,), 'F32')], **LIMITS)
-    with pytest.raises(IncompleteError, match=r'not planned, and yet written.*other.safetensors'):
+    with pytest.raises(IncompleteError, match=r'written, but not in the plan.*other.safetensors'):
         pack(plan, [WriteReceipt('other.safetensors', 'w', 0, 12, 0, 0)])
 
 

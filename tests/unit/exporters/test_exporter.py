@@ -244,7 +244,7 @@ def test_lora_is_named_as_such():
 
     model = build('llama')
     inject_adapter_in_model(LoraConfig(r=2, target_modules=['q_proj']), model)
-    with pytest.raises(ModelError, match='LoRA weights outside of a PeftModel; adapt the model with get_peft_model'):
+    with pytest.raises(ModelError, match='LoRA weights outside of a PeftModel; add the adapter with get_peft_model'):
         entries_of(model)
 
 

@@ -95,9 +95,9 @@ def test_pretraining_writes_the_projector_alone(bases, tmp_path):
     assert not list(path.rglob('tokenizer*'))
     assert set(exporter.left_out) == {n for n in model.state_dict() if not n.startswith('projector.')}
     notes = '\n'.join(exporter.notes)
-    assert f'llm is frozen and not written: it still is {bases / "llm"}' in notes
-    assert f'visual_encoder is frozen and not written: it still is {bases / "clip"}' in notes
-    assert "'xtuner_complete'" in notes and 'neither is its tokenizer' in notes
+    assert f'llm is frozen and not written: use {bases / "llm"}' in notes
+    assert f'visual_encoder is frozen and not written: use {bases / "clip"}' in notes
+    assert "'xtuner_complete'" in notes and 'the llm and its tokenizer are not written' in notes
     assert exporter.base_dir == str(bases / 'llm')
     assert len(exporter.base_tokenizer()) == VOCAB_SIZE
 
@@ -304,7 +304,10 @@ def test_adapter_alone_in_a_complete_model(bases, tmp_path):
 
 
 def test_format_of_another_model(tmp_path):
-    with pytest.raises(AgreedError, match='option llava_format: expected None for this LlamaForCausalLM'):
+    with pytest.raises(
+        AgreedError,
+        match='option llava_format: expected None, because HuggingFaceExporter, which exports this LlamaForCausalLM',
+    ):
         save_folder(build('llama'), tmp_path / 'hf_model', llava_format='xtuner')
 
 
@@ -312,7 +315,7 @@ def test_untrained_adapter(bases):
     model = TinyLlava(bases, lora=LLM_LORA)
     model.llm.requires_grad_(False)
     for options in (dict(), dict(llava_format='huggingface')):
-        with pytest.raises(ModelError, match="'default' at 'llm' has no trained tensor"):
+        with pytest.raises(ModelError, match="'default' at 'llm' has no trainable tensors"):
             exporter_for(model, None, **options)
 
 
@@ -334,12 +337,12 @@ def test_llm_of_remote_code(bases):
         """Not transformers' own."""
 
     model = TinyLlava(bases, llm=RemoteLlama(build('llama').config))
-    with pytest.raises(ModelError, match=r'llm is tests.*RemoteLlama.* expected a model of transformers itself'):
+    with pytest.raises(ModelError, match=r'llm is tests.*RemoteLlama.* needs a model of transformers itself'):
         exporter_for(model, None, llava_format='huggingface')
 
 
 def test_tokenizer_that_does_not_fit(bases, tmp_path):
-    with pytest.raises(ModelError, match=r'the tokenizer has 202 tokens .* the embeddings 192 rows'):
+    with pytest.raises(ModelError, match=r'the tokenizer has 202 tokens, but the embeddings have 192 rows'):
         saved(TinyLlava(bases), tmp_path / 'hf_model', words=200, llava_format='huggingface')
 
 
@@ -347,5 +350,5 @@ def test_without_tokenizer_and_preprocessor(bases, tmp_path):
     model = TinyLlava(bases, llm=build('llama'))
     model.visual_encoder.config._name_or_path = ''
     _, committed = save_folder(model, tmp_path / 'hf_model', llava_format='huggingface')
-    assert [w.split(':')[0] for w in committed.warnings] == ['no tokenizer', 'no processor']
+    assert [w.split(':')[0] for w in committed.warnings] == ['no tokenizer', 'no processor was written']
     assert_loads_clean(committed.path, LlavaForConditionalGeneration)

@@ -197,12 +197,14 @@ def test_what_is_outside_is_left_out(tmp_path):
 
 @pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
 def test_no_adapter(lora):
-    assert 'option lora: expected None for this LlamaForCausalLM' in refusal(build('llama'), lora)
+    assert 'option lora: expected None, because HuggingFaceExporter, which exports this LlamaForCausalLM' in refusal(
+        build('llama'), lora
+    )
 
 
 @pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
 def test_nothing_trained(lora):
-    assert "'default' at 'the root' has no trained tensor" in refusal(adapted('llama').requires_grad_(False), lora)
+    assert "'default' at 'the root' has no trainable tensors" in refusal(adapted('llama').requires_grad_(False), lora)
 
 
 def test_trained_outside_the_adapter(tmp_path):
@@ -229,12 +231,12 @@ def test_base_model_has_another_vocabulary(tmp_path):
     model.get_base_model().model.embed_tokens = nn.Embedding(137, 35)
     model.get_base_model().model.embed_tokens.requires_grad_(False)
     found = refusal(model)
-    assert 'has 131 tokens, but the one in training has embeddings for 137' in found and 'modules_to_save' in found
+    assert 'has 131 tokens, but the trained model has embeddings for 137' in found and 'modules_to_save' in found
 
 
 def test_base_model_is_not_recorded(tmp_path):
     _, committed = save_folder(adapted('llama'), tmp_path / 'hf_model')
-    assert any('names no base model' in warning for warning in committed.warnings)
+    assert any('has no base_model_name_or_path' in warning for warning in committed.warnings)
 
 
 def test_another_kind_of_adapter():

@@ -134,5 +134,5 @@ def test_quantized_goes_out_as_what_was_trained(part, base, tmp_path):
 def test_untrained_adapter(base):
     model = around(model=with_adapters(base, 'llm'))
     model.model.language_model.requires_grad_(False)
-    with pytest.raises(ModelError, match="'default' at 'language_model' has no trained tensor"):
+    with pytest.raises(ModelError, match="'default' at 'language_model' has no trainable tensors"):
         exporter_for(model, None)

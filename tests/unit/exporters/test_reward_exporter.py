@@ -153,5 +153,5 @@ def test_head_of_another_shape(tmp_path):
 
 def test_family_without_a_classifier():
     model = around(llm=build('whisper'), v_head=nn.Linear(35, 1))
-    with pytest.raises(ModelError, match='nothing loads a reward model with the backbone WhisperFor'):
+    with pytest.raises(ModelError, match='there is no class for a reward model with the backbone WhisperFor'):
         exporter_for(model, None)

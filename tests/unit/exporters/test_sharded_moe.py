@@ -97,13 +97,13 @@ def test_adapter_of_sharded_experts(official):
     exporter = exporter_for(model, None)
     assert type(exporter) is LoraExporter
     assert all('lora_' in entry.hf_name for entry in exporter.entries(source_for(model).specs(), None))
-    assert 'sharded experts here; set lora to' in refusal(model, 'merge')
+    assert 'sharded experts is not supported; set lora to' in refusal(model, 'merge')
 
 
 def test_another_sharded_model_is_refused(official):
     model = sharded(official)
     type(model).__name__ = 'OtherMoeForCausalLM'
-    with pytest.raises(ModelError, match='OtherMoeForCausalLM has sharded experts; only those of'):
+    with pytest.raises(ModelError, match='OtherMoeForCausalLM has sharded experts; supported are'):
         exporter_for(model, None)
 
 

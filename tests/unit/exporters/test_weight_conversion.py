@@ -155,7 +155,7 @@ if HAS_CONVERSION:
         group = next(entry for entry in entries if entry.combine is not None)
         (source,) = group.reads
         fewer_experts = tensors[source.removeprefix(PREFIX)][:2]
-        with pytest.raises(ModelError, match='needs an exporter of its own'):
+        with pytest.raises(ModelError, match='needs its own exporter'):
             group.combine({source: fewer_experts})
 
 else:

@@ -49,7 +49,7 @@ def test_example():
     [
         (Schedule(500, False, 0), 'every 500 iterations'),
         (Schedule(2, True, 4), 'every 2 epochs from 4 on'),
-        (Schedule(-1, True, 4), 'at the end only'),
+        (Schedule(-1, True, 4), 'never'),
     ],
 )
 def test_text(schedule, text):

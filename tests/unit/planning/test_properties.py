@@ -85,7 +85,7 @@ class Saved:
         ranks = [kind(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
         made = ranks[0].create(self.plan, folder.open_staging())
         for rank in ranks:
-            rank.open(folder.staging, made)
+            rank.open(self.plan, folder.staging, made)
         self._write(ranks, dice)
         receipts = [receipt for rank in ranks for receipt in rank.finish()]
         self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,17 +23,25 @@ def evenly(numel: int, world_size: int = WORLD_SIZE) -> Spread:
     return Spread(numel, max(1, -(-numel // world_size)))
 
 
-def plan_of(sizes: dict[str, int], *, round_nbytes: int, n_writers: int = 1, world_size: int = WORLD_SIZE) -> SavePlan:
+def plan_of(
+    sizes: dict[str, int],
+    *,
+    round_nbytes: int,
+    n_writers: int = 1,
+    world_size: int = WORLD_SIZE,
+    shard_nbytes: int = 10**12,
+    **options: Any,
+) -> SavePlan:
     specs = [TensorSpec(name, (numel,), 'BF16') for name, numel in sizes.items()]
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
     return make_plan(
         entries,
         specs,
-        max_shard_nbytes=10**12,
+        max_shard_nbytes=shard_nbytes,
         bucket_nbytes=10**6,
         n_writers=n_writers,
-        spread={name: evenly(numel, world_size) for name, numel in sizes.items()},
         round_nbytes=round_nbytes,
+        **{'spread': {name: evenly(numel, world_size) for name, numel in sizes.items()}, **options},
     )
 
 
@@ -49,7 +59,7 @@ def test_each_element_is_held_once_in_the_order_of_ranks(spread):
 def test_a_run_of_elements_is_held_by_those_that_hold_them(spread, data):
     start = data.draw(st.integers(0, spread.numel))
     numel = data.draw(st.integers(0, spread.numel - start))
-    run = spread.within(start, numel)
+    run = spread.within(range(start, start + numel))
     for rank in spread.holders:
         own = spread.held_by(rank)
         assert [i + start for i in run.held_by(rank)] == [i for i in own if start <= i < start + numel]
@@ -68,7 +78,9 @@ def test_the_parts_of_a_slice_are_the_slice(spread, count):
 @pytest.mark.parametrize('n_writers', [1, WORLD_SIZE])
 @pytest.mark.parametrize('round_nbytes', [10, 64, 1000, 10**6])
 def test_both_sides_of_a_message_agree_and_no_owner_gets_more_at_once(n_writers, round_nbytes):
-    plan = plan_of(dict(a=1, b=0, big=1001, c=40, d=7, e=300), round_nbytes=round_nbytes, n_writers=n_writers)
+    sizes = dict(a=1, b=0, big=1001, c=40, d=7, e=300)
+    plan = plan_of(sizes, round_nbytes=round_nbytes, n_writers=n_writers, shard_nbytes=90)
+    assert {place.owner for place in plan.sent} == set(range(n_writers))
     for at_once in plan.rounds:
         for owner in range(WORLD_SIZE):
             incoming = at_once.incoming(owner)
@@ -85,7 +97,7 @@ def test_both_sides_of_a_message_agree_and_no_owner_gets_more_at_once(n_writers,
 @pytest.mark.parametrize('n_writers', [1, WORLD_SIZE])
 def test_every_byte_travels_once_at_most(n_writers):
     """Of each tensor all but the owner's slice: (world - 1) / world of the model."""
-    plan = plan_of({f'w{i}': 4096 for i in range(8)}, round_nbytes=10_000, n_writers=n_writers)
+    plan = plan_of({f'w{i}': 4096 for i in range(8)}, round_nbytes=10_000, n_writers=n_writers, shard_nbytes=8192)
     sent = sum(n for at_once in plan.rounds for rank in range(WORLD_SIZE) for n in at_once.outgoing(rank).values())
     assert sent == sum(p.nbytes for p in plan.placements) * (WORLD_SIZE - 1) // WORLD_SIZE
     assert len({p.owner for p in plan.sent}) == n_writers
@@ -97,9 +109,26 @@ def test_every_byte_travels_once_at_most(n_writers):
     assert covered == [p.nbytes for p in plan.placements]
 
 
+@pytest.mark.parametrize('n_writers', [1, WORLD_SIZE])
+def test_an_owner_reads_itself_what_every_rank_has(n_writers):
+    """Nothing travels; or, where each is to copy a share, as much as of what is in slices."""
+    sizes = {f'w{i}': 4096 for i in range(4)}
+    everywhere = {name: replace(evenly(numel), on_every_rank=True) for name, numel in sizes.items()}
+    how = dict(round_nbytes=10_000, n_writers=n_writers, shard_nbytes=8192)
+    plan, shared = (plan_of(sizes, **how, spread=everywhere, share_copies=share) for share in (False, True))
+    assert plan.digest != shared.digest
+    for portion in (portion for at_once in plan.rounds for portion in at_once.portions):
+        owner = portion.placement.owner
+        assert list(portion.spread.holders) == [owner] and portion.nbytes_of(owner) == portion.placement.nbytes
+    assert not any(at_once.outgoing(rank) for at_once in plan.rounds for rank in range(WORLD_SIZE))
+    assert not any(at_once.most_incoming_nbytes(rank) for at_once in plan.rounds for rank in range(WORLD_SIZE))
+    sent = sum(n for at_once in shared.rounds for rank in range(WORLD_SIZE) for n in at_once.outgoing(rank).values())
+    assert sent == sum(p.nbytes for p in plan.placements) * (WORLD_SIZE - 1) // WORLD_SIZE
+
+
 def test_owners_receive_beside_each_other():
     """Each in as many rounds as it needs, all from the first on."""
-    plan = plan_of({f'w{i}': 1000 for i in range(8)}, round_nbytes=2000, n_writers=WORLD_SIZE)
+    plan = plan_of({f'w{i}': 1000 for i in range(8)}, round_nbytes=2000, n_writers=WORLD_SIZE, shard_nbytes=2000)
     assert [at_once.owners for at_once in plan.rounds] == [list(range(WORLD_SIZE))] * 2
 
 
@@ -113,6 +142,55 @@ def test_runs_of_one_read_have_the_owner_of_their_file():
     assert [(p.file[6:11], p.owner) for p in plan.sent] == [('00001', 0), ('00003', 0), ('00002', 1), ('00004', 1)]
     of_last = next(p for p in plan.rounds[0].portions if p.placement.hf_name == 'e3')
     assert (len(of_last.held_by(0)), of_last.held_by(1)) == (0, range(100))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20),
+    n_writers=st.integers(1, 9),
+    shard_nbytes=st.integers(1, 2000),
+    made_together=st.integers(1, 4),
+    are_sent=st.booleans(),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_each_file_has_one_owner_and_owners_as_many_bytes(sizes, n_writers, shard_nbytes, made_together, are_sent):
+    """However few files there are, and where what is made of one read lies in several of them."""
+    specs = [TensorSpec(f'w{i}', (numel,), 'U8') for i, numel in enumerate(sizes)]
+    combined = dict(reads=('w0',), combine=dict)
+    entries = [ExportEntry(f'made {i}', (50,), 'U8', **combined) for i in range(made_together)]
+    entries[1:1] = [ExportEntry(spec.name, spec.shape, 'U8', (spec.name,)) for spec in specs]
+    plan = make_plan(
+        entries,
+        specs,
+        max_shard_nbytes=shard_nbytes,
+        bucket_nbytes=1,
+        n_writers=n_writers,
+        spread={spec.name: evenly(spec.shape[0]) for spec in specs} if are_sent else {},
+        round_nbytes=100,
+    )
+    owners: dict[str, set[int]] = {}
+    loads: dict[int, int] = {}
+    for place in plan.placements:
+        owners.setdefault(place.file, set()).add(place.owner)
+        loads[place.owner] = loads.get(place.owner, 0) + place.nbytes
+    assert all(len(found) == 1 for found in owners.values())
+    assert len(loads) == min(n_writers, len(plan.files))
+    assert max(loads.values()) - min(loads.values()) <= max(file.nbytes for file in plan.files)
+
+
+def test_owners_of_few_files_are_apart_from_each_other():
+    """On hosts of their own, as far as there are any."""
+    specs = [TensorSpec(f'w{i}', (100,), 'F32') for i in range(4)]
+    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
+    plan = make_plan(entries, specs, max_shard_nbytes=400, bucket_nbytes=1, n_writers=32)
+    assert [place.owner for place in plan.placements] == [0, 8, 16, 24]
+
+
+def test_ranks_that_share_files_share_what_is_gathered():
+    specs = [TensorSpec(f'w{i}', (100,), 'F32') for i in range(4)]
+    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
+    plan = make_plan(entries, specs, max_shard_nbytes=10**6, bucket_nbytes=1, n_writers=4, share_files=True)
+    assert len(plan.files) == 1
+    assert sorted(place.owner for place in plan.placements) == [0, 1, 2, 3]
 
 
 def test_small_slices_of_very_many_ranks_are_gathered():

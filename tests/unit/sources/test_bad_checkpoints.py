@@ -75,7 +75,7 @@ FLAT12, FLAT3 = 'single_partition_of_fp32_groups', 'fp32_flat_groups'
 #: Stage, what is done to the folder, the file that the message names, part of the message.
 CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'rank missing': (1, remove(optim(1)), optim(1), 'missing'),
-    'last rank missing': (1, remove(optim(2)), optim(2), 'missing: 3 ranks wrote'),
+    'last rank missing': (1, remove(optim(2)), optim(2), 'expected files of 3 ranks'),
     'rank missing at 3': (3, remove(optim(2)), optim(2), 'missing'),
     'model file of a rank missing': (3, remove(model3(1)), model3(1), 'missing'),
     'last rank missing at 3': (3, lambda f: (remove(optim(2))(f), remove(model3(2))(f)), optim(2), 'missing'),
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'all optimizer files missing': (3, lambda f: [remove(optim(r))(f) for r in range(3)], optim(0), 'missing'),
     'truncated': (3, cut(optim(1), 0.7), optim(1), 'truncated'),
     'truncated model file': (1, cut(MODEL, 0.5), MODEL, 'truncated'),
-    'empty': (1, cut(optim(0), 0), optim(0), 'is empty'),
+    'empty': (1, cut(optim(0), 0), optim(0), 'empty file'),
     'a web page': (1, text(optim(1)), optim(1), 'not a file of torch.save'),
     'another world size': (1, from_another(optim(1), world_size=2), optim(1), 'by a run of 2 ranks'),
     'a rank too many': (1, lambda f: shutil.copy(f / optim(2), f / optim(3)), optim(3), 'run of more ranks'),
@@ -92,12 +92,12 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'another model file at 3': (3, from_another(model3(2), step=6), model3(2), 'global_steps 6'),
     'another iteration': (1, from_another(MODEL, masters=OTHER), optim(0), 'of another iteration'),
     'another stage': (1, from_another(optim(1), stage=2), optim(1), 'ZeRO stage 2'),
-    'leftovers of stage 3': (1, from_another(model3(0), stage=3), MODEL, 'ZeRO-3 files lie beside it'),
+    'leftovers of stage 3': (1, from_another(model3(0), stage=3), MODEL, 'also ZeRO-3 files of another run'),
     'another precision': (
         1, lambda f: shutil.copy(f / optim(0), f / f'bf16_{optim(0)}'), optim(0), 'another precision'),
-    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(1), 'records another part'),
+    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(1), 'holds another part'),
     'other shape at 3': (3, edit(model3(0), lambda s: shapes(s, 'b.weight', (99,))), model3(1), 'shapes of parameters'),
-    'same size, other shape': (1, edit(MODEL, lambda s: shapes(s, 'a.weight', (3, 5))), MODEL, 'another is recorded'),
+    'same size, other shape': (1, edit(MODEL, lambda s: shapes(s, 'a.weight', (3, 5))), MODEL, 'another one in'),
     'too few elements': (1, edit(optim(2), lambda s: fewer(s, FLAT12)), optim(0), 'ends within'),
     'uneven ranks': (1, edit(optim(1), lambda s: fewer(s, FLAT12)), optim(0), 'has parts of sizes'),
     'too few elements at 3': (3, edit(optim(1), lambda s: fewer(s, FLAT3)), optim(1), 'elements, expected'),

@@ -18,7 +18,7 @@ from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
-BY_NAME = 'which rank wrote which file is told by their names alone'
+BY_NAME = 'not verifiable: only the file names say which rank wrote which file'
 MODEL = 'mp_rank_00_model_states.pt'
 FROZEN = {'frozen': torch.randn(6, 2).half()}
 
@@ -98,7 +98,7 @@ def test_at_zero3_padding_tells_the_last_rank(tmp_path, world_size, sub_group):
     forget_names(folder)
     assert_same_tensors(read_all(open_checkpoint(folder)), made.as_trained)
     swap(folder, optim(0), optim(world_size - 1))
-    assert 'has the padding of this one' in refusal(folder)
+    assert 'has that of this rank: they are swapped' in refusal(folder)
 
 
 def test_at_zero3_a_padding_that_proves_nothing_is_no_error(tmp_path):
@@ -121,7 +121,7 @@ def test_rank_0_alone_lists_what_is_tied(tmp_path):
     forget_names(folder)
     open_checkpoint(folder)
     swap(folder, model3(0), model3(1))
-    assert f'{model3(1)}: is of rank 0' in refusal(folder)
+    assert f'{model3(1)}: is the file of rank 0' in refusal(folder)
 
 
 @pytest.mark.parametrize('stage', [1, 2])
@@ -135,7 +135,7 @@ def test_slices_that_a_rank_records(tmp_path, stage, groups):
     edit(folder, MODEL, lambda state: state['module'].clear(), nameless=True)
     assert_same_tensors(read_all(open_checkpoint(folder), use_fp32_master=True), dict(made.masters))
     swap(folder, optim(0), optim(1))
-    assert 'records another part of' in refusal(folder)
+    assert 'holds another part of' in refusal(folder)
 
 
 def other_run(folder: Path, name: str, **options: Any) -> Path:

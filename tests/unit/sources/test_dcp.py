@@ -61,10 +61,10 @@ def test_empty_tensors(tmp_path):
 
 
 @pytest.mark.parametrize(('state', 'words'), {
-    'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, 'no state dict of a model, but optimizer/state'),
+    'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, 'state dict, only optimizer/state'),
     'two models': ({'a': {'model': WEIGHTS}, 'b': {'model': WEIGHTS}}, r'holds 2 models \(a/model, b/model\)'),
-    'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'of a dtype that safetensors cannot store'),
-    'nothing': ({'epoch': 3}, 'holds no state dict of a model, but nothing'),
+    'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'has a dtype that safetensors cannot store'),
+    'nothing': ({'epoch': 3}, 'state dict, only nothing'),
 }.values())  # fmt: skip
 def test_is_refused(tmp_path, state, words):
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -108,23 +108,23 @@ class Runs:
 
 
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    'a file elsewhere': (lambda m: setattr(info_of(m), 'relative_path', '../x.distcp'), r"lies in '\.\./x\.distcp'"),
-    'an absolute file': (lambda m: setattr(info_of(m), 'relative_path', '/etc/passwd'), "lies in '/etc/passwd'"),
-    'a name of no text': (lambda m: setattr(info_of(m), 'relative_path', 5), 'does not say where a chunk of embed'),
-    'extensions': (lambda m: setattr(info_of(m), 'transform_descriptors', ['zstd']), 'through extensions'),
-    'behind the end': (lambda m: setattr(info_of(m), 'offset', 10**15), 'is truncated'),
-    'before the start': (lambda m: setattr(info_of(m), 'offset', -1), 'does not say where'),
+    'a file elsewhere': (lambda m: setattr(info_of(m), 'relative_path', '../x.distcp'), r"stored in '\.\./x\.distcp'"),
+    'an absolute file': (lambda m: setattr(info_of(m), 'relative_path', '/etc/passwd'), "is stored in '/etc/passwd'"),
+    'a name of no text': (lambda m: setattr(info_of(m), 'relative_path', 5), 'no file and offset of a chunk of embed'),
+    'extensions': (lambda m: setattr(info_of(m), 'transform_descriptors', ['zstd']), 'with storage extensions'),
+    'behind the end': (lambda m: setattr(info_of(m), 'offset', 10**15), 'truncated: expected'),
+    'before the start': (lambda m: setattr(info_of(m), 'offset', -1), 'has no file and offset'),
     'amid another': (lambda m: setattr(info_of(m), 'offset', info_of(m).offset + 5), 'overlap|not a zip'),
     'the place of another': (share_a_place, 'chunks overlap'),
-    'no place': (lambda m: m.storage_data.clear(), 'does not say where'),
-    'another shape': (lambda m: setattr(tensor_of(m), 'size', torch.Size((13, 8))), 'not into whole rows|elements'),
+    'no place': (lambda m: m.storage_data.clear(), 'has no file and offset'),
+    'another shape': (lambda m: setattr(tensor_of(m), 'size', torch.Size((13, 8))), 'expected complete rows|elements'),
     'rows that are missing': (lambda m: setattr(tensor_of(m), 'size', torch.Size((14, 7))), 'have 91 elements'),
     'no chunks': (lambda m: tensor_of(m).chunks.clear(), 'have 0 elements'),
-    'columns': (split_in_columns, "not the chunk of embed.weight|not into whole rows"),
-    'another type': (lambda m: setattr(tensor_of(m).properties, 'dtype', torch.int32), 'is not the chunk of embed'),
-    'sizes without end': (lambda m: setattr(tensor_of(m), 'size', torch.Size([2**62] * 16)), 'chunk of other dim'),
+    'columns': (split_in_columns, "not the chunk of embed.weight|expected complete rows"),
+    'another type': (lambda m: setattr(tensor_of(m).properties, 'dtype', torch.int32), 'are not the chunk of embed'),
+    'sizes without end': (lambda m: setattr(tensor_of(m), 'size', torch.Size([2**62] * 16)), 'another number of dim'),
     'no index': (lambda m: {'a': 1}, 'not an index of torch.distributed.checkpoint'),
-    'no tensors': (lambda m: m.state_dict_metadata.clear(), 'holds no state dict'),
+    'no tensors': (lambda m: m.state_dict_metadata.clear(), 'holds no model'),
 }  # fmt: skip
 
 
@@ -152,10 +152,10 @@ def test_nothing_is_executed(whole, tmp_path):
 def test_missing_and_cut_files(whole, tmp_path):
     for name, nbytes, words in (
         ('.metadata', None, r'/\.metadata: missing'),
-        ('.metadata', 0, 'is empty'),
-        ('.metadata', 700, 'not a checkpoint that can be trusted'),
-        ('__0_0.distcp', 2000, 'is truncated'),
-        ('__0_0.distcp', 0, 'is empty'),
+        ('.metadata', 0, 'empty file'),
+        ('.metadata', 700, 'invalid or unsafe pickle'),
+        ('__0_0.distcp', 2000, 'truncated: expected'),
+        ('__0_0.distcp', 0, 'empty file'),
     ):
         folder = Path(shutil.copytree(whole, tmp_path / f'{name}{nbytes}'))
         if nbytes is None:

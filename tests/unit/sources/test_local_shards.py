@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, Spread, TensorSpec
 from xhf_hooks.sources import local_shards as module
 from xhf_hooks.sources.base import LocalShard
 
@@ -20,7 +20,8 @@ def test_ranks_begin_in_different_files_and_together_write_everything(monkeypatc
     specs = [TensorSpec(f'{number}.weight', (NUMEL,), 'BF16') for number in range(8)]
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,), source_offset=0) for spec in specs]
     names = {spec.name for spec in specs}
-    plan = make_plan(entries, specs, max_shard_nbytes=4 * NUMEL, bucket_nbytes=10**6, sliced=names)
+    spread = dict.fromkeys(names, Spread(NUMEL, -(-NUMEL // world_size)))
+    plan = make_plan(entries, specs, max_shard_nbytes=4 * NUMEL, bucket_nbytes=10**6, sliced=names, spread=spread)
     assert len(plan.files) == 4
     begun, seen = [], {}
     for rank in range(world_size):
@@ -31,7 +32,7 @@ def test_ranks_begin_in_different_files_and_together_write_everything(monkeypatc
                 SimpleNamespace(local_shard=shard_of(rank, world_size)),
                 use_fp32_master=False,
                 meter=SimpleNamespace(sample=lambda: None),
-                to_host=lambda part: memoryview(part.view(torch.uint8).numpy()),
+                to_host=lambda part, _: memoryview(part.view(torch.uint8).numpy()),
             )
         )
         begun.append(chunks[0].placement.file)

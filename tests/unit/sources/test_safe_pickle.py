@@ -128,7 +128,7 @@ def test_plain_trees():
     for _ in range(40):
         laughs = [laughs, laughs]
     for endless in (own, laughs, {'a': {'b': own}}, [Inert(other, (laughs,))]):
-        with pytest.raises(CheckpointError, match=r'^x: config: .*(2000000 parts|holds itself)'):
+        with pytest.raises(CheckpointError, match=r'^x: config: .*(2000000 parts|contains itself)'):
             as_data(endless, 'x: config')
 
 

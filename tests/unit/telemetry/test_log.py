@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from xhf_hooks.telemetry.log import RunLog, StallWatch
+from xhf_hooks.telemetry.log import RunLog, StallWatch, log_preparations, log_save
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -16,6 +18,49 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 def log(caplog):
     caplog.set_level(logging.INFO)
     return RunLog(logging.getLogger('test_report'), 'Door')
+
+
+@pytest.mark.parametrize('in_background', [False, True])
+def test_what_will_be_saved_fits_in_a_terminal(log, caplog, in_background):
+    """What, where, when and how, each in a row of 100 columns, after what MMEngine writes before a message."""
+    plan = SimpleNamespace(placements=[0] * 20, files=[0], nbytes=6_000_000)
+    log_preparations(
+        log,
+        plan,
+        32_000_000,
+        when='every 80 iterations, when training ends',
+        writer='positional',
+        in_background=in_background,
+        final=Path('/data/work_dirs/llama3_8b_instruct_full_alpaca_zero3/20261122_222917/hf_model'),
+        left_out=[],
+        notes=[],
+    )
+    (message,) = caplog.messages
+    rows = f'11/22 22:29:19 - mmengine - INFO - {message}'.splitlines()
+    assert max(map(len, rows)) <= 100
+    assert [row.split()[0] for row in rows[1:]] == ['what', 'where', 'when', 'how']
+    assert rows[1] == '    what   20 tensors, 6.0 MB in 1 file' and ('in the background' in rows[4]) == in_background
+
+
+def test_what_a_save_has_cost_fits_in_a_terminal(log, caplog):
+    stages = ('plan', 'staging', 'write', 'look', 'receipts', 'commit')
+    cost = SimpleNamespace(
+        nbytes=812_000_000_000,
+        seconds=123.456,
+        stalled_secs=123.456,
+        gbytes_per_sec=6.5,
+        peak_extra_nbytes=32_000_000,
+        stage_secs=dict.fromkeys(stages, 0.12) | {'write': 122.86},
+        free_before_nbytes=9_000_000_000_000,
+        free_after_nbytes=8_000_000_000_000,
+    )
+    path = Path('/data/work_dirs/run/20261122_222917/hf_model')
+    log_save(log, SimpleNamespace(cost=cost, step=SimpleNamespace(label='iter_1000'), path=path, warnings=['slow']))
+    warning, message = caplog.messages
+    rows = f'11/22 22:29:19 - mmengine - INFO - {message}'.splitlines()
+    assert warning == 'Door: slow' and max(map(len, rows)) <= 100
+    assert message.startswith('Door: saved iter_1000 to hf_model, 812000.0 MB in 123.46 s\n')
+    assert [row.split()[0] for row in rows[1:]] == ['cost', 'stages', 'disk']
 
 
 def save_of(seconds: float) -> float:

@@ -40,19 +40,26 @@ def test_a_good_one(copy):
 @pytest.mark.parametrize(
     ('field', 'value', 'said'),
     [
-        ('modules_to_save', ['lm_head'], 'modules_to_save names lm_head, of which there is no tensor'),
+        ('modules_to_save', ['lm_head'], 'modules_to_save names lm_head, but the folder has no such tensors'),
         ('modules_to_save', 'lm_head', "modules_to_save is 'lm_head', expected a list"),
         ('alpha_pattern', [0, 0], "alpha_pattern is '[0, 0]', expected an object"),
         ('rank_pattern', 7, "rank_pattern is '7', expected an object"),
         ('task_type', '7', 'peft cannot read it'),
-        ('peft_type', None, 'peft_type is None, expected a name'),
-        ('peft_type', [1], 'peft_type is [1], expected a name'),
+        ('peft_type', None, 'peft_type is None, expected a string'),
+        ('peft_type', [1], 'peft_type is [1], expected a string'),
     ],
 )
 def test_a_config_that_peft_refuses(copy, field, value, said):
     edit_json(copy / 'model' / 'adapter_config.json', **{field: value})
     (found,) = problems(copy)
     assert said in found
+
+
+@pytest.mark.parametrize('base', ['a' * 5000, 'a\0b', '', None, 7])
+def test_a_base_model_that_is_no_path(copy, base):
+    edit_json(copy / 'model' / 'adapter_config.json', base_model_name_or_path=base)
+    findings = verify_folder(copy / 'model').findings
+    assert any(f.kind == 'unchecked' and 'is not on this machine' in f.text for f in findings)
 
 
 def test_shapes_of_another_base_model(copy):
@@ -62,16 +69,16 @@ def test_shapes_of_another_base_model(copy):
     tensors[name] = torch.zeros(999, 2)
     save_file(tensors, file, {'format': 'pt'})
     (found,) = problems(copy)
-    assert 'pairs that do not fit' in found and '(999, 40), the base model has (24, 40)' in found
+    assert 'pairs do not fit' in found and '(999, 40), the base model has (24, 40)' in found
 
 
 @pytest.mark.parametrize(
     ('changed', 'said'),
     [
         ({'target_modules': ['no_such_layer']}, 'peft cannot adapt'),
-        ({'target_modules': ['q_proj']}, 'does not know'),
-        ({'use_dora': True}, 'misses'),
-        ({'layers_to_transform': [0]}, 'does not know'),
+        ({'target_modules': ['q_proj']}, 'tensors unexpected'),
+        ({'use_dora': True}, 'tensors missing'),
+        ({'layers_to_transform': [0]}, 'tensors unexpected'),
     ],
 )
 def test_a_config_that_peft_makes_something_else_of(copy, changed, said):

@@ -1,1 +1,1 @@
-"""LoRA models: as an adapter, merged, or both; and adapters inside larger models."""
+"""Exports LoRA models as an adapter, merged, or both, and adapters inside larger models."""

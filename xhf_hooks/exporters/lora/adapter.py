@@ -1,4 +1,4 @@
-"""A LoRA adapter as peft's ``save_pretrained`` writes it, without its whole-model state dict."""
+"""Exports a LoRA adapter like peft's ``save_pretrained``, without a state dict of the full model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-#: peft's SAFETENSORS_WEIGHTS_NAME; it reads this one file.
+#: peft's SAFETENSORS_WEIGHTS_NAME, the only file that it reads.
 ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 
 
 class AdapterExporter:
     """``adapter_config.json``, ``adapter_model.safetensors`` and the model card of one adapter.
 
-    peft's ``get_peft_model_state_dict`` selects and renames its tensors (``modules_to_save``, trained biases, resized
-    embeddings). It only looks at names, so it gets specs instead of tensors.
+    peft's ``get_peft_model_state_dict`` selects and renames the tensors (``modules_to_save``, trained biases, resized
+    embeddings). It uses names only, so it works on specs.
 
     Args:
-        path: Of the PeftModel in the trained model.
-        adapter: Its name in the PeftModel. The files do not mention it.
-        alone: No merged model is written with it; :meth:`entries` then raises a ModelError when a trained tensor
-            would be lost, or the base model is missing.
+        path: Path of the PeftModel in the trained model.
+        adapter: Its name in the PeftModel, which the files do not contain.
+        alone: No merged model is written beside it; :meth:`entries` then raises a ModelError if a trained tensor
+            would be lost or the base model is missing.
     """
 
     n_parameters = None
@@ -49,7 +49,7 @@ class AdapterExporter:
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         from peft import get_peft_model_state_dict
 
-        # peft goes by the paths of modules, which FSDP1 lengthens
+        # peft uses module paths, to which FSDP1 adds components
         live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
         own = {live[name]: spec for name, spec in specs_below(self._path, specs).items()}
         found = get_peft_model_state_dict(self._peft_model, state_dict=own, adapter_name=self._adapter)
@@ -70,35 +70,35 @@ class AdapterExporter:
             )
         base = Path(self._recorded_base() or '.')
         if base.is_absolute() and not base.is_dir():
-            raise ModelError(f'the base model {base} is missing, and without it nothing loads the adapter')
+            raise ModelError(f'the base model {base} is missing, and the adapter cannot be loaded without it')
         embeddings = self._embeddings(specs)
         self._embedding_rows = None if embeddings is None else embeddings.shape[0]
         base_rows = hf_assets.recorded_vocab_size(self._recorded_base() or '')
         if None in (embeddings, base_rows) or embeddings.name in in_adapter or embeddings.shape[0] == base_rows:
             return
         raise ModelError(
-            f'the base model {self._recorded_base()} has {base_rows} tokens, but the one in training has embeddings '
-            f'for {embeddings.shape[0]} and the adapter does not hold them: record the right base_model_name_or_path, '
-            f"name the embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
+            f'the base model {self._recorded_base()} has {base_rows} tokens, but the trained model has embeddings for '
+            f'{embeddings.shape[0]}, which are not in the adapter: correct base_model_name_or_path, name the '
+            f"embeddings in the LoraConfig's modules_to_save, or set lora to 'merge'"
         )
 
     def _embeddings(self, specs: Sequence[TensorSpec]) -> TensorSpec | None:
-        """The input embeddings, unless an adapter or a copy took their place."""
+        """The input embeddings, unless an adapter or a copy replaces them."""
         weight, own = input_embedding(self._model), specs_below(self._path, specs)
         return next((own[name] for name, tensor in module_tensors(self._peft_model) if tensor is weight), None)
 
     def base_tokenizer(self) -> Any | None:
-        """As :meth:`xhf_hooks.exporters.base.Exporter.base_tokenizer`."""
+        """See :meth:`xhf_hooks.exporters.base.Exporter.base_tokenizer`."""
         return hf_assets.base_tokenizer_of(self._model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        """Write all but the weights. Runs on: rank 0."""
+        """Write all files but the weights. Runs on: rank 0."""
         self._peft_model.create_or_update_model_card(str(folder))
         config = copy.copy(self._config)  # a deep copy could change the order of sets
         config.base_model_name_or_path = self._recorded_base()
         config.inference_mode = True
         auto_mapping = None
-        if config.task_type is None:  # AutoPeftModel reads the class from here then
+        if config.task_type is None:  # then AutoPeftModel reads the class from here
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
@@ -107,17 +107,19 @@ class AdapterExporter:
             tokenizer.save_pretrained(folder)
         if config.base_model_name_or_path:
             return []
-        return ['adapter_config.json names no base model: the model was not loaded from one']
+        return [
+            'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
+        ]
 
     def _recorded_base(self) -> str | None:
-        """As peft's ``save_pretrained`` finds it."""
+        """The base model, as in peft's ``save_pretrained``."""
         recorded = self._config.base_model_name_or_path
         return recorded if recorded is not None else self._model.__dict__.get('name_or_path') or None
 
 
 def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
     """Every PeftModel in the trained model, by path."""
-    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # whoever built one has imported it
+    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # imported if there is a PeftModel
     if peft_model is None:
         return {}
     return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}
@@ -127,7 +129,7 @@ def trained_adapter(path: str, peft_model: PeftModel) -> str:
     """The name of the one adapter of the PeftModel at ``path``.
 
     Raises:
-        ModelError: There are several, it is of another kind than LoRA, or nothing of it is trained.
+        ModelError: There is not exactly one LoRA adapter, or nothing is trainable.
     """
     kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
     if list(kinds.values()) != ['LORA']:
@@ -135,7 +137,7 @@ def trained_adapter(path: str, peft_model: PeftModel) -> str:
     (name,) = kinds
     if not any(parameter.requires_grad for parameter in peft_model.parameters()):
         raise ModelError(
-            f'the adapter {name!r} at {path or "the root"!r} has no trained tensor; load it with '
-            f'is_trainable=True, or make it with get_peft_model'
+            f'the adapter {name!r} at {path or "the root"!r} has no trainable tensors; load it with '
+            f'is_trainable=True, or create it with get_peft_model'
         )
     return name

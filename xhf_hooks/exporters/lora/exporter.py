@@ -1,4 +1,4 @@
-"""A peft ``PeftModel`` with a LoRA adapter, alone or inside the trained model (XTuner's ``llm``)."""
+"""Exports a peft ``PeftModel`` with a LoRA adapter: the trained model, or a part of it such as XTuner's ``llm``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from peft import PeftModel
 
-#: Where the adapter is written beside a merged model. In the same folder, from_pretrained would take it for an adapter
-#: and load the base model.
+#: Folder of the adapter beside a merged model. In the same folder, it would make from_pretrained load the base model.
 ADAPTER_FOLDER = 'adapter'
 
 
 @EXPORTERS.register_module()
 class LoraExporter(CompositeExporter):
-    """The adapter, the merged model, or the merged model with the adapter in a folder of its own.
+    """Writes the adapter, the merged model, or the merged model with the adapter in a subfolder.
 
     Args:
         lora: One of LORA_MODES.
 
     Raises:
-        ModelError: The adapter is of another kind than LoRA, nothing of it is trained, there are several, or it
-            cannot be merged.
+        ModelError: There is not exactly one trainable LoRA adapter, or it cannot be merged.
     """
 
     options: tuple[str, ...] = ('lora',)
@@ -57,12 +55,12 @@ class LoraExporter(CompositeExporter):
 
 
 def _find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:
-    """The path and the PeftModel to export, by the rules of find_pretrained; None when another model is."""
+    """The path and the PeftModel to export, by the rules of find_pretrained; None if another model is exported."""
     found = adapters_in(model)
     if module is not None:
         return next(((p, m) for p, m in found.items() if module in (p, base_path(p))), None)
     pretrained = pretrained_in(model)
-    # One inside a PreTrainedModel is a part of it, which is exported as a whole
+    # An adapter inside a PreTrainedModel is exported with that model
     found = {p: m for p, m in found.items() if not any(p.startswith(f'{q}.'.removeprefix('.')) for q in pretrained)}
     if 'llm' in found and 'llm' not in pretrained:
         return 'llm', found['llm']

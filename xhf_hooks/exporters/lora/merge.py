@@ -1,4 +1,4 @@
-"""A complete model with a LoRA adapter merged into its weights, one weight at a time."""
+"""Exports a full model with a LoRA adapter merged into its weights, one weight at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightMerge:
-    """``W + scaling * B A`` of one weight, in fp32 (or wider), not rounded; the live model is only read.
+    """Computes ``W + scaling * B A`` of one weight in fp32 (or wider), without rounding. Reads the live model only.
 
-    The operations are those of peft's ``get_delta_weight`` and ``merge``, and of its DoRA variants
-    (``tuners/lora/layer.py``, ``variants.py``, ``dora.py``), so that fp32 linear layers equal peft's bit for bit. For
-    16-bit models peft rounds product, sum and norm; here the result is rounded once, when it is written.
+    The operations are those of peft's ``get_delta_weight``, ``merge`` and DoRA variants (``tuners/lora/layer.py``,
+    ``variants.py``, ``dora.py``), so that fp32 linear layers equal peft's bit for bit. For 16-bit models peft rounds
+    product, sum and norm; here the result is rounded once, on write.
 
     Attributes:
-        base, lora_a, lora_b, magnitude: Names in the source. ``(out, in, ...)``, ``(rank, in, ...)``,
+        base, lora_a, lora_b, magnitude: Source names. Shapes ``(out, in, ...)``, ``(rank, in, ...)``,
             ``(out, rank, ...)`` and, with DoRA, ``out`` elements.
         transposed: The weight is stored as ``(in, out)``: embeddings, and GPT-2's Conv1D.
     """
@@ -49,7 +49,7 @@ class WeightMerge:
         weight = tensors[self.base]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         a, b = (tensors[name].to(dtype).flatten(1) for name in (self.lora_a, self.lora_b))
-        merged = (b @ a).mul_(self.scaling)  # in place from here on, to need no more memory
+        merged = (b @ a).mul_(self.scaling)  # in place from here on, to save memory
         merged += weight.T if self.transposed else weight.flatten(1)
         if self.magnitude is not None:
             factor = tensors[self.magnitude].to(dtype).flatten() / torch.linalg.norm(merged, dim=1)
@@ -59,7 +59,7 @@ class WeightMerge:
 
 @dataclass(frozen=True)
 class BiasMerge:
-    """``b + scaling * b_B``, of an adapter with ``lora_bias``."""
+    """Computes ``b + scaling * b_B``, for adapters with ``lora_bias``."""
 
     base: str
     lora_bias: str
@@ -76,7 +76,7 @@ class BiasMerge:
 
 
 def base_path(path: str) -> str:
-    """The path of the base model of the PeftModel at ``path``."""
+    """The path of the base model in the PeftModel at ``path``."""
     return f'{path}.base_model.model'.removeprefix('.')
 
 
@@ -84,39 +84,39 @@ def require_not_quantized(base_model: nn.Module) -> None:
     """Refuse to merge into quantized weights.
 
     Raises:
-        ModelError: They are.
+        ModelError: The weights are quantized.
     """
     quantized = quantization_of(base_model)
     if quantized is not None:
         raise ModelError(
             f'the base model is quantized ({quantized}), and an adapter cannot be merged into such weights '
-            f"without loss; set lora to 'adapter' and merge it into the unquantized model"
+            f"without loss; set lora to 'adapter' and merge into the unquantized model later"
         )
 
 
 class MergedExporter(HuggingFaceExporter):
-    """What ``merge_and_unload`` followed by ``save_pretrained`` writes.
+    """Writes the same files as ``merge_and_unload`` and ``save_pretrained``.
 
     Args:
-        path: Of the PeftModel in the trained model.
+        path: Path of the PeftModel in the trained model.
         adapter: Its name in the PeftModel.
 
     Raises:
-        ModelError: The base model is quantized, or a layer is adapted in a way that is not known here.
+        ModelError: The base model is quantized, or a layer has an unsupported kind of adapter.
     """
 
     def __init__(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> None:
         require_not_quantized(peft_model.get_base_model())
         if getattr(peft_model.get_base_model().config, 'moe_implementation', None) == 'shard':
             raise ModelError(
-                "an adapter cannot be merged into XTuner's sharded experts here; set lora to 'adapter', or train with "
-                "moe_implementation='origin'"
+                "merging an adapter into XTuner's sharded experts is not supported; set lora to 'adapter', or train "
+                "with moe_implementation='origin'"
             )
         super().__init__(model, base_path(path))
         self._adapters = {'': adapter}  # the name of the adapter below each path
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """The names of the merged model: no adapter in them, and of a replaced module only its replacement."""
+        """The names of the merged model: without adapters, and with replacements instead of replaced modules."""
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -141,7 +141,7 @@ class MergedExporter(HuggingFaceExporter):
         return next(name for above, name in self._adapters.items() if not above or path.startswith(f'{above}.'))
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        """``modules_to_save`` unties tied embeddings; loading must not tie them again."""
+        """Set tie_word_embeddings to False if ``modules_to_save`` untied the embeddings."""
         config = super()._exported_config(own, dtype)
         outputs = self._model.get_output_embeddings()
         if outputs is not None and self._model.get_input_embeddings().weight is not outputs.weight:
@@ -151,7 +151,7 @@ class MergedExporter(HuggingFaceExporter):
         return config
 
     def _note_merges(self, path: str, layer: LoraLayer, own: dict[str, TensorSpec]) -> set[str]:
-        """Record how the tensors of an adapted layer are merged; returns their relative names."""
+        """Record the merges of an adapted layer; returns the relative names of the merged tensors."""
         from peft.tuners.lora import layer as kinds
 
         adapter = self._adapter_at(path)
@@ -161,7 +161,7 @@ class MergedExporter(HuggingFaceExporter):
         if layer.lora_variant.get(adapter) is not None and not with_dora:
             raise _unknown(path, layer.lora_variant[adapter])
         if layer.merged:
-            raise ModelError(f'{path}: the adapter is merged into the live model already; call unmerge_adapter()')
+            raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
         base_layer = layer.get_base_layer()
         if getattr(base_layer, 'groups', 1) > 1:
             raise ModelError(f"{path}: peft cannot merge a convolution with groups; set lora to 'adapter'")
@@ -187,7 +187,7 @@ class MergedExporter(HuggingFaceExporter):
 
 
 def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> list[tuple[str, TensorSpec]]:
-    """Rename what is kept of each wrapper to the wrapper's path, and drop the rest."""
+    """Rename the kept tensors of each wrapper to the wrapper's path, and drop the others."""
     names = []
     for name, spec in own.items():
         parts = name.split('.')
@@ -201,7 +201,7 @@ def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> l
 
 
 def _require_only(merged: set[str], own: Mapping[str, TensorSpec], merges: Mapping[str, object]) -> None:
-    """Refuse a weight that is adapted under one name and used as it is under another."""
+    """Refuse a tied weight that is adapted under one name only."""
     for name, spec in own.items():
         if spec.name in merges and name not in merged:
             raise _tied(name)
@@ -209,13 +209,13 @@ def _require_only(merged: set[str], own: Mapping[str, TensorSpec], merges: Mappi
 
 def _tied(name: str) -> ModelError:
     return ModelError(
-        f'{name} shares its weight with a layer that has another adapter or none, so that merging would change '
-        f"both; set lora to 'adapter', or leave the tied layer out of target_modules"
+        f'{name} is tied to a layer with another adapter or none, and merging would change both; set lora to '
+        f"'adapter', or remove the tied layer from target_modules"
     )
 
 
 def _unknown(path: str, found: object) -> ModelError:
     return ModelError(
-        f'{path}: {type(found).__module__}.{type(found).__name__} cannot be merged here. What can: lora.Linear, '
-        f"Embedding and ConvNd, with or without DoRA, and modules_to_save; set lora to 'adapter'"
+        f'{path}: merging {type(found).__module__}.{type(found).__name__} is not supported (supported: lora.Linear, '
+        f"Embedding and ConvNd, with or without DoRA, and modules_to_save); set lora to 'adapter'"
     )

@@ -1,4 +1,4 @@
-"""A ``PreTrainedModel`` with LoRA adapters on some of its parts, such as ``InternVL_V1_5`` of XTuner has."""
+"""Exports a ``PreTrainedModel`` with LoRA adapters on some parts, such as XTuner's ``InternVL_V1_5``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @EXPORTERS.register_module()
 class NestedLoraExporter(MergedExporter):
-    """The complete model, each adapter merged into its part.
+    """Writes the full model with each adapter merged into its part.
 
-    The parts cannot be loaded one by one, and what is trained beside the adapters (InternVL's ``mlp1``) must be saved
-    with them. XTuner's ``configs/internvl/v1_5/convert_to_official.py`` does the same.
+    The parts cannot be loaded separately, and other trained weights (InternVL's ``mlp1``) must be saved with them. Same
+    as XTuner's ``configs/internvl/v1_5/convert_to_official.py``.
 
     Args:
         lora: Only 'merge'.
@@ -39,8 +39,8 @@ class NestedLoraExporter(MergedExporter):
         if lora != 'merge':
             raise OptionError(
                 'lora',
-                f"None or 'merge', because {type(pretrained).__name__} has adapters on {sorted(adapters)} and only "
-                f'loads as a whole',
+                f"None or 'merge', because {type(pretrained).__name__} has adapters on {sorted(adapters)}, which "
+                f'cannot be loaded separately',
                 lora,
             )
         HuggingFaceExporter.__init__(self, model, path)
@@ -56,7 +56,7 @@ class NestedLoraExporter(MergedExporter):
 
 
 def quantized_parts(pretrained: PreTrainedModel) -> dict[str, str]:
-    """The quantized ones of the model and the models that its adapters are on, with their methods."""
+    """The quantization methods of the model and of the parts with adapters, where there are any."""
     parts = {type(pretrained).__name__: pretrained}
     parts.update((path, peft_model.get_base_model()) for path, peft_model in adapters_in(pretrained).items())
     methods = {name: quantization_of(part) for name, part in parts.items()}

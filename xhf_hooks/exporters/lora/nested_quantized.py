@@ -1,4 +1,4 @@
-"""A quantized model with LoRA adapters on some of its parts: only what was trained is written."""
+"""Exports the trained tensors of a quantized model with LoRA adapters on some parts."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from xhf_hooks.model.tensors import module_tensors
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
-#: ``trained.safetensors``: state-dict names of the model that the adapters are on.
+#: ``trained.safetensors``, with the state-dict names of the model.
 _TRAINED_FILES = FileSet(stem='trained', may_split=False)
 
 
 @EXPORTERS.register_module()
 class QuantizedNestedLoraExporter(CompositeExporter):
-    """``<part>_adapter/`` for each adapter, and ``trained.safetensors`` with what else was trained.
+    """Writes ``<part>_adapter/`` for each adapter, and ``trained.safetensors`` with the other trained tensors.
 
-    XTuner's QLoRA configs of InternVL train such models. To use the folder: load the unquantized base model, put
-    each adapter on its part with ``PeftModel.from_pretrained``, and load the rest with
-    ``load_state_dict(strict=False)``.
+    XTuner's QLoRA configs of InternVL train such models. To use the folder, load the unquantized base model, apply each
+    adapter to its part with ``PeftModel.from_pretrained``, and load the rest with ``load_state_dict(strict=False)``.
 
     Args:
         lora: Only 'adapter'.
 
     Raises:
         OptionError: Another value was given.
-        ModelError: An adapter is of another kind than LoRA, or nothing of it is trained.
+        ModelError: An adapter is not LoRA, or not trainable.
     """
 
     options = ('lora',)
@@ -59,9 +58,8 @@ class QuantizedNestedLoraExporter(CompositeExporter):
         self._pretrained = pretrained
         self.base_dir = hf_assets.base_dir_of(pretrained)
         self.notes = (
-            f'{type(pretrained).__name__} is quantized, so what was trained is written, not a whole model: adapters '
-            f'in {sorted(set(self.parts) - {""})}, to be put on the parts of {self.base_dir or "the base model"}, and '
-            f'the rest in trained.safetensors',
+            f'{type(pretrained).__name__} is quantized, so only trained tensors are written: adapters for parts of '
+            f'{self.base_dir or "the base model"} in {sorted(set(self.parts) - {""})}, the rest in trained.safetensors',
         )
 
     @classmethod
@@ -73,7 +71,7 @@ class QuantizedNestedLoraExporter(CompositeExporter):
 
 
 class _TrainedRest(Exporter):
-    """Trained tensors that no adapter holds."""
+    """Trained tensors that are not in an adapter."""
 
     n_parameters = None
 

@@ -1,1 +1,1 @@
-"""XTuner's own models and templates."""
+"""Exporters and templates for XTuner's own models."""

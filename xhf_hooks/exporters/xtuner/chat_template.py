@@ -1,17 +1,17 @@
-"""XTuner's prompt template as the tokenizer's chat template.
+"""Converts XTuner's prompt template to a chat template for the tokenizer.
 
-XTuner trains on text made by its own PROMPT_TEMPLATE, of which the tokenizer knows nothing: without this the exported
-model would chat in another format than it was trained on. The text comes from ``openai_map_fn`` (messages to
-turns), ``template_map_fn`` (each turn's texts) and ``encode_fn`` (BOS, EOS and SEP) in ``xtuner/dataset``. Of it:
+XTuner trains with its own PROMPT_TEMPLATE, which the tokenizer does not have: without this conversion the exported
+model would chat in another format than in training. The format of training (``openai_map_fn``, ``template_map_fn`` and
+``encode_fn`` in ``xtuner/dataset``):
 
 - Each turn is ``[BOS] [SYSTEM] INSTRUCTION | output SUFFIX | [EOS] | SEP``. The last turn ends with SEP, too.
 - EOS follows the output unless ``SUFFIX_AS_EOS``. A turn begins with BOS when it is the first or an EOS came before.
-- System and user messages before an answer make one turn: user texts are joined, the last system text counts.
-- Answers before the first system or user message are not trained on, and so not rendered.
+- System and user messages before an answer are one turn: user texts are joined, the last system text counts.
+- Answers before the first system or user message are not trained on and not rendered.
 
-XTuner drops what follows the last answer. Here it opens the next turn, ``add_generation_prompt`` or not: the
-instruction ends with the assistant's header. ``encode_fn`` encodes the pieces between bars one by one; the same text
-as a whole has the same ids where the tokenizer splits there, too.
+XTuner drops messages after the last answer. Here they open the next turn, with or without ``add_generation_prompt``:
+the instruction ends with the assistant's header. ``encode_fn`` encodes the pieces between bars separately; the full
+text has the same ids if the tokenizer splits there, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 from xhf_hooks.errors import OptionError
 
-#: Builders of training data that use no prompt template, but the tokenizer's own chat template
-#: (``preference_dataset.py``) or an imitation of the base model's official one (``internvl_dataset.py``).
+#: Builders of training data without prompt template: they use the tokenizer's chat template
+#: (``preference_dataset.py``) or a copy of the base model's official one (``internvl_dataset.py``).
 _OWN_FORMAT = ('build_preference_dataset', 'InternVL_V1_5_Dataset')
 
-#: Spaces at the ends count: XTuner trains with them, and many templates strip them.
+#: With spaces at the ends: XTuner trains with them, but many templates strip them.
 _PROBE_TURN = ({'role': 'user', 'content': ' Why?\n'}, {'role': 'assistant', 'content': ' Because.\n'})
 _PROBE_SYSTEM = {'role': 'system', 'content': ' Be brief.\n'}
 
@@ -64,18 +64,18 @@ _JINJA = """
 
 
 def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '') -> str:
-    """The Jinja chat template that gives the text of XTuner's training.
+    """The Jinja chat template that renders the text of XTuner's training.
 
     A template without SYSTEM refuses dialogues with a system message, as XTuner does.
 
     Args:
-        template: As in ``xtuner.utils.PROMPT_TEMPLATE``: INSTRUCTION, and maybe SYSTEM, SUFFIX, SUFFIX_AS_EOS,
+        template: As in ``xtuner.utils.PROMPT_TEMPLATE``: INSTRUCTION, and optionally SYSTEM, SUFFIX, SUFFIX_AS_EOS,
             SEP, STOP_WORDS.
-        bos: Text of what training ids begin with. :func:`bos_eos_text` knows it for a tokenizer.
+        bos: Text at the start of each training sample, see :func:`bos_eos_text`.
         eos: Text of the EOS token, unless SUFFIX replaces it.
 
     Raises:
-        OptionError: The template is not one that XTuner could train with.
+        OptionError: XTuner could not train with this template.
     """
     if not isinstance(template, Mapping) or not isinstance(template.get('INSTRUCTION'), str):
         raise OptionError('prompt_template', 'a mapping with the text INSTRUCTION', template)
@@ -94,7 +94,7 @@ def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '')
 
 
 def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
-    """The text of BOS and EOS in XTuner's training, as ``get_bos_eos_token_ids`` of its ``dataset/utils.py`` has it."""
+    """The text of BOS and EOS in XTuner's training (``get_bos_eos_token_ids`` in ``dataset/utils.py``)."""
     kind = type(tokenizer).__name__
     eos = tokenizer.eos_token or ''
     if kind == 'Qwen2Tokenizer' and tokenizer.is_fast:  # its name since transformers 5
@@ -107,9 +107,9 @@ def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
 
 
 def eos_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
-    """EOS token ids for generation_config: the tokenizer's, STOP_WORDS, and SUFFIX where it replaces EOS.
+    """EOS token ids for generation_config: the tokenizer's, STOP_WORDS, and SUFFIX if it replaces EOS.
 
-    Words of several tokens are left out.
+    Words of several tokens are omitted.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [stop_id for stop_id in _stop_words(tokenizer, template).values() if stop_id is not None]
@@ -120,15 +120,15 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     """The tokenizer to write for a run that was trained with ``template``. Runs on: rank 0.
 
     Args:
-        tokenizer: Is not changed.
-        name: Of the template, for the messages.
+        tokenizer: Not changed.
+        name: The template's name, for messages.
 
     Returns:
-        The tokenizer itself when its chat template gives the text of training, else a copy with one that does;
-        and log messages.
+        The tokenizer itself if its chat template renders the text of training, else a copy with one that does; and
+        log messages.
 
     Raises:
-        OptionError: XTuner could not train with such a template.
+        OptionError: XTuner could not train with this template.
     """
     bos, eos = bos_eos_text(tokenizer)
     wanted = jinja_template(template, bos=bos, eos=eos)
@@ -136,8 +136,8 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     skipped = [word for word, stop_id in _stop_words(tokenizer, template).items() if stop_id is None]
     if skipped:
         messages.append(
-            f'stop words {skipped} of {name} are several tokens each, or unknown to the tokenizer: '
-            f"generation_config's eos_token_id cannot hold them"
+            f'stop words {skipped} of {name} are not single tokens, and are not added to eos_token_id in '
+            f'generation_config.json'
         )
     difference = _first_difference(tokenizer, wanted, has_system=template.get('SYSTEM') is not None)
     if difference is None:
@@ -145,14 +145,14 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     copied = copy.deepcopy(tokenizer)
     several = copied.chat_template if isinstance(copied.chat_template, dict) else None
     copied.chat_template = wanted if several is None else {**several, 'default': wanted}
-    return copied, [f'{difference}: the exported tokenizer has the chat template of {name}', *messages]
+    return copied, [f'{difference}; the exported tokenizer gets the chat template of {name}', *messages]
 
 
 def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[Any | None, Sequence[int], Sequence[str]]:
-    """The tokenizer to write for a run with this config, the EOS token ids of its answers, and log messages.
+    """The tokenizer to write for a run with this config, the EOS token ids of answers, and log messages.
 
     Raises:
-        OptionError: The run's template does not exist, there are several, or XTuner could not train with it.
+        OptionError: The template does not exist, is ambiguous, or XTuner could not train with it.
     """
     found = template_of_config(cfg)
     if found is None or tokenizer is None:
@@ -163,14 +163,13 @@ def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[An
 
 
 def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
-    """The prompt template that a run trains with, from its config, and its name. Imports xtuner for a name only.
+    """The name and content of the prompt template in a run's config. Imports xtuner only if the config has a name.
 
-    What the training data is made with counts (``template_map_fn``); then, for data that was prepared
-    beforehand, ``prompt_template``. None when the data is raw text, or preference pairs and others that do not
-    go through a prompt template even if the config has one.
+    That of the training data (``template_map_fn``); for prepared data, ``prompt_template``. None for raw text, and for
+    data that does not use a prompt template, such as preference pairs.
 
     Raises:
-        OptionError: The template does not exist, or there are several.
+        OptionError: The template does not exist or is ambiguous.
     """
     dataset = _value(cfg, 'train_dataset')
     dataloader = _value(cfg, 'train_dataloader')
@@ -190,13 +189,13 @@ def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] 
     if all(template == used[0][1] for _, template in used):
         return used[0]
     if named is not None and _resolve(named) in used:
-        return _resolve(named)  # the one that XTuner's EvaluateChatHook chats with
+        return _resolve(named)  # the template of XTuner's EvaluateChatHook
     names = sorted({name for name, _ in used})
     raise OptionError('chat_template', f'False, because the training data has several prompt templates: {names}', True)
 
 
 def _expression(template: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
-    """A text for ``str.format`` as a Jinja expression."""
+    """Convert a text for ``str.format`` to a Jinja expression."""
     parts = []
     try:
         for literal, field, spec, conversion in string.Formatter().parse(template[key]):
@@ -213,14 +212,14 @@ def _expression(template: Mapping[str, Any], key: str, known: tuple[str, ...]) -
 
 
 def _quoted(text: str) -> str:
-    """A Jinja string literal. Only what is escaped survives Jinja's own treatment of line ends."""
+    """A Jinja string literal. Line ends are escaped, since Jinja normalises them."""
     for found, escaped in (('\\', '\\\\'), ("'", "\\'"), ('\n', '\\n'), ('\r', '\\r')):
         text = text.replace(found, escaped)
     return f"'{text}'"
 
 
 def _stop_words(tokenizer: Any, template: Mapping[str, Any]) -> dict[str, int | None]:
-    """Each stop word's token; None when it is not one token."""
+    """The token id of each stop word; None if it is not a single token."""
     words = template.get('STOP_WORDS', [])
     if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
         raise OptionError('prompt_template.STOP_WORDS', 'a list of texts', words)
@@ -237,7 +236,7 @@ def _token_id(tokenizer: Any, word: str) -> int | None:
 
 
 def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str | None:
-    """How the tokenizer's chat template differs from training on sample dialogues; None when it does not."""
+    """The first difference between the tokenizer's chat template and training on sample dialogues; None if equal."""
     if getattr(tokenizer, 'chat_template', None) is None:
         return 'the tokenizer has no chat template'
     dialogues = [[*_PROBE_TURN], [*_PROBE_TURN] * 3, [_PROBE_TURN[0]], [*_PROBE_TURN, _PROBE_TURN[0]]]
@@ -248,7 +247,7 @@ def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str |
         trained = tokenizer.apply_chat_template(dialogue, chat_template=wanted, **options)
         try:
             found = tokenizer.apply_chat_template(dialogue, **options)
-        except Exception as error:  # a template may raise anything; then it does not fit
+        except Exception as error:  # a template may raise anything
             return f"the tokenizer's chat template fails on {[m['role'] for m in dialogue]} ({error})"
         if found != trained:
             same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(found, trained, strict=False))])
@@ -268,7 +267,7 @@ def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _value(mapping: Mapping[str, Any], key: str) -> Any:
-    """A config's value. MMEngine's lazy configs import it when it is read, which fails for a wrong name."""
+    """A value of the config. MMEngine's lazy configs import it on access, which fails for unknown names."""
     try:
         return mapping.get(key)
     except (ImportError, AttributeError) as error:
@@ -284,11 +283,13 @@ def _type_name(config: Mapping[str, Any]) -> str:
 
 
 def _resolve(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """The name and the template, given either."""
+    """The name and the content of a template, given one of them."""
     if isinstance(value, Mapping):
         loaded = getattr(sys.modules.get('xtuner.utils.templates'), 'PROMPT_TEMPLATE', {})
         names = [name for name in loaded if loaded[name] == value]
-        names.sort(key=lambda name: loaded[name] is not value)  # some templates are equal, such as vicuna and wizardlm
+        names.sort(
+            key=lambda name: loaded[name] is not value
+        )  # some templates are equal, such as vicuna's and wizardlm's
         return f'PROMPT_TEMPLATE.{names[0]}' if names else 'the prompt template of the config', value
     if not isinstance(value, str):
         raise OptionError('prompt_template', 'the name of a template, or a mapping with INSTRUCTION', value)

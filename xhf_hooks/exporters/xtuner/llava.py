@@ -1,4 +1,4 @@
-"""XTuner's ``LLaVAModel``: an ``llm``, a ``visual_encoder`` and a ``projector`` between them."""
+"""Exports XTuner's ``LLaVAModel``: ``llm``, ``visual_encoder`` and ``projector``."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from peft import PeftModel
 
-#: Where ``LLaVAModel.to_xtuner_llava`` (xtuner ``model/llava.py``) puts a complete part; the llm into the checkpoint
-#: itself, where ``xtuner chat CHECKPOINT --llava CHECKPOINT`` looks for it. An adapter goes to ``<part>_adapter``.
+#: Folders of complete parts in ``LLaVAModel.to_xtuner_llava`` (xtuner ``model/llava.py``), with the llm in the
+#: checkpoint itself, where ``xtuner chat CHECKPOINT --llava CHECKPOINT`` expects it. Adapters: ``<part>_adapter``.
 _FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'projector'}
 
 
 @EXPORTERS.register_module()
 class LlavaExporter(CompositeExporter):
-    """XTuner's layout with the trained parts, with all parts, or transformers' LlavaForConditionalGeneration.
+    """Writes XTuner's layout with the trained parts or with all, or transformers' LlavaForConditionalGeneration.
 
     Args:
-        lora: 'adapter', 'merge' or 'both', where a part has an adapter. Beside merged parts the adapters go to
-            ``adapter/<part>_adapter``: XTuner would apply a ``llm_adapter`` to the merged llm again.
-        llava_format: One of LLAVA_FORMATS. 'xtuner' leaves frozen parts out, as XTuner does.
+        lora: 'adapter', 'merge' or 'both', if a part has an adapter. Beside merged parts the adapters go to
+            ``adapter/<part>_adapter``: XTuner would apply ``llm_adapter`` to the merged llm again.
+        llava_format: One of LLAVA_FORMATS. 'xtuner' omits frozen parts, as XTuner does.
 
     Raises:
-        OptionError: ``lora`` was given and there is no adapter, or it is 'adapter' and the format has none.
-        ModelError: A part cannot be exported like this.
+        OptionError: ``lora`` was given without an adapter, or is 'adapter' in a format without adapters.
+        ModelError: A part cannot be exported in this format.
     """
 
     options: tuple[str, ...] = ('lora', 'llava_format')
@@ -59,7 +59,7 @@ class LlavaExporter(CompositeExporter):
             self._add_adapters(adapted, beside_merged=lora == 'both', wanted=lora != 'merge')
         self.tokenizer_folder = next((folder for folder in ('', 'llm_adapter') if folder in self.parts), None)
         if self.tokenizer_folder is None:
-            notes.append('the llm is not written, and neither is its tokenizer')
+            notes.append('the llm and its tokenizer are not written')
         self.notes = tuple(notes)
         self._llm = adapted['llm'].get_base_model() if 'llm' in adapted else model.llm
         self.base_dir = hf_assets.base_dir_of(self._llm)
@@ -89,10 +89,10 @@ class LlavaExporter(CompositeExporter):
             elif with_frozen or name == 'projector' or any(p.requires_grad for p in child.parameters()):
                 self.parts[folder] = HuggingFaceExporter(model, name)
             else:
-                base = hf_assets.base_dir_of(child) or 'what it was'
+                base = hf_assets.base_dir_of(child) or 'its base model'
                 notes.append(
-                    f'{name} is frozen and not written: it still is {base}. llava_format '
-                    f"'xtuner_complete' or 'huggingface' writes it, too"
+                    f"{name} is frozen and not written: use {base}, or set llava_format to 'xtuner_complete' or "
+                    f"'huggingface'"
                 )
 
     def _add_adapters(self, adapted: dict[str, PeftModel], *, beside_merged: bool, wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""XTuner's ``LLaVAModel`` as transformers' ``LlavaForConditionalGeneration``, complete, adapters merged."""
+"""Exports XTuner's ``LLaVAModel`` as transformers' ``LlavaForConditionalGeneration``, with adapters merged."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from transformers import LlavaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 IMAGE_TOKEN, PAD_TOKEN = '<image>', '<pad>'
-#: The projector's names, XTuner's ``model/modules/projector`` to transformers' ``LlavaMultiModalProjector``.
+#: Names in XTuner's ``model/modules/projector`` to those in transformers' ``LlavaMultiModalProjector``.
 _PROJECTOR_NAMES = {'model.0.': 'linear_1.', 'model.2.': 'linear_2.'}
 _PROJECTOR_DEPTH = 2
 
 
 class LlavaHuggingFaceExporter(HuggingFaceExporter):
-    """What ``LLaVAModel.to_huggingface_llava`` (xtuner ``model/llava.py``) makes, with these differences.
+    """Writes the result of ``LLaVAModel.to_huggingface_llava`` (xtuner ``model/llava.py``), with some differences.
 
-    The llm may be any model of transformers, not only Llama; a frozen visual encoder is written, too; features are
-    taken from the layer used in training; the processor knows the patch size. The tokenizer gets ``<image>`` and
-    ``<pad>``; new rows that they need in the embeddings are the mean of the existing ones, where XTuner samples around
-    it. The row of ``<image>`` is never read: features replace it.
+    The llm may be any model of transformers, not only Llama. A frozen visual encoder is written, too. Features come
+    from the layer used in training. The processor has the patch size. The tokenizer gets ``<image>`` and ``<pad>``; new
+    rows of the embeddings are the mean of the existing ones, where XTuner samples around it. The row of ``<image>`` is
+    never used: features replace it.
 
     Raises:
-        ModelError: A part is quantized, is not transformers' own, or the projector is not one of two layers.
+        ModelError: A part is quantized or not a model of transformers, or the projector does not have two layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,10 +72,10 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         return named
 
     def _with_new_rows(self) -> tuple[int, dict[str, TensorSpec]]:
-        """The rows of the embeddings, and the llm's tensors with so many.
+        """The number of embedding rows, and the llm's tensors with that number.
 
-        As in XTuner, none are added where the tokens fit, else up to the next multiple of 64; XTuner's count is one
-        short where that ends exactly on the first of the two tokens.
+        As in XTuner, rows are added up to a multiple of 64 if the tokens do not fit. (XTuner adds one row too few if
+        the first of the two tokens gets the last row.)
         """
         own = dict(self._own['llm'])
         names = self._embedding_names()
@@ -88,13 +88,13 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         for name in names:
             spec = own[name]
             made = self._computed.get(spec.name)
-            if not isinstance(made, ResizedEmbedding):  # else tied to one that was resized
+            if not isinstance(made, ResizedEmbedding):  # a tied tensor is resized once
                 self._computed[spec.name] = ResizedEmbedding(spec.name, wanted, made)
             own[name] = TensorSpec(spec.name, (wanted, *spec.shape[1:]), spec.dtype, spec.aliases, spec.has_master)
         return wanted, own
 
     def _embedding_names(self) -> list[str]:
-        """Names in the llm of tensors with a row for each token, the input embedding first."""
+        """Names of the llm's tensors with a row per token, the input embedding first."""
         llm = build_on_meta(model_class(self._model), self._model.config)
         embeddings = [llm.get_input_embeddings(), llm.get_output_embeddings()]
         tensors = {id(t): None for module in embeddings if module is not None for t in module.parameters()}
@@ -111,12 +111,12 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         config = LlavaConfig(
             text_config=text,
             vision_config=vision,
-            image_token_index=self._rows - 2,  # until the tokenizer is known
+            image_token_index=self._rows - 2,  # replaced when the tokenizer is known
             image_seq_length=_n_patches(vision) + self._n_class_tokens() - 1,
             projector_hidden_act=projector.hidden_act,
             multimodal_projector_bias=projector.bias,
             vision_feature_layer=self._select_layer,
-            vision_feature_select_strategy='default',  # without the first: LLaVAModel.forward
+            vision_feature_select_strategy='default',  # without the class token, as in LLaVAModel.forward
             tie_word_embeddings=text.tie_word_embeddings,
         )
         config.architectures = ['LlavaForConditionalGeneration']
@@ -133,25 +133,25 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         config = copy.deepcopy(self._config)
         warnings = []
         if tokenizer is None:
-            warnings.append(f'no tokenizer: config.json takes {config.image_token_index} for the token {IMAGE_TOKEN}')
+            warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')
         else:
             tokenizer, image_id, pad_id = with_image_token(tokenizer)
             if max(image_id, pad_id) >= self._rows:
                 raise ModelError(
-                    f'the tokenizer has {len(tokenizer)} tokens with {IMAGE_TOKEN} and {PAD_TOKEN}, the embeddings '
-                    f'{self._rows} rows, as many as the tokenizer of the base model {self.base_dir!r} needs; set the '
-                    f'option tokenizer to one of this size, or call resize_token_embeddings before training'
+                    f'with {IMAGE_TOKEN} and {PAD_TOKEN}, the tokenizer has {len(tokenizer)} tokens, but the '
+                    f'embeddings have {self._rows} rows, for the tokenizer of the base model {self.base_dir!r}; set '
+                    f'the option tokenizer to that one, or call resize_token_embeddings before training'
                 )
             config.image_token_index, config.pad_token_id = image_id, pad_id
         warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, base_dir='')
         return warnings + self._write_processor(folder)
 
     def _write_processor(self, folder: Path) -> list[str]:
-        """What LlavaProcessor's ``save_pretrained`` writes, without building an image processor."""
+        """Write the files of LlavaProcessor's ``save_pretrained``, without building an image processor."""
         vision_base = self._parts['visual_encoder'].base_dir
         preprocessor = hf_assets.base_file(vision_base, 'preprocessor_config.json')
         if preprocessor is None:
-            return [f'no processor: the base of the visual encoder {vision_base!r} has no preprocessor_config.json']
+            return [f'no processor was written: {vision_base!r}, the visual encoder, has no preprocessor_config.json']
         shutil.copyfile(preprocessor, folder / 'preprocessor_config.json')
         processor = {
             'processor_class': 'LlavaProcessor',
@@ -164,13 +164,13 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
         return []
 
     def _n_class_tokens(self) -> int:
-        """Positions of the visual encoder's output that are no patches: CLIP has one, SigLIP none."""
+        """Number of class tokens in the visual encoder's output: 1 for CLIP, 0 for SigLIP."""
         positions = [s for n, s in self._own['visual_encoder'].items() if n.endswith('position_embedding.weight')]
         return positions[0].shape[0] - _n_patches(self._parts['visual_encoder']._model.config) if positions else 1
 
 
 def with_image_token(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, int, int]:
-    """A copy with the tokens ``<image>`` and ``<pad>`` (which pads), and their ids."""
+    """A copy with the tokens ``<image>`` and ``<pad>`` (its padding token), and their ids."""
     from transformers import AddedToken
 
     tokenizer = copy.deepcopy(tokenizer)
@@ -186,8 +186,8 @@ def _require_usable(name: str, part: PreTrainedModel) -> None:
         raise ModelError(f"{name} is quantized ({quantized}); set llava_format to 'xtuner', which saves its adapter")
     if not type(part).__module__.startswith('transformers.models.'):
         raise ModelError(
-            f'{name} is {type(part).__module__}.{type(part).__name__}, which LlavaForConditionalGeneration cannot '
-            f"hold: expected a model of transformers itself; set llava_format to 'xtuner' or 'xtuner_complete'"
+            f'{name} is {type(part).__module__}.{type(part).__name__}, but LlavaForConditionalGeneration needs a model '
+            f"of transformers itself; set llava_format to 'xtuner' or 'xtuner_complete'"
         )
 
 
@@ -204,10 +204,12 @@ def _n_patches(vision: PretrainedConfig) -> int:
 
 
 def _prefixes(llm: PreTrainedModel) -> dict[str, Mapping[str, str]]:
-    """Old to new prefix of names, by part; the first that matches counts."""
+    """Old to new prefix of names, by part; the first match counts."""
     import transformers
 
-    nested = hasattr(transformers, 'LlavaModel')  # since 4.52: LlavaForConditionalGeneration is a LlavaModel and a head
+    nested = hasattr(
+        transformers, 'LlavaModel'
+    )  # since 4.52, LlavaForConditionalGeneration is a LlavaModel with a head
     inside = 'model.' if nested else ''
     language = {f'{llm.base_model_prefix}.': 'model.language_model.', '': ''} if nested else {'': 'language_model.'}
     projector = {old: f'{inside}multi_modal_projector.{new}' for old, new in _PROJECTOR_NAMES.items()}

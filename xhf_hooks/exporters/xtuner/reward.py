@@ -1,7 +1,7 @@
-"""XTuner's RewardModel: a backbone ``llm`` without its language-model head, and ``v_head``, ``(1, hidden)``.
+"""Exports XTuner's RewardModel: a backbone ``llm`` without language-model head, and ``v_head``, ``(1, hidden)``.
 
-It is written as ``RewardModel.to_hf`` does (``xtuner/model/reward.py``): as the sequence classifier of the backbone's
-family, with one label and the head as ``score``; for InternLM2 as its reward model.
+As in ``RewardModel.to_hf`` (``xtuner/model/reward.py``), it becomes the sequence classifier of the backbone's family
+with one label and the head as ``score``; for InternLM2, its reward model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BACKBONE, HEAD = 'llm', 'v_head'
-#: What peft's names begin with.
+#: Prefix of peft's names.
 _IN_ADAPTER = 'base_model.model'
 
 
 def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of the reward model with this backbone, as XTuner chooses it.
+    """The class of the reward model for this backbone, chosen as in XTuner.
 
     Raises:
         ModelError: There is none.
@@ -42,7 +42,7 @@ def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config, kind = backbone.config, type(backbone)
-    own_code = sys.modules[kind.__module__]  # the code that came with the base model, when that had any
+    own_code = sys.modules[kind.__module__]  # the base model's custom code, if it has some
     named = [str(value).rpartition('.')[2] for value in (getattr(config, 'auto_map', None) or {}).values()]
     for name in (name for name in named if name.endswith('ForRewardModel')):
         if hasattr(own_code, name):
@@ -55,9 +55,9 @@ def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
     if hasattr(own_code, name):
         return getattr(own_code, name)
     raise ModelError(
-        f'nothing loads a reward model with the backbone {kind.__name__}: transformers has no sequence classifier for '
-        f'{type(config).__name__}, and {kind.__module__} has neither {name} nor a ...ForRewardModel in auto_map. '
-        f'Set module to {BACKBONE!r} to save the backbone alone, or register an exporter of your own'
+        f'there is no class for a reward model with the backbone {kind.__name__}: transformers has no sequence '
+        f'classifier for {type(config).__name__}, and {kind.__module__} has neither {name} nor a ...ForRewardModel in '
+        f'auto_map. Set module to {BACKBONE!r} to save only the backbone, or register an exporter'
     )
 
 
@@ -66,8 +66,8 @@ def _xtuners_internlm2(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         from xtuner.tools.model_converters.modeling_internlm2_reward.modeling_internlm2 import InternLM2ForRewardModel
     except ImportError as error:
         raise ModelError(
-            f'{kind.__name__} has no InternLM2ForRewardModel in the auto_map of its base model, and XTuner, which has '
-            f'one, cannot be imported ({error}); start from a base model that has one, such as internlm2-1_8b-reward'
+            f'{kind.__name__} has no InternLM2ForRewardModel in the auto_map of its base model, and that of XTuner '
+            f'cannot be imported ({error}); start from a base model that has one, such as internlm2-1_8b-reward'
         ) from error
     return InternLM2ForRewardModel
 
@@ -78,10 +78,10 @@ def head_of(kind: type[PreTrainedModel]) -> str:
 
 
 class HeadedExporter(HuggingFaceExporter):
-    """A backbone with the head beside it, as one model of :func:`reward_class`.
+    """Exports a backbone and its head as one model of :func:`reward_class`.
 
     Args:
-        reward_token_id: The token whose score counts, for classes that have one.
+        reward_token_id: The token whose score is the reward, for classes with such a token.
     """
 
     def __init__(self, *args: Any, reward_token_id: int | None) -> None:
@@ -93,7 +93,9 @@ class HeadedExporter(HuggingFaceExporter):
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = self._write_hf_assets_of(self._reference, folder, tokenizer, ())
         if self._head == 'score' and self._config.pad_token_id is None:
-            warnings.append('config.json has no pad_token_id: transformers scores one text at a time until it is set')
+            warnings.append(
+                'config.json has no pad_token_id: until it is set, transformers can only score single texts'
+            )
         return warnings
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -118,8 +120,7 @@ class HeadedExporter(HuggingFaceExporter):
             config.reward_token_id = self._reward_token_id
         elif getattr(config, 'reward_token_id', None) is None:
             raise ModelError(
-                f'{self._class.__name__} scores a token of its own: set reward_token_id in the config of the run, '
-                f'or of its RewardModel'
+                f'{self._class.__name__} needs a reward_token_id; set it in the config of the run or of its RewardModel'
             )
         return config
 
@@ -129,7 +130,7 @@ class HeadedExporter(HuggingFaceExporter):
 
 @EXPORTERS.register_module()
 class RewardExporter(HeadedExporter):
-    """A reward model that is trained as a whole."""
+    """Exports a reward model without adapters."""
 
     options: tuple[str, ...] = ('reward_token_id',)
 
@@ -142,11 +143,11 @@ class RewardExporter(HeadedExporter):
 
 
 class MergedRewardExporter(HeadedExporter, MergedExporter):
-    """A reward model with its LoRA adapter merged into the backbone."""
+    """Exports a reward model with its LoRA adapter merged into the backbone."""
 
 
 class RewardAdapterExporter(AdapterExporter):
-    """The adapter of the sequence classifier, with the head as one of its ``modules_to_save``.
+    """Exports the adapter of the sequence classifier, with the head in ``modules_to_save``.
 
     It loads with ``PeftModel.from_pretrained`` onto ``AutoModelForSequenceClassification.from_pretrained(base,
     num_labels=1)``; for InternLM2, onto its reward model.
@@ -162,7 +163,7 @@ class RewardAdapterExporter(AdapterExporter):
         config.modules_to_save = [*(config.modules_to_save or ()), self._head]
         for option in ('target_modules', 'exclude_modules'):
             pattern = getattr(config, option, None)
-            if isinstance(pattern, str):  # it matches whole names, which now have one more part
+            if isinstance(pattern, str):  # a pattern for full names, which now have one more component
                 setattr(config, option, rf'{prefix}\.(?:{pattern})')
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
@@ -177,7 +178,7 @@ class RewardAdapterExporter(AdapterExporter):
 
 @EXPORTERS.register_module()
 class RewardLoraExporter(LoraExporter):
-    """A reward model with a LoRA adapter; merged as XTuner does it, unless the base model is quantized.
+    """Exports a reward model with a LoRA adapter, by default merged as in XTuner unless the base is quantized.
 
     Args:
         lora: One of LORA_MODES. Defaults to None: 'merge', or 'adapter' on a quantized base model.
@@ -207,11 +208,11 @@ class RewardLoraExporter(LoraExporter):
 
 def has_head(model: nn.Module) -> bool:
     """Whether there is a ``v_head`` beside ``llm``."""
-    children = dict(model.named_children())  # getattr would look into llm, too
+    children = dict(model.named_children())  # getattr would search llm, too
     return BACKBONE in children and isinstance(children.get(HEAD), nn.Linear)
 
 
 def _reward_token_id(model: nn.Module, given: int | None) -> int | None:
-    """The RewardModel's own, else the one of the run's config."""
+    """The model's attribute, else the value in the run's config."""
     own = vars(model).get('reward_token_id')
     return given if own is None else own

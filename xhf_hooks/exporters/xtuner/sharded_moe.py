@@ -1,9 +1,9 @@
-"""XTuner's Mixtral and DeepSeek-V2 with ``moe_implementation='shard'``: experts fused for training, written one by one.
+"""Exports XTuner's Mixtral and DeepSeek-V2 with ``moe_implementation='shard'``: un-fuses the experts.
 
 XTuner holds the experts of a layer in shards, ``experts.{shard}.w1w3`` of shape ``(E, 2 * ffn, hidden)`` and
 ``experts.{shard}.w2`` of shape ``(E, hidden, ffn)``, with E experts each (``ExpertShard`` in
-``xtuner/model/transformers_models``). Names and order of what they are made of are those of ``get_origin_state_dict``
-in ``xtuner/utils/handle_moe_load_and_save.py``.
+``xtuner/model/transformers_models``). Names and order of the experts are those of ``get_origin_state_dict`` in
+``xtuner/utils/handle_moe_load_and_save.py``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _EXPERT_PARTS = {
     'DeepseekV2ForCausalLM': ('gate_proj', 'up_proj', 'down_proj'),
     'MixtralForCausalLM': ('w1', 'w3', 'w2'),
 }
-#: What XTuner added to the official configs.
+#: Options that XTuner added to the official configs.
 _XTUNER_OPTIONS = ('moe_implementation', 'expert_in_one_shard')
 _FUSED = re.compile(r'(?P<experts>.+\.experts)\.(?P<shard>\d+)\.(?P<part>w1w3|w2)')
 
 
 @dataclass(frozen=True)
 class Unfuse:
-    """Views of one fused tensor, ``(experts, rows, columns)``: ``outputs`` by row blocks, expert after expert."""
+    """Splits a fused tensor ``(experts, rows, columns)`` into views of row blocks, in the order of ``outputs``."""
 
     read: str
     outputs: tuple[str, ...]
@@ -58,10 +58,10 @@ class Unfuse:
 
 @EXPORTERS.register_module()
 class ShardedMoeExporter(HuggingFaceExporter):
-    """Writes the official model: its names, its config without XTuner's options.
+    """Writes the official model, with its names and a config without XTuner's options.
 
-    The official class is transformers' own where this version has it, else XTuner's class with
-    ``moe_implementation='origin'``, which has the names of the code that came with the base model.
+    The official class is that of transformers if this version has it, else XTuner's class with
+    ``moe_implementation='origin'``, which has the names of the base model's custom code.
 
     Raises:
         ModelError: XTuner has no such model.
@@ -72,13 +72,13 @@ class ShardedMoeExporter(HuggingFaceExporter):
         if not any(map(is_sharded_moe, pretrained_in(model).values())):
             return False
         path, found = find_pretrained(model, module)
-        return is_sharded_moe(found) and not path.endswith(base_path(''))  # below a PeftModel: LoraExporter's
+        return is_sharded_moe(found) and not path.endswith(base_path(''))  # below a PeftModel: for LoraExporter
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
         super().__init__(model, module)
         name = model_class(self._model).__name__
         if name not in _EXPERT_PARTS:
-            raise ModelError(f'{name} has sharded experts; only those of {sorted(_EXPERT_PARTS)} can be written')
+            raise ModelError(f'{name} has sharded experts; supported are {sorted(_EXPERT_PARTS)}')
         self._parts = _EXPERT_PARTS[name]
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
@@ -108,12 +108,12 @@ class ShardedMoeExporter(HuggingFaceExporter):
         return build_on_meta(model_class(self._model), config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The written names: transformers 5 fuses experts in memory, too, in another way."""
+        """The names in the checkpoint: transformers 5 also fuses experts in memory, in another way."""
         specs = {n: TensorSpec(n, tuple(t.shape), dtype_code(t.dtype)) for n, t in module_tensors(self._reference)}
         return {entry.hf_name: entry.shape for entry in convert_specs(self._reference, specs)}
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """The official names; an expert's part has the name of the fused tensor in the source."""
+        """The official names; the spec of an expert's part has the source name of the fused tensor."""
         own: dict[str, TensorSpec] = {}
         for name, spec in super()._own_names(specs).items():
             own.update((part, replace(spec, shape=shape)) for part, shape in self._unfused(name, spec))
@@ -133,7 +133,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
         return entries
 
     def _unfused(self, name: str, spec: TensorSpec) -> list[tuple[str, tuple[int, ...]]]:
-        """Official names and shapes of a tensor, in the order of its rows."""
+        """Official names and shapes of the parts of a tensor, in the order of its rows."""
         found = _FUSED.fullmatch(name)
         if found is None:
             return [(name, spec.shape)]
@@ -144,7 +144,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
         return [(f'{found["experts"]}.{first + i}.{part}.weight', shape) for i in range(n_experts) for part in parts]
 
     def _copy_code(self, folder: Path) -> list[str]:
-        """The official code that the base model came with, where transformers does not have the model."""
+        """Copy the base model's custom code, if transformers does not have the model."""
         code = getattr(self._config, 'auto_map', None) or {}
         files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
         missing = []
@@ -156,9 +156,9 @@ class ShardedMoeExporter(HuggingFaceExporter):
                 shutil.copyfile(path, folder / name)
         if not missing:
             return []
-        return [f'{missing}, which config.json names in auto_map, are not in the base model {self.base_dir!r}']
+        return [f'{missing} in auto_map of config.json are missing in the base model {self.base_dir!r}']
 
 
 def is_sharded_moe(model: nn.Module) -> bool:
-    """Whether XTuner fused the experts, seen by the names of its tensors."""
+    """Whether the model has experts fused by XTuner, by the names of its tensors."""
     return any(_FUSED.fullmatch(name) for name, _ in model.named_parameters())

@@ -1,11 +1,11 @@
-"""Checkpoints on disk as a source: DeepSpeed folders and ``.pth`` files, read where they lie.
+"""Reads checkpoints on disk in place: DeepSpeed folders, ``.pth`` files, FSDP, torch.distributed.checkpoint.
 
-    found = find_checkpoint('work_dirs/run')      looks at names only
-    source = CheckpointSource(found)              reads the pickles, restricted, and checks every file's size
-    source.specs()                                as any source
+    found = find_checkpoint('work_dirs/run')      looks at file names only
+    source = CheckpointSource(found)              parses the pickles safely and checks the size of every file
+    source.specs()                                as for any source
     source.read_into('llm.lm_head.weight', 0, buffer, 'BF16', use_fp32_master=False)
 
-Nothing in a checkpoint is executed (:mod:`.safe_pickle`), and DeepSpeed is not imported.
+Executes nothing from a checkpoint (:mod:`.safe_pickle`) and does not import DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the states in the files to where each tensor's values are."""
+"""Locates the values of each tensor in the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.pieces import Region, StoredTensor
 
-#: What stands at ZeRO-3 in the state dict for a parameter whose values are elsewhere.
+#: Shape, at ZeRO-3, of a parameter in the state dict whose values are stored elsewhere.
 _PLACEHOLDER_SHAPE = (0,)
 _MASTER, _ROUNDED = 'F32', ('BF16', 'F16')
 
@@ -23,7 +23,7 @@ class Assembled:
     """The tensors of a checkpoint in the order of the state dict.
 
     Attributes:
-        named_only: Parameters that the state dict names, but whose values are nowhere.
+        named_only: Parameters in the state dict that have no values in any file.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -31,15 +31,15 @@ class Assembled:
 
 
 def from_state_dict(file: str, tensors: Mapping[str, LazyTensor], masters: Regions) -> Assembled:
-    """All weights are in one state dict: a single file, or a run without ZeRO."""
+    """A single file or a run without ZeRO: one state dict has all weights."""
     return _assemble(file, tensors, masters, {}, {}, _MASTER)
 
 
 def from_zero12(model: ModelState, masters: Regions) -> Assembled:
-    """ZeRO-1 and 2, and BF16_Optimizer: the model file has all weights as trained, the others the fp32 masters.
+    """ZeRO-1 and 2, and BF16_Optimizer: trained weights in the model file, fp32 masters in the optimizer files.
 
-    What an overridden ``state_dict()`` has left out of the model file is taken from the masters, and at
-    stage 2 from the frozen parameters, which lie in the same file once more.
+    Weights that an overridden ``state_dict()`` left out are read from the masters and, at stage 2, from the second copy
+    of frozen parameters in the model file.
     """
     file = str(model.file)
     frozen = {name: _region(file, name, tensor) for name, tensor in model.fragments.items()}
@@ -47,7 +47,7 @@ def from_zero12(model: ModelState, masters: Regions) -> Assembled:
 
 
 def from_zero3(models: Sequence[ModelState], masters: Regions) -> Assembled:
-    """ZeRO-3: slices of everything on all ranks; the state dict names the dtypes, and holds buffers."""
+    """ZeRO-3: each rank has a slice of every parameter; the state dict has dtypes and buffers."""
     first = models[0]
     frozen = {}
     for name, shape in first.frozen_shapes.items():
@@ -69,11 +69,11 @@ def _assemble(
     trained_dtype: str,
     placeholders: Collection[str] = (),
 ) -> Assembled:
-    """Give each parameter the best place of its values.
+    """Choose where to read each parameter.
 
     Args:
-        trained_dtype: Of parameters that the state dict lacks.
-        placeholders: Tensors of the state dict of which only the dtype is true.
+        trained_dtype: The dtype of parameters that are not in the state dict.
+        placeholders: Tensors of the state dict of which only the dtype is valid.
     """
     module = {name: tensor for name, tensor in state_dict.items() if name not in placeholders}
     owners = _owners([*state_dict, *masters, *frozen], module, shared)
@@ -89,7 +89,8 @@ def _assemble(
             continue
         if any(other is not None and other.shape != region.shape for other in (master, kept)):
             raise CheckpointError(
-                f'{file}: {name} has shape {region.shape}, another is recorded; take another checkpoint'
+                f'{file}: {name} has shape {region.shape}, but another one in the optimizer state; take another '
+                f'checkpoint'
             )
         dtype = region.dtype
         if region is master:
@@ -102,14 +103,14 @@ def _assemble(
 
 
 def _owners(names: Sequence[str], module: Mapping[str, LazyTensor], shared: Mapping[str, str]) -> dict[str, list[str]]:
-    """All names of each parameter, under its first.
+    """First name of each parameter to all of its names.
 
-    Names are of one parameter if DeepSpeed says so, or if they are views of the very same bytes: in a file,
-    unlike in memory, such views were one tensor when it was written.
+    Names belong to one parameter if DeepSpeed records so or if they are views of the same bytes: in a file, unlike in
+    memory, such views were one tensor.
     """
     place = {name: index for index, name in enumerate(dict.fromkeys(names))}
     first_at: dict[Any, str] = {}
-    towards: dict[str, str] = {}  # an earlier name of the same parameter, itself for the first
+    towards: dict[str, str] = {}  # union-find: to an earlier name of the same parameter, or itself
     for name in place:
         tensor = module.get(name)
         towards[name] = first_at.setdefault(tensor.place if tensor is not None and tensor.numel else name, name)
@@ -124,7 +125,7 @@ def _owners(names: Sequence[str], module: Mapping[str, LazyTensor], shared: Mapp
 
 
 def _first(towards: dict[str, str], name: str) -> str:
-    """The first name, in almost constant time: each name that is passed is brought nearer to it."""
+    """The root in the union-find, with path halving."""
     while (following := towards[name]) != name:
         towards[name] = towards[following]
         name = following
@@ -140,5 +141,5 @@ def _region(file: str, name: str, tensor: LazyTensor) -> Region:
 
 def _dtype(file: str, name: str, tensor: LazyTensor) -> str:
     if tensor.dtype is None:
-        raise CheckpointError(f'{file}: {name} is of a dtype that safetensors cannot store; leave it out')
+        raise CheckpointError(f'{file}: {name} has a dtype that safetensors cannot store; leave it out')
     return tensor.dtype

@@ -1,4 +1,4 @@
-"""What the calls of a pickle would have made: known kinds as plain values, all others as :class:`Inert`."""
+"""Builds the objects of a pickle without calling anything: known types as plain values, others as :class:`Inert`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from xhf_hooks.sources.checkpoint.limits import ENTRY_NBYTES, ITEM_NBYTES, Budge
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor, make_tensor
 
 _LONGEST_NAME = 1000
-#: Of a call whatever it makes, and what these need beyond that.
+#: Memory of the result of any call, and the additional memory of these types.
 _CALL_NBYTES, _GLOBAL_NBYTES, _INERT_NBYTES, _TENSOR_NBYTES = 150, 250, 250, 250
-_DIM_NBYTES = 20  # each is looked at several times
+_DIM_NBYTES = 20
 _TENSORS = ('_rebuild_tensor', '_rebuild_tensor_v2', '_rebuild_tensor_v3')
 _PARAMETERS = ('_rebuild_parameter', '_rebuild_parameter_with_state')
 _DICTS = (Global('collections', 'OrderedDict'), Global('collections', 'defaultdict'))
@@ -22,10 +22,10 @@ _BUILTINS = ('builtins', '__builtin__')
 
 
 class Builder:
-    """Makes values by name. Names are compared, never imported; nothing of the pickle is called.
+    """Builds values by the names of their constructors, which are compared, never imported or called.
 
     Args:
-        budget: For what is made, which is more than the pickle's bytes where it names one list again and again.
+        budget: Memory limit: a pickle that refers to one list many times needs more than its own size.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -33,20 +33,20 @@ class Builder:
         self._keys = Keys()
 
     def name(self, module: str, name: str) -> Global:
-        """What stands for an importable object."""
+        """The placeholder of an importable object."""
         self._budget.spend(_GLOBAL_NBYTES)
         if len(module) + len(name) > _LONGEST_NAME:
-            raise UnsafePickle(f'a name of {len(module) + len(name)} characters')
+            raise UnsafePickle(f'a name of {len(module) + len(name)} characters; expected at most {_LONGEST_NAME}')
         return Global(module, name)
 
     def make(self, function: Any, args: Any) -> Any:
-        """What calling ``function`` would have made; it is compared, never called."""
+        """The result of calling ``function``, without calling it."""
         self._budget.spend(_CALL_NBYTES)
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise UnsafePickle(f'a {kind_of(function)} is called with a {kind_of(args)}')
         state = None
         if function.module == 'torch._tensor' and function.name == '_rebuild_from_type_v2' and len(args) == 4:
-            function, _, args, state = args  # a tensor with Python attributes, or of a class of its own
+            function, _, args, state = args  # a tensor with Python attributes, or of a subclass
             if not isinstance(function, Global) or not isinstance(args, tuple):
                 raise UnsafePickle(f'a tensor is rebuilt by a {kind_of(function)}')
         if function.module == 'torch._utils':
@@ -89,7 +89,7 @@ class Builder:
         if function.name == 'dict' and not args:
             return {}
         if function.name == 'getattr' and len(args) == 2 and isinstance(args[0], Global) and type(args[1]) is str:
-            return self.name(args[0].module, f'{args[0].name}.{args[1]}')  # a member of an enum
+            return self.name(args[0].module, f'{args[0].name}.{args[1]}')  # an enum member
         return self._inert(function, args)
 
     def _inert(self, function: Global, args: tuple[Any, ...], state: Any = None) -> Inert:

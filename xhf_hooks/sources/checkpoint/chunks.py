@@ -1,4 +1,4 @@
-"""Tensors that ranks have saved in chunks, each with its place in the whole, as FSDP's sharded state dicts do."""
+"""Tensors that were saved in chunks by several ranks, as in FSDP's sharded state dicts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_DIMS = 16
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its elements lie.
+    """A box of a tensor, and the place of its elements in a file.
 
     Attributes:
-        offsets, sizes: In elements, by dimension of the whole tensor.
+        offsets, sizes: In elements, by dimension of the full tensor.
     """
 
     offsets: tuple[int, ...]
@@ -30,45 +30,47 @@ class Chunk:
 
 
 def join(where: str, name: str, shape: tuple[int, ...], dtype: str, chunks: Iterable[Chunk]) -> StoredTensor:
-    """The whole tensor from chunks of consecutive elements, as those of whole rows are.
+    """Join chunks of consecutive elements, such as rows, to the full tensor.
 
-    Replicas of a chunk, which groups of ranks each have saved, count once.
+    Replicas of a chunk, saved by several groups of ranks, count once.
 
     Args:
-        where: For messages: file or folder.
+        where: File or folder, for messages.
 
     Raises:
-        CheckpointError: Chunks are of columns, overlap, or leave something out.
+        CheckpointError: Chunks are not consecutive elements, overlap, or leave gaps.
     """
     by_start: dict[int, Chunk] = {}
     for chunk in chunks:
         if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
-            raise CheckpointError(f'{where}: {name} has a chunk of other dimensions; take another checkpoint')
+            raise CheckpointError(
+                f'{where}: {name} has a chunk with another number of dimensions; take another checkpoint'
+            )
         if math.prod(chunk.sizes):
             by_start.setdefault(_start(where, name, shape, chunk), chunk)
     position = 0
     for start, chunk in sorted(by_start.items()):
         if start != position:
             what = 'overlap' if start < position else f'leave out elements {position} to {start}'
-            raise CheckpointError(f'{where}: the chunks of {name} {what}; copy the files of all ranks, of one save')
+            raise CheckpointError(f'{where}: the chunks of {name} {what}; copy the files of all ranks of one save')
         position += math.prod(chunk.sizes)
     if position != math.prod(shape):
         raise CheckpointError(
-            f'{where}: the chunks of {name} have {position} elements, its shape {shape} {math.prod(shape)}; copy the '
-            f'files of all ranks, of one save'
+            f'{where}: the chunks of {name} have {position} elements, but its shape {shape} has {math.prod(shape)}; '
+            f'copy the files of all ranks of one save'
         )
     pieces = tuple(chunk.piece for _, chunk in sorted(by_start.items()))
     return StoredTensor(name, shape, dtype, pieces)
 
 
 def _start(where: str, name: str, shape: tuple[int, ...], chunk: Chunk) -> int:
-    """The first element of the chunk in the row-major whole."""
+    """Index of the chunk's first element in the row-major tensor."""
     split = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(shape))
     if chunk.sizes[split + 1 :] != shape[split + 1 :]:
         raise CheckpointError(
-            f'{where}: {name} of shape {shape} is split into parts of shape {chunk.sizes}, not into whole rows, which '
-            f"is not supported here; torch's dcp_to_torch_save reads it, and its file can be converted (it executes "
-            f'what the checkpoint says)'
+            f'{where}: {name} of shape {shape} is split into chunks of shape {chunk.sizes}, which is not supported '
+            f"(expected complete rows). For checkpoints that you trust: torch's dcp_to_torch_save, which may run code "
+            f'from them, makes a file that can be converted'
         )
     start = 0
     for size, offset in zip(shape, chunk.offsets, strict=True):
@@ -77,7 +79,7 @@ def _start(where: str, name: str, shape: tuple[int, ...], chunk: Chunk) -> int:
 
 
 def contiguous_piece(tensor: Any, sizes: tuple[int, ...], dtype: str) -> Piece | None:
-    """All of a tensor of a file; None if it is not one of these sizes and this dtype."""
+    """All elements of a tensor in a file; None unless it is contiguous with these sizes and this dtype."""
     if not isinstance(tensor, LazyTensor) or (tensor.shape, tensor.dtype) != (sizes, dtype):
         return None
     if not tensor.numel or not tensor.is_contiguous:
@@ -86,17 +88,17 @@ def contiguous_piece(tensor: Any, sizes: tuple[int, ...], dtype: str) -> Piece |
 
 
 def attributes(value: Any, class_name: str) -> dict[str, Any]:
-    """What an object of a pickle has, if it is of a class of this name; else nothing."""
+    """The attributes of a pickled object of this class; {} for other values."""
     if not isinstance(value, Inert):
         return {}
     state = value.state
-    if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # of a class with slots
+    if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # a class with __slots__
         state = state[1]
     return state if value.made_by.name == class_name and isinstance(state, dict) else {}
 
 
 def as_sizes(value: Any) -> tuple[int, ...] | None:
-    """A shape or offsets, as ``torch.Size``, tuple or list; None for anything else."""
+    """A shape or offsets as ``torch.Size``, tuple or list; None for other values."""
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMS:
         return None
     return tuple(value) if all(map(is_count, value)) else None
@@ -107,8 +109,8 @@ class Sharded:
     """A rank's ShardedTensor (torch ``distributed/_shard/sharded_tensor/api.py``, ``__getstate__``).
 
     Attributes:
-        dtype, shape: Of the whole tensor; None where it does not tell.
-        shards: Those of this rank; each has ``tensor`` and ``metadata``.
+        dtype, shape: Those of the full tensor; None if unknown.
+        shards: This rank's shards, with ``tensor`` and ``metadata``.
     """
 
     dtype: str | None
@@ -117,7 +119,7 @@ class Sharded:
 
 
 def as_sharded(value: Any) -> Sharded | None:
-    """None for anything else."""
+    """Parse a pickled ShardedTensor; None for other values."""
     args = value.args if isinstance(value, Inert) else ()
     if len(args) < 3 or not isinstance(args[0], Global) or args[0].name != 'ShardedTensor':
         return None

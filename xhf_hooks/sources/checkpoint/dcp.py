@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint, as FSDP runs of Accelerate and transformers.Trainer write them.
 
-``.metadata`` is a pickle that says, for each tensor, which chunks it was saved in, and for each chunk, where in which
-``.distcp`` file it lies, as a file of ``torch.save`` of its own (torch ``distributed/checkpoint/metadata.py``,
-``filesystem.py``, ``default_planner.py``). torch's own reader executes that pickle; here it is read as data.
+``.metadata`` is a pickle with the chunks of each tensor, and the place of each chunk in a ``.distcp`` file, where it is
+stored as a ``torch.save`` archive (torch ``distributed/checkpoint/metadata.py``, ``filesystem.py``,
+``default_planner.py``). torch's reader executes that pickle; this one parses it as data.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from xhf_hooks.sources.checkpoint.tensors import as_dtype
 from xhf_hooks.sources.checkpoint.torch_file import load_pickle_file, load_torch_file
 from xhf_hooks.sources.pieces import StoredTensor
 
-#: What trainers save a model's state dict under; Accelerate: ``model``.
+#: Keys that trainers save a model's state dict under; Accelerate: ``model``.
 _MODELS = ('model', 'state_dict', 'module', 'model_state_dict')
 _SHOWN = 5
 
-#: Of a name in the checkpoint and the chunk's offsets, what says where it lies.
+#: (name in the checkpoint, offsets of the chunk) to its storage info.
 Places = Mapping[tuple[str, tuple[int, ...]], Any]
 
 
 def load_dcp(found: FoundCheckpoint) -> Assembled:
-    """Every tensor of the model's state dict; the optimizer's and what is no tensor stay behind.
+    """Load the tensors of the model's state dict, without optimizer state and other objects.
 
     Raises:
-        CheckpointError: The files do not agree, or hold something that cannot be read here.
+        CheckpointError: The files are inconsistent or of an unsupported kind.
     """
     index = found.path / '.metadata'
     metadata = attributes(load_pickle_file(index), 'Metadata')
@@ -49,9 +49,9 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
 
 
 def _names(index: Path, keys: list[Any], paths: Any) -> dict[str, str]:
-    """What the model called each of its tensors, by its name in the checkpoint.
+    """Name in the checkpoint to name in the model.
 
-    ``planner_data`` says where each was in the nested dict that was saved: ``('model', 'lm_head.weight')``.
+    ``planner_data`` has the path of each in the nested dict that was saved: ``('model', 'lm_head.weight')``.
     """
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for key in keys:
@@ -59,17 +59,17 @@ def _names(index: Path, keys: list[Any], paths: Any) -> dict[str, str]:
         if not isinstance(path, tuple) or not path:
             path = (key,)
         if not isinstance(key, str) or not isinstance(path[-1], str):
-            continue  # an item of a list is no tensor of a state dict
+            continue  # an item of a list, not of a state dict
         groups.setdefault(tuple(map(str, path[:-1])), {})[key] = path[-1]
     models = [group for group in groups if group and group[-1] in _MODELS]
     if len(models) > 1:
         shown = ', '.join('/'.join(model)[:80] for model in models[:_SHOWN])
-        raise CheckpointError(f'{index}: holds {len(models)} models ({shown}), one is expected; save them one by one')
+        raise CheckpointError(f'{index}: holds {len(models)} models ({shown}), expected one; save them separately')
     found = groups.get(models[0] if models else (), {})
     if not found:
         shown = ', '.join(sorted('/'.join(group)[:80] for group in groups)[:_SHOWN]) or 'nothing'
         raise CheckpointError(
-            f"{index}: holds no state dict of a model, but {shown}; give the model's folder (Accelerate: "
+            f"{index}: holds no model's state dict, only {shown}; give the model's folder (Accelerate: "
             f'pytorch_model_fsdp_0)'
         )
     return found
@@ -86,28 +86,28 @@ def _places(stored: Mapping[Any, Any]) -> Places:
 
 
 def _tensor(index: Path, key: str, name: str, tensor: Mapping[str, Any], places: Places, folder: _Folder) -> _Tensor:
-    """Without opening any file but the index."""
+    """Describe a tensor from the index alone."""
     shape = as_sizes(tensor.get('size'))
     properties = getattr(tensor.get('properties'), 'state', None)
     dtype = as_dtype(properties[0]) if isinstance(properties, tuple) and properties else None
     chunks = tensor.get('chunks')
     if shape is None or not isinstance(chunks, list):
-        raise CheckpointError(f'{index}: does not say what {name} consists of; take another checkpoint')
+        raise CheckpointError(f'{index}: has no shape or chunks of {name}; take another checkpoint')
     if dtype is None:
-        raise CheckpointError(f'{index}: {name} is of a dtype that safetensors cannot store; leave it out')
+        raise CheckpointError(f'{index}: {name} has a dtype that safetensors cannot store; leave it out')
     stored = []
     for chunk in chunks:
         box = attributes(chunk, 'ChunkStorageMetadata')
         offsets, sizes = as_sizes(box.get('offsets')), as_sizes(box.get('sizes'))
         if offsets is None or sizes is None:
-            raise CheckpointError(f'{index}: a chunk of {name} has no proper place; take another checkpoint')
-        if 0 not in sizes:  # as of ranks that have no part of a tensor
+            raise CheckpointError(f'{index}: a chunk of {name} has invalid offsets or sizes; take another checkpoint')
+        if 0 not in sizes:  # empty on ranks without a part of the tensor
             stored.append(_Stored(offsets, sizes, *folder.place(name, places.get((key, offsets), {}))))
     return _Tensor(name, shape, dtype, tuple(stored))
 
 
 class _Stored(NamedTuple):
-    """A chunk, and the file of ``torch.save`` that it is, in a larger file."""
+    """A chunk, stored as a ``torch.save`` archive within a larger file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -128,7 +128,7 @@ def _joined(index: Path, tensor: _Tensor) -> StoredTensor:
         piece = contiguous_piece(load_torch_file(stored.file, stored.window), stored.sizes, tensor.dtype)
         if piece is None:
             raise CheckpointError(
-                f'{stored.file}: what lies at byte {stored.window[0]} is not the chunk of {tensor.name} that .metadata '
+                f'{stored.file}: the bytes at {stored.window[0]} are not the chunk of {tensor.name} that .metadata '
                 f'describes; put the files of one save together'
             )
         chunks.append(Chunk(stored.offsets, stored.sizes, piece))
@@ -136,7 +136,7 @@ def _joined(index: Path, tensor: _Tensor) -> StoredTensor:
 
 
 class _Folder:
-    """The ``.distcp`` files, and which of their bytes belong to a chunk."""
+    """The ``.distcp`` files and the byte ranges of chunks in them."""
 
     def __init__(self, found: FoundCheckpoint, index: Path) -> None:
         self._index = index
@@ -147,19 +147,21 @@ class _Folder:
         window = as_sizes((info.get('offset'), info.get('length')))
         file = info.get('relative_path')
         if window is None or not isinstance(file, str):
-            raise CheckpointError(f'{self._index}: does not say where a chunk of {name} lies; save it again')
+            raise CheckpointError(f'{self._index}: has no file and offset of a chunk of {name}; save it again')
         if info.get('transform_descriptors'):
             raise CheckpointError(
-                f'{self._index}: {name} was saved through extensions (compressed, for example), which is not supported '
-                f"here; torch's own load reads it, in a program that has these extensions"
+                f'{self._index}: {name} was saved with storage extensions (such as compression), which are not '
+                f'supported; load it with torch.distributed.checkpoint and save it without them'
             )
         if file not in self._files:
-            raise CheckpointError(f'{self._index}: {name} lies in {file[:80]!r}, which is not in the folder; copy it')
+            raise CheckpointError(
+                f'{self._index}: {name} is stored in {file[:80]!r}, which is not in the folder; copy it'
+            )
         self._windows.setdefault(file, []).append((window[0], sum(window)))
         return self._files[file], (window[0], window[1])
 
     def require_apart(self) -> None:
-        """Chunks of their own: an index could name one again and again, and each is opened."""
+        """Refuse overlapping chunks: an index could name one archive many times, and each is opened."""
         for file, windows in self._windows.items():
             windows.sort()
             for (_, end), (start, _) in pairwise(windows):

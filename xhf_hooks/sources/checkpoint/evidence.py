@@ -1,7 +1,7 @@
-"""What the files of DeepSpeed record beside the weights, and what tells of which rank and save each one is.
+"""Metadata in DeepSpeed's files that identifies the save and the rank of each.
 
 Written by ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``) and the optimizers'
-``state_dict``. None of it is needed to read the weights, so nothing here is refused for being absent or odd.
+``state_dict``. It is not needed to read the weights, so missing or unusual values are no error.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import zip_root
 
-#: Of a parameter group. Other keys may be of one rank: D-Adaptation and Prodigy sum there over what a rank holds.
+#: Keys of a parameter group that are equal on all ranks; D-Adaptation and Prodigy keep sums of one rank in others.
 _SETTINGS = ('lr', 'initial_lr', 'betas', 'eps', 'weight_decay', 'momentum', 'decoupled_weight_decay')
-#: Section and key of ``ds_config``. Other keys may be of one machine: paths of NVMe disks and of logs.
+#: Sections and keys of ``ds_config`` that are equal on all machines; others may be paths.
 _CONFIG = (
     *((None, key) for key in ('train_batch_size', 'gradient_accumulation_steps', 'gradient_clipping')),
     *((section, 'enabled') for section in ('bf16', 'bfloat16', 'fp16', 'torch_autocast')),
@@ -27,25 +27,25 @@ _CONFIG = (
     ('optimizer', 'type'),
     ('scheduler', 'type'),
 )
-#: Of Adam, RMSprop, SGD and Lion.
+#: Optimizer moments, element by element: Adam, RMSprop, SGD, Lion.
 _MOMENTS = ('exp_avg_sq', 'square_avg', 'momentum_buffer', 'exp_avg')
 _UNPACKED = {'F32': '<f', 'F64': '<d', 'I32': '<i', 'I64': '<q'}
 
-#: Of one group, where in a rank's part each parameter's part starts, and its number of elements.
+#: Parameter to (start in a rank's part of the group, number of elements).
 Slices = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class ModelEvidence:
-    """Of a model file; None is what it does not say.
+    """Metadata of a model file; None for missing values.
 
     Attributes:
-        saved_as: The name that the file was saved under, without ``.pt``.
-        version: Of DeepSpeed.
-        steps: Optimizer steps, those that were skipped included. Goes on when weights alone are loaded.
-        skipped: Steps that were not made, since a gradient had overflowed.
-        iteration: Of MMEngine's run. Begins anew when weights alone are loaded.
-        config: What ``ds_config`` says in every file of a save.
+        saved_as: The original file name, without ``.pt``.
+        version: Version of DeepSpeed.
+        steps: Optimizer steps, including skipped ones. Continues when only the weights are loaded.
+        skipped: Steps that were skipped because of overflow.
+        iteration: MMEngine's iteration. Restarts when only the weights are loaded.
+        config: Values of ``ds_config`` that are equal in all files of a save.
     """
 
     saved_as: str | None
@@ -58,15 +58,15 @@ class ModelEvidence:
 
 @dataclass(frozen=True)
 class OptimEvidence:
-    """Of an optimizer file; None is what it does not say.
+    """Metadata of an optimizer file; None for missing values.
 
     Attributes:
-        saved_as, version, config: As of a model file.
-        steps: That the optimizer has made, of each flat tensor; None for one of which it does not count them.
-        settings: Of each parameter group, what is the same on all ranks.
-        scaler: Of the loss.
-        slices: Of each group (stages 1 and 2).
-        moments: Of the gradients, one for each flat tensor, element by element; () if it keeps none.
+        saved_as, version, config: See :class:`ModelEvidence`.
+        steps: Optimizer steps of each flat tensor; None where they are not counted.
+        settings: Values of each parameter group that are equal on all ranks.
+        scaler: State of the loss scaler.
+        slices: Parameters' places in each group (stages 1 and 2).
+        moments: One moment of each flat tensor; () if there is none.
     """
 
     saved_as: str | None
@@ -80,12 +80,12 @@ class OptimEvidence:
 
     @property
     def step(self) -> float | None:
-        """Of the optimizer; a parameter that joined later counts fewer."""
+        """Steps of the optimizer; parameters that were added later have fewer."""
         return max((step for step in self.steps if step is not None), default=None)
 
 
 def model_evidence(file: Path, content: Mapping[str, Any]) -> ModelEvidence:
-    """What a model file records; its ``ds_config`` is plain data already."""
+    """The metadata of a model file, whose ``ds_config`` is plain data already."""
     meta = content.get('meta')
     return ModelEvidence(
         zip_root(file),
@@ -98,11 +98,11 @@ def model_evidence(file: Path, content: Mapping[str, Any]) -> ModelEvidence:
 
 
 def optim_evidence(file: Path, content: Mapping[str, Any], state: Mapping[str, Any], base_key: str) -> OptimEvidence:
-    """What an optimizer file records.
+    """The metadata of an optimizer file.
 
     Args:
-        state: Of ZeRO's optimizer.
-        base_key: Where in it that of the optimizer inside is.
+        state: The state of ZeRO's optimizer.
+        base_key: Its key for the state of the base optimizer.
     """
     base = state.get(base_key)
     entries = _entries(base)
@@ -119,7 +119,7 @@ def optim_evidence(file: Path, content: Mapping[str, Any], state: Mapping[str, A
 
 
 def _entries(base: Any) -> list[dict[Any, Any]]:
-    """What the optimizer keeps of each flat tensor; with ``elastic_checkpoint`` it is a list of these."""
+    """The optimizer's state of each flat tensor; with ``elastic_checkpoint`` it is a list."""
     entries = base.get('state') if isinstance(base, dict) else base
     entries = list(entries.values()) if isinstance(entries, dict) else entries
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
@@ -143,7 +143,7 @@ def _config(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A tree of values that can be compared; None stands for the others."""
+    """A tree of comparable values; None replaces others."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or that in a tensor, which is read."""
+    """A number, read from the file if it is a tensor."""
     if isinstance(value, LazyTensor) and value.numel == 1 and value.dtype in _UNPACKED:
         piece = value.piece()
         with open_regular(piece.file) as file:
@@ -164,7 +164,7 @@ def _number(value: Any) -> float | None:
 
 
 def _slices(mappings: Any) -> tuple[Slices, ...] | None:
-    """Of ``param_slice_mappings``; None if it is not made of ``fragment_address`` (``utils/tensor_fragment.py``)."""
+    """``param_slice_mappings``; None unless it consists of ``fragment_address`` (``utils/tensor_fragment.py``)."""
     if not isinstance(mappings, list) or not all(isinstance(group, dict) for group in mappings):
         return None
     found: list[Slices] = []

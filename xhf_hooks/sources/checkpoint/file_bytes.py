@@ -1,4 +1,4 @@
-"""Bytes of a file by slices, read and not mapped: a mapped page that a shrinking file has lost ends the process."""
+"""Reads slices of a file. Not mapped: a truncated file would end the process with SIGBUS."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ COPY_HINT = 'copy or download it again, or take another iteration'
 
 
 class FileBytes:
-    """A file, or a window of it, that is sliced as bytes are.
+    """A file, or a window of it, that can be sliced like bytes.
 
-    It is open only within :meth:`opened`, or for one slice: a checkpoint may have thousands of files.
+    It is open only within :meth:`opened` or for one slice: a checkpoint may have thousands of files.
 
     Args:
-        start: Where the window begins.
-        nbytes: Of the window; None for all that follows.
+        start: Start of the window.
+        nbytes: Size of the window; None: up to the end of the file.
 
     Raises:
-        CheckpointError: The file is missing, not regular, empty, or shorter.
+        CheckpointError: The file is missing, not regular, empty or too short.
     """
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
@@ -32,10 +32,12 @@ class FileBytes:
         with self.opened() as fd:
             size = os.fstat(fd).st_size
         if not size:
-            raise CheckpointError(f'{path}: is empty; {COPY_HINT}')
+            raise CheckpointError(f'{path}: empty file; {COPY_HINT}')
         self._nbytes = max(size - start, 0) if nbytes is None else nbytes
         if start + self._nbytes > size:
-            raise CheckpointError(f'{path}: is truncated: byte {start + self._nbytes} of {size}; {COPY_HINT}')
+            raise CheckpointError(
+                f'{path}: truncated: expected {start + self._nbytes} bytes, found {size}; {COPY_HINT}'
+            )
 
     def __len__(self) -> int:
         return self._nbytes
@@ -47,7 +49,7 @@ class FileBytes:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Keep it open for many slices.
+        """Keep the file open for many slices.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -59,7 +61,7 @@ class FileBytes:
             self._fd = open_regular_fd(self._path)
         except OSError as error:
             reason = error.strerror or error
-            raise CheckpointError(f'{self._path}: cannot be read ({reason}); check its name and rights') from error
+            raise CheckpointError(f'{self._path}: cannot be read ({reason}); check its name and permissions') from error
         try:
             yield self._fd
         finally:
@@ -74,7 +76,7 @@ class FileBytes:
             except OSError as error:
                 raise CheckpointError(f'{self._path}: cannot be read ({error.strerror or error})') from error
             if not more:
-                raise CheckpointError(f'{self._path}: has become shorter while it was read; {COPY_HINT}')
+                raise CheckpointError(f'{self._path}: truncated while it was read; {COPY_HINT}')
             if len(more) == nbytes:
                 return more
             found += more

@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat fp32 groups of DeepSpeed's optimizers.
+"""Locates parameters in the flat fp32 groups of DeepSpeed's optimizers.
 
 Layouts: ``zero/stage_1_and_2.py`` (``state_dict``, ``_get_groups_without_padding``), ``bf16_optimizer.py``
 (``_setup_for_real_optimizer``), ``zero/stage3.py`` (``_rigid_state_dict``); read as ``utils/zero_to_fp32.py`` does.
@@ -18,22 +18,22 @@ from xhf_hooks.sources.pieces import Piece, Region
 
 Shapes = Mapping[str, tuple[int, ...]]
 Regions = dict[str, Region]
-_HINT = 'its files are not of one save, or of a way to train that is not supported'
+_HINT = 'the files are not of one save, or the training mode is not supported'
 
 
 def zero12_regions(
     shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]], paddings: Sequence[Sequence[int]] | None
 ) -> Regions:
-    """Where each parameter is at ZeRO-1 and 2: each group is one vector, cut evenly over the ranks.
+    """Locate parameters at ZeRO-1 and 2: each group is one vector, split evenly over the ranks.
 
-    The vector holds the parameters one after the other, then up to 2 * ranks elements of alignment, which
-    the last ranks' files may lack.
+    The vector holds the parameters in order, then up to 2 * ranks elements of alignment, which may be missing in the
+    last ranks' files.
 
     Args:
-        shapes: Of each group's parameters, in the order of the vector.
-        ranks: Of each rank, its part of each group.
-        paddings: Of each group, elements behind each parameter (``zero_optimization.parameter_alignment``,
-            DeepSpeed 0.19.8 and later); None if there are none.
+        shapes: For each group, its parameters in the order of the vector.
+        ranks: For each rank, its part of each group.
+        paddings: For each group, the padding after each parameter (``zero_optimization.parameter_alignment``,
+            DeepSpeed 0.19.8 and later); None if there is none.
 
     Raises:
         CheckpointError: Elements are missing or left over.
@@ -64,10 +64,10 @@ def zero12_regions(
 
 
 class Slice(NamedTuple):
-    """What each rank holds of a parameter at ZeRO-3: ceil(numel / ranks) elements, the last ones of them padding.
+    """A rank's slice of a parameter at ZeRO-3: ceil(numel / ranks) elements, padded at the end.
 
     Attributes:
-        position: Where in a rank's vector, its groups one after the other, they begin. The groups end where they like
+        position: Start in the rank's vector, the concatenation of its groups. Groups may end within a parameter
             (``sub_group_size``).
     """
 
@@ -86,7 +86,7 @@ def zero3_slices(shapes: Sequence[Shapes], n_ranks: int) -> list[Slice]:
 
 
 def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]]) -> Regions:
-    """Where each parameter is at ZeRO-3.
+    """Locate parameters at ZeRO-3.
 
     Raises:
         CheckpointError: Elements are missing or left over.
@@ -97,7 +97,7 @@ def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]
 
 
 def zero3_first_slices(shapes: Sequence[Shapes], groups: Sequence[LazyTensor], n_ranks: int) -> Regions:
-    """What rank 0 has of each parameter at ZeRO-3: its first ceil(numel / ranks) elements.
+    """Locate rank 0's slice of each parameter at ZeRO-3: its first ceil(numel / ranks) elements.
 
     Raises:
         CheckpointError: Elements are missing or left over.
@@ -111,7 +111,7 @@ def zero3_first_slices(shapes: Sequence[Shapes], groups: Sequence[LazyTensor], n
 
 
 def zero3_paddings(shapes: Sequence[Shapes], n_ranks: int, most: int) -> list[list[tuple[int, int]]]:
-    """Where each rank's vector has padding at ZeRO-3, as ranges of elements; at most ``most`` elements of each rank."""
+    """Element ranges of padding in each rank's vector at ZeRO-3, at most ``most`` elements per rank."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
     left = [most] * n_ranks
     for part in zero3_slices(shapes, n_ranks):
@@ -125,7 +125,7 @@ def zero3_paddings(shapes: Sequence[Shapes], n_ranks: int, most: int) -> list[li
 
 
 def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[LazyTensor]) -> Region:
-    """Where a frozen parameter is at ZeRO-3: a slice in each rank's model file.
+    """Locate a frozen parameter at ZeRO-3: a slice in each rank's model file.
 
     Raises:
         CheckpointError: A slice has another size.
@@ -136,14 +136,14 @@ def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[Lazy
 
 
 class _Vector:
-    """Flat tensors of one dtype taken as one, end to end."""
+    """The concatenation of flat tensors of one dtype."""
 
     def __init__(self, tensors: Sequence[LazyTensor]) -> None:
         self._tensors = tensors
         self._starts = [0, *accumulate(tensor.numel for tensor in tensors)]
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1 or None in dtypes:
-            raise CheckpointError(f'{_file(tensors)}: weights of several dtypes {dtypes} in one; {_HINT}')
+            raise CheckpointError(f'{_file(tensors)}: weights of several dtypes {dtypes} in one group; {_HINT}')
         self.dtype = dtypes.pop() if dtypes else 'F32'
 
     @property
@@ -164,7 +164,7 @@ class _Vector:
 
 
 def _zero3_vector(groups: Sequence[LazyTensor], slices: Sequence[Slice], n_ranks: int, what: str = 'holds') -> _Vector:
-    """All that a rank has of these slices, of which there must be neither more nor less."""
+    """A rank's vector, checked to have exactly the size of these slices."""
     vector, wanted = _Vector(groups), sum(part.numel for part in slices)
     if vector.numel != wanted:
         raise CheckpointError(
@@ -174,7 +174,7 @@ def _zero3_vector(groups: Sequence[LazyTensor], slices: Sequence[Slice], n_ranks
 
 
 def _sliced_region(vectors: Sequence[_Vector], position: int, shape: tuple[int, ...]) -> Region:
-    """A parameter whose slice begins at ``position`` of each rank's vector."""
+    """A parameter whose slices begin at ``position`` of each rank's vector."""
     numel, share = math.prod(shape), _slice_numel(shape, len(vectors))
     found: list[Piece] = []
     for rank, vector in enumerate(vectors):

@@ -1,4 +1,4 @@
-"""A checkpoint on disk, before anything of it is read."""
+"""A checkpoint on disk, before any file is read."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint recognised by the names of its files; none has been opened yet.
+    """A checkpoint recognised by its file names.
 
     Attributes:
-        given: What the user named.
-        path: The checkpoint itself: DeepSpeed's tag folder, or one file.
+        given: The path that the user gave.
+        path: The checkpoint: DeepSpeed's tag folder, or one file.
         layout: ``'mmengine'`` (a tag folder ``iter_N.pth`` or ``epoch_N.pth``), ``'deepspeed'`` (``latest`` or a
-            tag folder of any other name), ``'trainer'`` (``checkpoint-N``, transformers or Axolotl),
-            ``'accelerate'`` (``pytorch_model``), ``'universal'`` (what DeepSpeed's ``ds_to_universal.py`` has made),
+            tag folder of another name), ``'trainer'`` (``checkpoint-N``, transformers or Axolotl),
+            ``'accelerate'`` (``pytorch_model``), ``'universal'`` (made by DeepSpeed's ``ds_to_universal.py``),
             ``'dcp'`` (torch.distributed.checkpoint), ``'fsdp'`` (``rank0.pth`` ... of MMEngine's FSDPStrategy), or
             ``'file'`` (one ``.pth`` with all weights).
         model_files: ``*_model_states.pt`` in rank order (one at stages 0 to 2), ``rank0.pth`` ... likewise, the
-            ``.distcp`` files in the order of their names, or the one file.
-        optim_files: ``*_optim_states.pt`` in rank order; only of DeepSpeed's own layouts.
-        parameter_files: By name of a parameter, its fp32 values; only of ``'universal'``.
+            ``.distcp`` files sorted by name, or the one file.
+        optim_files: ``*_optim_states.pt`` in rank order; DeepSpeed's layouts only.
+        parameter_files: Parameter name to the file of its fp32 values; ``'universal'`` only.
     """
 
     given: Path
@@ -34,6 +34,6 @@ class FoundCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Size of all these files."""
+        """Total size of these files."""
         files = (*self.model_files, *self.optim_files, *self.parameter_files.values())
         return sum(file.stat().st_size for file in files)

@@ -1,8 +1,7 @@
-"""Checkpoints of MMEngine's FSDPStrategy with a file for each rank: ``iter_500.pth/rank0.pth`` and so on.
+"""Checkpoints of MMEngine's FSDPStrategy with one file per rank: ``iter_500.pth/rank0.pth`` and so on.
 
-Which state dicts they hold: mmengine ``_strategy/fsdp.py`` (``save_checkpoint``); torch ``fsdp/_state_dict_utils.py``.
-SHARDED_STATE_DICT has, under each name, a ShardedTensor, which tells the place of each of its shards. LOCAL_STATE_DICT:
-:mod:`.fsdp_local`.
+Format: mmengine ``_strategy/fsdp.py`` (``save_checkpoint``); torch ``fsdp/_state_dict_utils.py``. SHARDED_STATE_DICT
+has a ShardedTensor under each name, with the offsets of its shards. LOCAL_STATE_DICT: :mod:`.fsdp_local`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from xhf_hooks.sources.pieces import StoredTensor
 
 
 def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assembled]:
-    """The first file's content, and the tensors of all.
+    """The content of the first file, and the joined tensors of all files.
 
     Raises:
-        CheckpointError: Files are missing, of several saves, or of LOCAL_STATE_DICT.
+        CheckpointError: Files are missing, of several saves, or of an unsupported kind.
     """
     contents = [_content(file) for file in found.model_files]
     states = [content['state_dict'] for content in contents]
@@ -58,8 +57,7 @@ def _content(file: Path) -> Mapping[str, Any]:
     for name, value in state.items():
         if isinstance(value, Inert) and as_sharded(value) is None:
             raise CheckpointError(
-                f"{file}: of MMEngine's FSDPStrategy, with {str(name)[:80]!r} as an object that is not known here; "
-                f'{READER}'
+                f"{file}: saved by MMEngine's FSDPStrategy, with {str(name)[:80]!r} of an unsupported type; {READER}"
             )
     return content
 
@@ -82,7 +80,7 @@ def _require_one_save(files: Sequence[Path], contents: Sequence[Mapping[str, Any
 def _joined(found: FoundCheckpoint, name: str, first: Sharded, states: Sequence[Mapping[str, Any]]) -> StoredTensor:
     dtype, shape = first.dtype, first.shape
     if dtype is None or shape is None:
-        raise CheckpointError(f'{found.model_files[0]}: does not say what {name} is; take another checkpoint')
+        raise CheckpointError(f'{found.model_files[0]}: has no dtype or shape of {name}; take another checkpoint')
     chunks = []
     for file, state in zip(found.model_files, states, strict=True):
         sharded = as_sharded(state[name])
@@ -96,10 +94,10 @@ def _chunk(file: Path, name: str, dtype: str, shard: Mapping[str, Any]) -> Chunk
     box = attributes(shard.get('metadata'), 'ShardMetadata')
     offsets, sizes = as_sizes(box.get('shard_offsets')), as_sizes(box.get('shard_sizes'))
     if offsets is None or sizes is None:
-        raise CheckpointError(f'{file}: a part of {name} does not tell its place; take another checkpoint')
+        raise CheckpointError(f'{file}: a shard of {name} has no offsets or sizes; take another checkpoint')
     if 0 in sizes:
         return None
     piece = contiguous_piece(shard.get('tensor'), sizes, dtype)
     if piece is None:
-        raise CheckpointError(f'{file}: a part of {name} is not what it says it is; take another checkpoint')
+        raise CheckpointError(f'{file}: a shard of {name} does not match its description; take another checkpoint')
     return Chunk(offsets, sizes, piece)

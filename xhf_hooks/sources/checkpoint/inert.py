@@ -1,4 +1,4 @@
-"""What stands for the objects of a pickle that are neither plain data nor tensors. None of it does anything."""
+"""Passive placeholders for objects of a pickle that are neither plain data nor tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xhf_hooks.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle gives for an importable object. Nothing is imported."""
+    """The name of an importable object in a pickle. It is never imported."""
 
     module: str
     name: str
@@ -20,14 +20,14 @@ class Global:
 
 
 class Inert:
-    """An object that a pickle would have made, as data: what was to be called, and what it was to be given.
+    """An object of a pickle, as data: its constructor and arguments.
 
     Attributes:
-        made_by: The name that would have been called.
+        made_by: The constructor's name.
         args: Its arguments.
-        state: What would have been given to ``__setstate__`` or put into ``__dict__``; None if nothing.
-        items: What would have been appended to it.
-        entries: What would have been set on it as on a dict.
+        state: The argument of ``__setstate__`` or update of ``__dict__``; None if there is none.
+        items: Items appended to it.
+        entries: Entries set on it.
     """
 
     __slots__ = ('args', 'entries', 'items', 'made_by', 'state')
@@ -40,10 +40,10 @@ class Inert:
         self.entries: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
-        return f'<{self.made_by}>'  # the data may be endless
+        return f'<{self.made_by}>'  # the data may be huge
 
     def plain(self) -> Any:
-        """The dict that it is a copy of, else a tuple of its attributes."""
+        """A plain dict if it is a dict subclass, else a tuple of its attributes."""
         given = self.args[0] if len(self.args) == 1 else {}
         if isinstance(given, dict) and (given or self.entries):
             return {**given, **self.entries}
@@ -51,24 +51,24 @@ class Inert:
 
 
 _DEEPEST_DATA = 50
-#: In a file of 100,000 parameters, their shapes are some 500,000.
+#: A file of 100,000 parameters has about 500,000, with their shapes.
 _MOST_DATA = 2_000_000
-_NUMBER_KEY_PARTS = 30  # a file can make copies of a dict slow with numbers as keys (see limits.py)
+_NUMBER_KEY_PARTS = 30  # number keys count more: their hashes may collide (see limits.py)
 
 
 def as_data(value: Any, where: str) -> Any:
-    """A value of a pickle as a plain tree: no container is in it twice, so that walks and ``==`` take linear time.
+    """Copy a value of a pickle to a plain tree without shared containers, so that ``==`` takes linear time.
 
-    A pickle may name one list again and again, or put it into itself; each mention becomes a copy. Dicts of a class
-    of their own, as MMEngine's ConfigDict, become plain dicts: ConfigDict is pickled as ``ConfigDict({...})``
-    (mmengine ``config/config.py``, ``__reduce_ex__``). Other objects become ``(class, args, state, items, entries)``,
-    since two :class:`Inert` are never equal. Sets, names of classes and tensors stay as they are: a set holds keys.
+    A pickle may refer to one list many times, or put it into itself; each reference becomes a copy. Dict subclasses
+    become plain dicts: MMEngine's ConfigDict is pickled as ``ConfigDict({...})`` (mmengine ``config/config.py``,
+    ``__reduce_ex__``). Other objects become ``(class, args, state, items, entries)``: two :class:`Inert` are never
+    equal. Sets, class names and tensors are kept.
 
     Args:
-        where: File and field, for the message.
+        where: File and field, for messages.
 
     Raises:
-        CheckpointError: It holds itself, is nested deeper than 50 levels, or has more than 2 million parts.
+        CheckpointError: It contains itself, is nested deeper than 50 levels, or has more than 2 million parts.
     """
     left = _MOST_DATA
 
@@ -79,7 +79,7 @@ def as_data(value: Any, where: str) -> Any:
             raise CheckpointError(f'{where}: has more than {_MOST_DATA} parts; take another checkpoint')
         if depth > _DEEPEST_DATA:
             raise CheckpointError(
-                f'{where}: is nested deeper than {_DEEPEST_DATA} levels, or holds itself; take another checkpoint'
+                f'{where}: nested deeper than {_DEEPEST_DATA} levels, or contains itself; take another checkpoint'
             )
         if isinstance(value, Inert):
             value = value.plain()
@@ -98,9 +98,9 @@ _ZERO_STAGES = {'disabled': 0, 'optimizer_states': 1, 'gradients': 2, 'weights':
 
 
 def as_int(value: Any) -> int | None:
-    """The number behind an int of at most 64 bits or an enum member; None for anything else.
+    """The value of a 64-bit int or an enum member; None for other values.
 
-    Enum members are pickled as ``Class(value)``, by Python 3.11 as ``getattr(Class, 'member')``.
+    Enum members are pickled as ``Class(value)``; Python 3.11 pickles ``getattr(Class, 'member')``.
     """
     if isinstance(value, Inert) and len(value.args) == 1 and value.made_by.name == 'ZeroStageEnum':
         value = value.args[0]

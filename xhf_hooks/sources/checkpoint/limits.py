@@ -1,4 +1,4 @@
-"""What reading a pickle may cost, in bytes of objects, and which keys it may use."""
+"""Limits on the memory of a pickle's objects, and on the keys of its dicts."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from typing import Any
 
 from xhf_hooks.sources.checkpoint.inert import Global, Inert
 
-#: Of objects that one file makes. 100,000 parameters with the state of Adam need some 600 million.
+#: Memory of one file's objects. 100,000 parameters with the state of Adam need about 600 MB.
 MOST_NBYTES = 1_500_000_000
-ENTRY_NBYTES = 100  # of a dict or set, which grow by leaps
+ENTRY_NBYTES = 100  # of a dict or set
 ITEM_NBYTES = 9  # of a list or tuple
 
 _MOST_KEY_ITEMS = 16
 _LARGEST_INT_KEY = 2**60
-_SMALL = 100  # entries, among which equal hashes cost nothing
+_SMALL = 100  # entries; hash collisions among so few cost nothing
 _MOST_TUPLES, _MOST_ODD_NUMBERS = 5_000, 30_000
 
 
 class UnsafePickle(Exception):
-    """A pickle that is damaged, absurd, or not of the kind that torch.save writes."""
+    """The pickle is damaged, exceeds a limit, or was not written by torch.save."""
 
 
 class Budget:
-    """Bytes that may still be spent on objects. What takes time costs bytes, too, so that it also bounds the time."""
+    """A limit on the memory of objects. Every instruction costs some bytes, so that it limits the time, too."""
 
     def __init__(self, nbytes: int = MOST_NBYTES) -> None:
         self.left = self._nbytes = nbytes
 
     def spend(self, nbytes: int) -> None:
-        """Take them.
+        """Subtract from the budget.
 
         Raises:
-            UnsafePickle: There are not so many left.
+            UnsafePickle: It is exceeded.
         """
         self.left -= nbytes
         if self.left < 0:
             raise self.exceeded()
 
     def exceeded(self) -> UnsafePickle:
-        return UnsafePickle(f'makes more than {self._nbytes / 1e6:g} MB of objects')
+        return UnsafePickle(f'its objects need more than {self._nbytes / 1e6:g} MB')
 
 
 class Keys:
-    """Lets pass keys of dicts and members of sets with which no dict can be made slow.
+    """Refuses keys of dicts and sets that could be constructed to collide.
 
-    Python's hashes of numbers and tuples are known to everybody: a file could hold keys that all collide, and 200,000
-    of them take minutes. Those of text and bytes are secret. Numbers counted from 0 on never collide; all others,
-    and tuples, may be few. Real files count the optimizer's states, and use text else.
+    Python's hashes of numbers and tuples are predictable: a file could hold 200,000 colliding keys, which take minutes.
+    Hashes of str and bytes are randomized. Consecutive numbers from 0 do not collide; other numbers, and tuples, are
+    limited. Valid files number the optimizer's states and use str otherwise.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Keys:
         """Check one key.
 
         Args:
-            n_before: Entries that the dict or set has already.
+            n_before: Number of entries in the dict or set.
 
         Raises:
-            UnsafePickle: It cannot be hashed, in little time and depth, or there are too many of its kind.
+            UnsafePickle: The key is unhashable or expensive to hash, or there are too many of its kind.
         """
         kind = type(key)
         if kind is str or kind is bytes or key is None or kind is bool or kind is Global or kind is Inert:
@@ -90,5 +90,5 @@ class Keys:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for a message; never its content, which may be endless."""
+    """The type of a value, for messages, which never show its content: it may be huge."""
     return f'{str(value)[:80]!a}' if isinstance(value, Global) else type(value).__name__

@@ -1,6 +1,6 @@
-"""A look at whether weights and their fp32 copies beside them are of one save, before anything is written.
+"""Checks on samples, before anything is written, that weights and their fp32 copies are of one save.
 
-A conversion that reads masters compares all that it reads (:meth:`.PieceReader.read_into`).
+A conversion that reads masters compares all of them (:meth:`.PieceReader.read_into`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.sources.piece_reader import PieceReader
 from xhf_hooks.sources.pieces import StoredTensor
 
-#: Places that are compared, and elements at each: a page of each file, of some 1300 pieces in full.
+#: Number of samples, and elements of each.
 _PLACES, _ELEMENTS = 4096, 512
 
 
 def require_rounded(tensors: Iterable[StoredTensor], reader: PieceReader) -> None:
-    """Compare the start, middle and end of every rank's part of every tensor, of as many as there is room for.
+    """Compare samples: the start, middle and end of every rank's part of every tensor, up to the limit.
 
     Raises:
-        CheckpointError: Two files are of different saves.
+        CheckpointError: Files are of different saves.
     """
     both = [tensor for tensor in tensors if tensor.copy]
     middles = [(t, (start + end - _ELEMENTS) // 2, start, end) for t in both for start, end in _parts(t)]
@@ -35,7 +35,7 @@ def require_rounded(tensors: Iterable[StoredTensor], reader: PieceReader) -> Non
 
 
 def _parts(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """The elements that each piece of the copy holds."""
+    """The element range of each piece of the copy."""
     start = 0
     for piece in tensor.copy or ():
         yield start, start + piece.numel

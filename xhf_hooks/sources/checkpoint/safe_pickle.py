@@ -1,9 +1,9 @@
-"""Reads a pickle as data. Nothing is imported, called, or given to what it names.
+"""Parses a pickle as data, without importing or calling anything.
 
-A machine of our own instead of a ``pickle.Unpickler`` whose ``find_class`` is restricted: that one still
-calls what lies on its stack, takes objects from ``copyreg``'s extension cache, sets attributes on what
-``find_class`` returned, hashes keys of any depth, and reserves memory for any memo index. The opcodes are
-those of ``pickletools``, from protocol 2 on (what ``torch.save`` writes) and GLOBAL.
+A separate implementation, since a ``pickle.Unpickler`` with a restricted ``find_class`` still calls objects on its
+stack, uses ``copyreg``'s extension cache, sets attributes on what ``find_class`` returned, hashes keys of any depth,
+and allocates memory for any memo index. The opcodes are those of ``pickletools``: protocol 2 and later, as
+``torch.save`` writes, and GLOBAL.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from xhf_hooks.sources.checkpoint.limits import ITEM_NBYTES, Budget, UnsafePickl
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 
 _MOST_INT_NBYTES = 64
-#: What any instruction costs, for its time. Those that take longer, or make large objects, cost more.
+#: The cost of any opcode, which limits the time. Slow opcodes, and those that make large objects, cost more.
 _STEP_NBYTES = 50
 
 
 def load_pickle(
     data: bytes | memoryview, persistent: Callable[[Any], Any], start: int = 0, budget: Budget | None = None
 ) -> tuple[Any, int]:
-    """Read one pickle.
+    """Parse one pickle.
 
     Args:
-        persistent: Turns a persistent id (data, unchecked) into an object.
-        start: Where in ``data`` it begins.
-        budget: For the objects that it makes.
+        persistent: Turns a persistent id (untrusted data) into an object.
+        start: Its offset in ``data``.
+        budget: Limit on the memory of its objects.
 
     Returns:
-        The object: plain values and containers, :class:`LazyTensor`, :class:`Global` and :class:`Inert`. And
-        the position behind the pickle.
+        The object, made of plain values and containers, :class:`LazyTensor`, :class:`Global` and :class:`Inert`; and
+        the offset after the pickle.
 
     Raises:
-        UnsafePickle: It ends early, has unknown instructions, or uses more than it may.
+        UnsafePickle: It is truncated, has unknown opcodes, or exceeds a limit.
     """
     machine = _Machine(memoryview(data), persistent, start, budget or Budget())
     try:
         with _no_collections():
             return machine.run(), machine.position
-    # What Python raises on an instruction whose operands are not there or of another kind
+    # Raised by opcodes whose operands are missing or of another type
     except (LookupError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise UnsafePickle(f'damaged near byte {machine.position} ({type(error).__name__})') from error
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Python would look for garbage cycles among millions of new objects again and again; none of them is garbage."""
+    """Turn the garbage collector off: it would scan millions of new objects many times, none of them garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +67,7 @@ class _Machine:
         self.data, self.position = data, start
         self._persistent, self._budget = persistent, budget
         self.stack: list[Any] = []
-        self._marked: list[list[Any]] = []  # what lies below each mark
+        self._marked: list[list[Any]] = []  # the stack below each mark
         self._memo: dict[int, Any] = {}
         self._builder = Builder(budget)
 
@@ -80,19 +80,19 @@ class _Machine:
                 return self.stack.pop()
             instruction = _INSTRUCTIONS.get(opcode)
             if instruction is None:
-                raise UnsafePickle(f'instruction {bytes([opcode])!r}, which torch.save never writes')
+                raise UnsafePickle(f'opcode {bytes([opcode])!r}, which torch.save never writes')
             nbytes, act = instruction
             budget.left -= nbytes
             if budget.left < 0:
                 raise budget.exceeded()
             act(self)
 
-    # --- what is read ---
+    # --- reading ---
 
     def _take(self, nbytes: int, cost: int = 0) -> memoryview:
         end = self.position + nbytes
         if end > len(self.data):
-            raise UnsafePickle(f'{nbytes} bytes wanted at byte {self.position}, {len(self.data)} in all')
+            raise UnsafePickle(f'truncated: {nbytes} bytes expected at byte {self.position} of {len(self.data)}')
         self._budget.spend(cost)
         taken, self.position = self.data[self.position : end], end
         return taken
@@ -101,7 +101,7 @@ class _Machine:
         window = bytes(self.data[self.position : self.position + 1000])
         end = window.find(b'\n')
         if end < 0:
-            raise UnsafePickle(f'a name without end at byte {self.position}')
+            raise UnsafePickle(f'an unterminated name at byte {self.position}')
         self.position += end + 1
         return window[:end].decode()
 
@@ -111,7 +111,7 @@ class _Machine:
         found, self.stack = self.stack, self._marked.pop()
         return found
 
-    # --- instructions ---
+    # --- opcodes ---
 
     def _mark(self) -> None:
         self._marked.append(self.stack)
@@ -129,7 +129,7 @@ class _Machine:
         self.stack.append(int.from_bytes(self._take(nbytes), 'little', signed=True))
 
     def _text(self, nbytes: int) -> None:
-        taken = self._take(nbytes, 4 * nbytes)  # one rare character, and each takes four
+        taken = self._take(nbytes, 4 * nbytes)  # with one wide character, each takes four bytes
         self.stack.append(str(taken, 'utf-8', 'surrogatepass'))
 
     def _latin1(self, nbytes: int) -> None:
@@ -199,7 +199,7 @@ class _Machine:
     def _stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise UnsafePickle('a global is not named by text')
+            raise UnsafePickle('a global whose name is not a str')
         self.stack.append(self._builder.name(module, name))
 
     def _inst(self) -> None:
@@ -226,7 +226,7 @@ class _Machine:
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Inert):
             target.state = state
-        elif not isinstance(target, (dict, LazyTensor)):  # attributes of these hold nothing that we need
+        elif not isinstance(target, (dict, LazyTensor)):  # attributes of these are not needed
             raise UnsafePickle(f'a state is given to a {kind_of(target)}')
 
     def _persistent_id(self) -> None:
@@ -237,7 +237,7 @@ _Action = Callable[[_Machine], None]
 
 
 def _with(layout: str, act: Callable[[_Machine, Any], None]) -> _Action:
-    """An instruction with one number behind it."""
+    """An opcode followed by a number."""
     number = struct.Struct(f'<{layout}' if layout != 'd' else '>d')
 
     def read_and_act(machine: _Machine) -> None:
@@ -253,13 +253,13 @@ def _number(layout: str) -> _Action:
 
 
 def _unused(layout: str) -> _Action:
-    """A number that is only a hint."""
+    """An opcode whose number is a hint."""
     return _with(layout, lambda m, value: None)
 
 
 _M = _Machine
 _MEMO_NBYTES = 100
-#: Byte to what the instruction costs, without what depends on its operands, and what it does.
+#: Opcode to (cost, without that of its operands; function).
 _INSTRUCTIONS: dict[int, tuple[int, _Action]] = {
     code if isinstance(code, int) else ord(code): (_STEP_NBYTES + nbytes, act)
     for code, nbytes, act in (

@@ -1,8 +1,7 @@
-"""Whether the files of a DeepSpeed checkpoint are of one save, and each the file of the rank that its name says.
+"""Checks that the files of a DeepSpeed checkpoint are of one save, each under its own rank's name.
 
-Whoever copies checkpoints about may swap, mix or leave behind files, and the weights in them look like any others.
-What is compared here is written by every rank of every save, and costs next to no reading. At stages 1 and 2 the
-weights themselves are compared, too: :mod:`.rounded`.
+Copying checkpoints may swap, mix or leave behind files, which the weights alone do not show. The metadata compared here
+is written by every rank and cheap to read. At stages 1 and 2 the weights are compared, too: :mod:`.rounded`.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _DEEPSPEEDS = re.compile(
 )
 _HINT = 'put the files of one save together'
 _ROUND_ROBIN = 'zero_optimization.round_robin_gradients'
-#: Each resume between two steps loses the gradients that were accumulated, so that a step comes later.
+#: A resume within gradient accumulation loses the accumulated gradients, which delays a step; so many are allowed for.
 _RESUMES = 4
-#: Elements of padding that are looked at.
+#: Elements of padding that are read.
 _PADDING = 4096
 
 
@@ -41,15 +40,15 @@ def require_one_save(
     optimizer_restarted: bool,
     universal: bool = False,
 ) -> None:
-    """Compare what the files record.
+    """Compare the metadata of the files.
 
     Args:
-        universal: The model files of a universal checkpoint, whose masters are in no rank's file.
-        optimizer_restarted: The run was resumed without its optimizer's state, so the optimizer has made fewer steps
-            than the run; nobody can tell this from optimizer files of an earlier iteration.
+        universal: The model files are those of a universal checkpoint, which has no optimizer file per rank.
+        optimizer_restarted: The run was resumed without optimizer state, so the optimizer has made fewer steps than
+            the run. Optimizer files of an earlier iteration look the same.
 
     Raises:
-        CheckpointError: A file is missing, is left over, is another rank's, or is of another save.
+        CheckpointError: A file is missing, left over, of another rank or of another save.
     """
     if not universal:
         _require_all_ranks(models, optims)
@@ -80,15 +79,15 @@ def require_one_save(
 
 
 def unproven(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tuple[str, ...]:
-    """What the user has to know for himself, in words: nothing in the files tells it."""
-    if not optims or optims[0].stage != 3:  # at stages 1 and 2 the weights are in the model file once more
+    """Statements that the files cannot confirm, for the user to check."""
+    if not optims or optims[0].stage != 3:  # at stages 1 and 2 the model file has a copy of the weights
         return ()
     found = []
     states: list[ModelState | OptimState] = [*models, *optims]
     if len(optims) > 1 and any(state.evidence.saved_as != state.file.stem for state in states):
-        found.append('which rank wrote which file is told by their names alone')
+        found.append('not verifiable: only the file names say which rank wrote which file')
     if optims[0].evidence.step is None:
-        found.append('which iteration the weights are of is not told by the optimizer, which counts no steps')
+        found.append('not verifiable: the iteration of the weights, since this optimizer counts no steps')
     return tuple(found)
 
 
@@ -96,7 +95,7 @@ def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState
     if not optims:
         if models[0].shapes is not None and not any(t.numel for t in models[0].module.values()):
             raise CheckpointError(
-                f'{models[0].file}: holds no weights, and no *_optim_states.pt is beside it; copy them'
+                f'{models[0].file}: holds no weights, and there are no *_optim_states.pt files; copy them, too'
             )
         return
     first = optims[0]
@@ -110,68 +109,65 @@ def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState
     if first.world_size > len(optims):
         missing = first.file.name.replace('rank_0_mp', f'rank_{len(optims)}_mp')
         raise CheckpointError(
-            f'{first.file.with_name(missing)}: missing: {first.world_size} ranks wrote, the files of {len(optims)} '
-            f'are there; copy the others, too'
+            f'{first.file.with_name(missing)}: missing: expected files of {first.world_size} ranks, found '
+            f'{len(optims)}; copy the others, too'
         )
     if first.world_size < len(optims):
         raise CheckpointError(
-            f'{optims[first.world_size].file}: left from a run of more ranks: {first.file.name} is of '
+            f'{optims[first.world_size].file}: left over from a run of more ranks: {first.file.name} is of a run of '
             f'{first.world_size}; put the files of one save together'
         )
     expected = first.world_size if first.stage == 3 else 1
     if len(models) != expected:
         raise CheckpointError(
-            f'{models[0].file}: one of {len(models)} model files, where ZeRO-{first.stage} with {first.world_size} '
+            f'{models[0].file}: one of {len(models)} model files, but ZeRO-{first.stage} with {first.world_size} '
             f'ranks writes {expected}; put the files of one save together'
         )
     if models[0].shapes is None or any(len(o.groups) != len(models[0].shapes) for o in optims if o.stage != 3):
-        raise CheckpointError(f'{models[0].file}: lacks the shapes of what is in {first.file.name}; not of one save')
+        raise CheckpointError(f'{models[0].file}: lacks the shapes of the parameters in {first.file.name}; {_HINT}')
 
 
 def _require_own_names(states: Sequence[ModelState | OptimState]) -> None:
-    """torch.save writes a file's name into it (:func:`.torch_file.zip_root`)."""
+    """torch.save records the file name in the file (:func:`.torch_file.zip_root`)."""
     for state in states:
         saved_as = state.evidence.saved_as
         if saved_as is not None and saved_as != state.file.stem and _DEEPSPEEDS.fullmatch(saved_as):
-            raise CheckpointError(
-                f'{state.file}: was saved as {saved_as}.pt and renamed since; give it its own name again, or {_HINT}'
-            )
+            raise CheckpointError(f'{state.file}: was saved as {saved_as}.pt and renamed; restore its name, or {_HINT}')
 
 
 def _require_first(models: Sequence[ModelState]) -> None:
-    """Stage 3: rank 0 alone lists what is tied (``runtime/engine.py``, ``_get_shared_params``)."""
+    """Stage 3: only rank 0 records tied parameters (``runtime/engine.py``, ``_get_shared_params``)."""
     for model in models[1:]:
         if model.shared and not models[0].shared:
             raise CheckpointError(
-                f'{model.file}: is of rank 0, {models[0].file.name} is not; {_HINT}, under their names'
+                f'{model.file}: is the file of rank 0, but {models[0].file.name} is not; {_HINT}, under their names'
             )
 
 
 def require_steps_of(model: ModelState, optim: OptimState) -> None:
-    """Stage 3, where the optimizer's files alone have the weights: they must be as old as the model's."""
+    """Stage 3: check that the optimizer files, which have the weights, are of the model file's step."""
     told, config = model.evidence, model.evidence.config
     made, accumulation = optim.evidence.step, config.get('gradient_accumulation_steps', 1)
     if made is None or told.steps is None or told.skipped is None or config.get('torch_autocast.enabled'):
-        return  # torch's GradScaler skips steps and does not say so
+        return  # torch's GradScaler skips steps without counting them
     if made == told.steps - told.skipped:
         return
     if told.iteration is not None and type(accumulation) is int and accumulation > 0:
-        # MMEngine's load_from: the steps go on from those of the run that was loaded, the optimizer begins anew
+        # MMEngine's load_from: global_steps continues from the loaded run, the optimizer starts from 0
         begun = told.iteration // accumulation
         if begun - told.skipped - (_RESUMES if accumulation > 1 else 0) <= made <= begun:
             return
     raise CheckpointError(
-        f'{optim.file}: its optimizer has made {made:.0f} steps, {model.file.name} is of step {told.steps} with '
-        f'{told.skipped} skipped: not of one save; put the files of one iteration together, or, if the run was '
-        f"resumed without its optimizer's state, add --optimizer-restarted"
+        f'{optim.file}: not of one save: its optimizer has made {made:.0f} steps, but {model.file.name} is of step '
+        f'{told.steps} with {told.skipped} skipped; put the files of one iteration together, or, if the run was '
+        f'resumed without optimizer state, add --optimizer-restarted'
     )
 
 
 def _require_padding(model: ModelState, optims: Sequence[OptimState], reader: PieceReader) -> None:
-    """Stage 3: the last ranks' slices are padded, and optimizers have seen no gradient there, unlike elsewhere.
+    """Stage 3, for files that do not record their names: moments are 0 in the padding of the last ranks' slices.
 
-    The weights' own padding is whatever was in memory (``zero/partition_parameters.py``, ``_partition_param``). Only
-    for files that do not tell their names.
+    The padding of the weights is uninitialised memory (``zero/partition_parameters.py``, ``_partition_param``).
     """
     if all(optim.evidence.saved_as == optim.file.stem for optim in optims) or not all(map(_has_moments, optims)):
         return
@@ -183,13 +179,13 @@ def _require_padding(model: ModelState, optims: Sequence[OptimState], reader: Pi
         for other in optims[:rank]:
             if _untouched(other, ranges, reader):
                 raise CheckpointError(
-                    f'{optim.file}: its last elements are those of an earlier rank, and {other.file.name} has the '
-                    f'padding of this one; {_HINT}, each under its own name'
+                    f'{optim.file}: has no padding at its end, but {other.file.name} has that of this rank: they are '
+                    f'swapped; {_HINT}, each under its own name'
                 )
 
 
 def _has_moments(optim: OptimState) -> bool:
-    """Without L2 regularisation, that is: it would move the padding, too."""
+    """Whether there are moments, and no L2 regularisation, which changes the padding, too."""
     decay = any(s.get('weight_decay') and not s.get('decoupled_weight_decay') for s in optim.evidence.settings)
     sizes = [group.numel for group in optim.groups]
     return not decay and sizes == [moment.numel for moment in optim.evidence.moments]
@@ -206,10 +202,7 @@ def _untouched(optim: OptimState, ranges: Sequence[tuple[int, int]], reader: Pie
 
 
 def _require_slices(model: ModelState, optims: Sequence[OptimState]) -> None:
-    """Stages 1 and 2: each rank records which part of which parameter it has.
-
-    With ``round_robin_gradients`` it records the parts in another order than it has them in.
-    """
+    """Stages 1 and 2: each rank records its parts of parameters; with ``round_robin_gradients`` in another order."""
     if any(o.paddings is not None or o.evidence.config.get(_ROUND_ROBIN) for o in optims):
         return
     for index, shapes in enumerate(model.shapes or ()):
@@ -222,8 +215,8 @@ def _require_slices(model: ModelState, optims: Sequence[OptimState]) -> None:
             if recorded[index] != expected:
                 name = next(iter(recorded[index].items() ^ expected.items()))[0]
                 raise CheckpointError(
-                    f'{optim.file}: records another part of {name} than rank {rank} has, with {len(optims)} ranks; '
-                    f'{_HINT}, each under its own name'
+                    f'{optim.file}: holds another part of {name} than rank {rank} of {len(optims)} ranks; {_HINT}, '
+                    f'each under its own name'
                 )
 
 
@@ -242,5 +235,6 @@ def _same(what: str, values: Sequence[tuple[Path, Any]], *, show: bool = True) -
     told_by = [(file, value) for file, value in values if value is not None]
     for file, value in told_by[1:]:
         if value != told_by[0][1]:
-            told = f'{what} {value}, {told_by[0][0].name} has {told_by[0][1]}' if show else f'other {what}'
+            other = told_by[0][0].name
+            told = f'{what} {value}, but {other} has {told_by[0][1]}' if show else f'other {what} than {other}'
             raise CheckpointError(f'{file}: has {told}: not of one save; put the files of one iteration together')

@@ -1,4 +1,4 @@
-"""One file with all weights: a ``.pth`` of MMEngine's Runner, or any state dict that torch.save wrote."""
+"""One file with all weights: a ``.pth`` of MMEngine's Runner, or any state dict saved by torch.save."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
-#: Where the state dict is: MMEngine, DeepSpeed (also save_16bit_model's), many trainers.
+#: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
 _KEYS = ('state_dict', 'module', 'model')
 _MMENGINES, _OF_EMA = _KEYS[0], 'ema_state_dict'
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
-        content: The whole of it, as data.
-        tensors: Its state dict; of a run with EMAHook, the averaged weights.
-        live: Of a run with EMAHook, the live weights; else None.
+        content: All of it, as data.
+        tensors: Its state dict; for a run with EMAHook, the averaged weights.
+        live: The live weights of a run with EMAHook; else None.
     """
 
     content: Mapping[str, Any]
@@ -32,10 +32,10 @@ class SingleFile:
 
 
 def load_single_file(file: Path) -> SingleFile:
-    """The whole content, and the state dicts in it.
+    """Read the file and find its state dicts.
 
     Raises:
-        CheckpointError: There is no state dict in it.
+        CheckpointError: It has no state dict.
     """
     content = load_torch_file(file)
     if not isinstance(content, dict):
@@ -46,11 +46,11 @@ def load_single_file(file: Path) -> SingleFile:
         tensors = _tensors(content if key is None else content[key])
         if tensors:
             return SingleFile(content, tensors, _live(content, tensors) if key == _MMENGINES else None)
-    raise CheckpointError(f'{file}: no weights under {", ".join(_KEYS)} or at the top; give a file with a state dict')
+    raise CheckpointError(f'{file}: no weights under {", ".join(_KEYS)} or at top level; give a file with a state dict')
 
 
 def _live(content: Mapping[str, Any], averaged: Mapping[str, LazyTensor]) -> dict[str, LazyTensor] | None:
-    """MMEngine's EMAHook swaps the two before it saves (``hooks/ema_hook.py``, ``_swap_ema_state_dict``)."""
+    """MMEngine's EMAHook swaps both before it saves (``hooks/ema_hook.py``, ``_swap_ema_state_dict``)."""
     swapped = _tensors(content[_OF_EMA]) if isinstance(content.get(_OF_EMA), dict) else {}
     found = {name: swapped.get(f'module.{name}') for name in averaged}
     if not any(tensor is not None for tensor in found.values()):

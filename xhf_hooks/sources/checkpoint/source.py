@@ -33,28 +33,27 @@ _SHOWN = 5
 
 
 class CheckpointSource(StoredSource):
-    """The tensors of any layout that :func:`.find_checkpoint` finds.
+    """The tensors of a checkpoint of any supported layout.
 
     Args:
-        ema: Of a checkpoint that holds averaged weights beside the live ones, the averaged.
-        optimizer_restarted: The optimizer may have made other numbers of steps than the run (ZeRO-3); see
+        ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
+        optimizer_restarted: Accept an optimizer with fewer steps than the run (ZeRO-3); see
             :func:`.same_save.require_one_save`.
 
     Attributes:
-        found: The checkpoint that is read.
-        averages: Whether it holds averaged weights beside the live ones, as MMEngine's EMAHook writes them.
-        unproven: What nothing in the files tells, in words.
+        found: The checkpoint.
+        averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
+        unproven: Statements that the files cannot confirm, see :func:`.same_save.unproven`.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
             ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
-        iteration: Training iterations done, None if the files don't say.
-        epoch: Epochs done, None if the files don't say.
-        config_text: ``meta.cfg`` as MMEngine dumped it (text of a Python config file), else None.
-        trained_dtype: What DeepSpeed cast the whole model to; None if it did not, or was not there.
-        warnings: One-line notes for the user.
-        memory_factor: 1: a gathered tensor takes its bytes.
+        iteration: Completed training iterations; None if unknown.
+        epoch: Completed epochs; None if unknown.
+        config_text: ``meta.cfg``, the Python config that MMEngine dumped; None if there is none.
+        trained_dtype: The dtype that DeepSpeed cast the model to; None if it did not.
+        warnings: Notes for the user, one line each.
 
     Raises:
-        CheckpointError: One line that names the file and what to do.
+        CheckpointError: The checkpoint cannot be read.
     """
 
     def __init__(self, found: FoundCheckpoint, *, ema: bool = True, optimizer_restarted: bool = False) -> None:
@@ -81,7 +80,7 @@ class CheckpointSource(StoredSource):
         if assembled.named_only:
             shown = ', '.join(assembled.named_only[:_SHOWN])
             self.warnings.append(
-                f'{len(assembled.named_only)} tensors are named in the checkpoint, not stored: {shown}'
+                f'{len(assembled.named_only)} tensors are named in the checkpoint, but not stored: {shown}'
             )
         meta = content.get('meta')
         meta = meta if isinstance(meta, dict) else {}
@@ -91,11 +90,10 @@ class CheckpointSource(StoredSource):
         self.trained_dtype = trained_dtype(content.get('ds_config'))
 
     def specs(self) -> list[TensorSpec]:
-        """Every tensor with data in the checkpoint, in state-dict order, under its first name.
+        """The stored tensors in state-dict order, under their first names.
 
-        ``dtype`` is the training dtype. ``has_master``: an fp32 copy is in the files, and the training dtype is
-        16-bit. ``master_lost``: none is, though training had one. ``aliases``: tied names (``shared_params``, or
-        names of one storage).
+        ``dtype`` is the training dtype. ``has_master``: the tensor is 16-bit and the files have fp32 values.
+        ``master_lost``: training had fp32 values, but the files do not. ``aliases``: names of tied tensors.
         """
         return [
             TensorSpec(t.name, t.shape, t.dtype, t.aliases, t.master is not None, self._has_lost_master(t))
@@ -117,7 +115,7 @@ class CheckpointSource(StoredSource):
 
     def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
         if self.found.layout == 'dcp':
-            self.unproven = ('that .metadata and all .distcp files are of one save is told by their names alone',)
+            self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
             return {}, load_dcp(self.found)
         return load_fsdp_ranks(self.found)
 
@@ -147,19 +145,19 @@ class CheckpointSource(StoredSource):
         return models[0].content, assembled
 
     def _check_sizes(self) -> None:
-        """Every tensor has as many elements as its shape says, whatever it is read from."""
+        """Check that the pieces of every tensor have as many elements as its shape."""
         for tensor in self._tensors.values():
             for pieces in (tensor.trained, tensor.master):
                 numel = sum(piece.numel for piece in pieces or ())
                 if pieces is not None and numel != tensor.numel:
                     raise CheckpointError(
-                        f'{self.found.path}: {tensor.name} has {numel} elements, its shape {tensor.shape} '
+                        f'{self.found.path}: {tensor.name} has {numel} elements, but its shape {tensor.shape} has '
                         f'{tensor.numel}; take another checkpoint'
                     )
 
 
 def _stage_and_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> tuple[int, int | None]:
-    """Stage 0 with BF16_Optimizer has the files of stage 1; the config tells."""
+    """The ZeRO stage in the config: stage 0 with BF16_Optimizer has the files of stage 1."""
     content = models[0].content
     zero = content['ds_config'].get('zero_optimization') if isinstance(content.get('ds_config'), dict) else None
     stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
@@ -168,7 +166,7 @@ def _stage_and_ranks(models: Sequence[ModelState], optims: Sequence[OptimState])
 
 
 def _never_trained(model: ModelState) -> frozenset[str]:
-    """Buffers, and parameters that are in no optimizer group. Without ZeRO nothing tells the latter."""
+    """Buffers, and parameters in no optimizer group; without ZeRO, the latter are unknown."""
     if model.shapes is None:
         return model.buffer_names
     trained = {name for group in model.shapes for name in group}
@@ -177,7 +175,7 @@ def _never_trained(model: ModelState) -> frozenset[str]:
 
 
 def _number_in(found: FoundCheckpoint) -> int | None:
-    """The iteration that a folder or file is named after, or Trainer's folder around it; epochs are another unit."""
+    """The iteration in the name of the folder or file, or of Trainer's folder; None for epochs."""
     number = '(0|[1-9][0-9]{0,14})'
     match = re.fullmatch(rf'(?:iter_|checkpoint-){number}(?:\.pth)?', found.path.name)
     match = match or re.fullmatch(f'checkpoint-{number}', found.path.absolute().parent.name)

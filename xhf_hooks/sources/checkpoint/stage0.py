@@ -1,4 +1,4 @@
-"""fp32 masters of runs without ZeRO, which DeepSpeed saves without names.
+"""fp32 master weights of runs without ZeRO, which DeepSpeed saves without names.
 
 ``runtime/fp16/unfused_optimizer.py`` (``fp32_groups``) and ``fused_optimizer.py`` (``fp32_groups_flat``), in the
 model file under ``optimizer``.
@@ -22,17 +22,17 @@ from xhf_hooks.sources.pieces import Region
 
 _ROUNDED = ('BF16', 'F16')
 _NOT_NAMED = (
-    'the fp32 master weights of this run without ZeRO are saved without names, and cannot be told apart: '
-    '--dtype float32 gives the 16-bit weights'
+    'the fp32 master weights of this run without ZeRO have no names and could not be matched: --dtype float32 '
+    'converts the 16-bit weights instead'
 )
 _SAMPLE = 4096
 
 
 def stage0_masters(model: ModelState, reader: PieceReader) -> tuple[Regions, str | None]:
-    """The master of each parameter as far as shape, order and values tell it without doubt.
+    """Match masters to parameters where shape, order and values are unambiguous.
 
     Returns:
-        The masters, and a warning if some could not be told.
+        The masters, and a warning if some were not matched.
     """
     optimizer = model.content.get('optimizer')
     optimizer = optimizer if isinstance(optimizer, dict) else {}
@@ -50,14 +50,14 @@ def stage0_masters(model: ModelState, reader: PieceReader) -> tuple[Regions, str
         names.setdefault(_look(tensor, tensor.dtype, reader), []).append(name)
     found: Regions = {}
     for look, candidates in names.items():
-        # Those that look alike are in the same order in both, unless one of them has no master
+        # Equal ones are in the same order in both, unless one of them has no master
         if len(candidates) == len(alike.get(look, ())):
             for name, master in zip(candidates, alike[look], strict=True):
                 found[name] = Region(master.shape, master.dtype, (master.piece(),))
     return found, None if len(found) == len(masters) else _NOT_NAMED
 
 
-#: Shape, dtype and the first values of a tensor, rounded.
+#: Shape, dtype and the first values of a tensor, rounded to the dtype.
 _Look = tuple[tuple[int, ...], str, bytes]
 
 
@@ -78,7 +78,7 @@ def _parameters(model: ModelState) -> dict[str, LazyTensor]:
 
 
 def _masters(optimizer: dict[str, Any], trained: dict[str, LazyTensor]) -> list[LazyTensor] | None:
-    """In the optimizer's order. None if it has some that cannot be cut into parameters."""
+    """The masters in the optimizer's order; None if a flat one cannot be split into parameters."""
     groups = optimizer.get('fp32_groups', [])
     found = [tensor for group in groups if isinstance(group, list) for tensor in group]
     flat = optimizer.get('fp32_groups_flat', [])

@@ -1,4 +1,4 @@
-"""The states that DeepSpeed writes, file by file.
+"""Parses the files that DeepSpeed writes.
 
 Keys: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``) and the optimizers'
 ``state_dict``; see :mod:`.flat_groups`.
@@ -28,10 +28,10 @@ class ModelState:
     """A ``*_model_states.pt`` file.
 
     Attributes:
-        content: The whole of it, as data.
-        shapes: Of the trained parameters, by optimizer group, in the order of the flat vectors; None without ZeRO.
-        frozen_shapes, fragments: Of frozen parameters (stages 2 and 3).
-        shared: Alias to the name whose data is stored.
+        content: All of it, as data.
+        shapes: Shapes of trained parameters by optimizer group, in the order of the flat vectors; None without ZeRO.
+        frozen_shapes, fragments: Shapes and values of frozen parameters (stages 2 and 3).
+        shared: Alias to the stored name.
     """
 
     file: Path
@@ -46,7 +46,7 @@ class ModelState:
 
     @property
     def trained_dtype(self) -> str | None:
-        """Safetensors dtype that DeepSpeed casts the whole model to, what it does not save included; None: to none."""
+        """Safetensors dtype that DeepSpeed cast the model to, including unsaved tensors; None if it did not."""
         return trained_dtype(self.content.get('ds_config'))
 
 
@@ -55,7 +55,7 @@ class OptimState:
     """A ``*_optim_states.pt`` file: this rank's part of each fp32 group.
 
     Attributes:
-        paddings: Of each group, elements behind each parameter; None if there are none.
+        paddings: For each group, the padding after each parameter; None if there is none.
     """
 
     file: Path
@@ -67,7 +67,7 @@ class OptimState:
 
 
 def trained_dtype(ds_config: Any) -> str | None:
-    """What ``ds_config`` says of :attr:`ModelState.trained_dtype`."""
+    """:attr:`ModelState.trained_dtype` from ``ds_config``."""
     for key, code in (('bf16', 'BF16'), ('bfloat16', 'BF16'), ('fp16', 'F16')):
         section = ds_config.get(key) if isinstance(ds_config, dict) else None
         if isinstance(section, dict) and section.get('enabled') is True:
@@ -76,10 +76,10 @@ def trained_dtype(ds_config: Any) -> str | None:
 
 
 def load_model_state(file: Path) -> ModelState:
-    """Read and check one file.
+    """Load and validate a model file.
 
     Raises:
-        CheckpointError: It is not one, or of a way to train that is not supported.
+        CheckpointError: It is not a model file, or of an unsupported training mode.
     """
     content = load_torch_file(file)
     if not isinstance(content, dict) or 'module' not in content or 'buffer_names' not in content:
@@ -109,10 +109,10 @@ def load_model_state(file: Path) -> ModelState:
 
 
 def load_optim_state(file: Path) -> OptimState:
-    """Read and check one file.
+    """Load and validate an optimizer file.
 
     Raises:
-        CheckpointError: It is not one, or of a way to train that is not supported.
+        CheckpointError: It is not an optimizer file, or of an unsupported training mode.
     """
     content = load_torch_file(file)
     state = content.get('optimizer_state_dict') if isinstance(content, dict) else None
@@ -120,15 +120,17 @@ def load_optim_state(file: Path) -> OptimState:
         raise CheckpointError(f'{file}: not an optimizer file of DeepSpeed; give the folder of a checkpoint')
     if state.get('ds_zero_partition_groups') is not None:
         raise CheckpointError(f'{file}: a run with expert parallelism, which is not supported')
-    # BF16_Optimizer (stage 1 with fp32 gradients, or stage 0) does not say its stage
+    # BF16_Optimizer (stage 1 with fp32 gradients, or stage 0) does not record its stage
     stage = as_int(state['zero_stage']) if 'zero_stage' in state else 1
     counts = state.get('partition_count')
     counts = counts if isinstance(counts, list) else [counts]
     if stage not in _FLAT_KEYS or not counts or not all(type(count) is int and count > 0 for count in counts):
-        raise CheckpointError(f'{file}: does not say how ZeRO has split the weights; its DeepSpeed is unknown to us')
+        raise CheckpointError(
+            f'{file}: unknown zero_stage or partition_count; this version of DeepSpeed is not supported'
+        )
     if len(set(counts)) > 1:
         raise CheckpointError(
-            f'{file}: groups are split over {sorted(set(counts))[:5]} ranks (expert parallelism), not supported'
+            f'{file}: a run with expert parallelism (groups of {sorted(set(counts))[:5]} ranks), which is not supported'
         )
     groups = tuple(_sequence(file, state.get(_FLAT_KEYS[stage])))
     if not all(isinstance(g, LazyTensor) and g.dtype is not None and g.is_contiguous for g in groups):
@@ -149,14 +151,14 @@ def _shapes(file: Path, shapes: Any) -> Shapes:
 
 def _sizes(file: Path, sizes: Any) -> tuple[int, ...]:
     if not all(map(is_count, _sequence(file, sizes))):
-        raise CheckpointError(f'{file}: has a parameter whose sizes are not numbers; take another checkpoint')
+        raise CheckpointError(f'{file}: has a parameter with an invalid shape; take another checkpoint')
     return tuple(sizes)
 
 
 def _fragments(file: Path, fragments: Any) -> dict[str, LazyTensor]:
     found = _mapping(file, fragments)
     if not all(isinstance(t, LazyTensor) and t.is_contiguous and isinstance(n, str) for n, t in found.items()):
-        raise CheckpointError(f'{file}: has no proper frozen parameters; take another checkpoint')
+        raise CheckpointError(f'{file}: has invalid frozen parameters; take another checkpoint')
     return found
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a pickle as views into a file, checked against the file's sizes and read by nobody yet.
+"""Tensors of a pickle as views into a file, validated but not read.
 
 The arguments are those of ``torch._utils._rebuild_tensor_v2`` and its relatives (torch ``_utils.py``).
 """
@@ -23,11 +23,11 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes of a file that tensors are views of.
+    """Bytes of a file, viewed by tensors.
 
     Attributes:
-        dtype: Safetensors dtype; None for one that no weight has (quantised, complex128 ...).
-        locate: Where the storage ``key`` begins in the file, looked up when a tensor is really read.
+        dtype: Safetensors dtype; None for dtypes that it does not have (quantized, complex128).
+        locate: Maps ``key`` to the storage's offset in the file; called when a tensor is read.
     """
 
     file: Path
@@ -39,7 +39,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor in a file. ``start`` is in elements of the storage."""
+    """A tensor in a file. ``start`` is the offset in its storage, in elements."""
 
     storage: Storage
     dtype: str | None
@@ -62,7 +62,7 @@ class LazyTensor:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Equal for two names of the same bytes."""
+        """Equal for tensors that view the same bytes."""
         return self.storage.file, self.storage.key, self.dtype, self.start, self.shape, self.stride
 
     def piece(self, first: int = 0, numel: int | None = None) -> Piece:
@@ -74,13 +74,13 @@ class LazyTensor:
 
 
 def make_storage(typename: Any, key: Any, numel: Any, file: Path, locate: Callable[[str], int]) -> Storage:
-    """A storage as a persistent id tells it: type, key and number of elements.
+    """The storage of a persistent id: type, key and number of elements.
 
     Raises:
-        UnsafePickle: One of them is of another kind.
+        UnsafePickle: One of them has another type.
     """
     if not isinstance(typename, Global) or type(key) is not str or not is_count(numel):
-        raise UnsafePickle('a storage is described by other things than a type, a key and a size')
+        raise UnsafePickle('a storage without type, key and size')
     known = typename.module in ('torch', 'torch.storage', 'torch.cuda')
     code = CODES_BY_STORAGE.get(typename.name) if known else None
     return Storage(file, key, code, numel * DTYPE_NBYTES[code] if code else 0, locate)
@@ -90,10 +90,10 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
     """The tensor that ``torch._utils`` would rebuild.
 
     Raises:
-        UnsafePickle: It does not fit into its storage, or an argument is of the wrong kind.
+        UnsafePickle: It does not fit into its storage, or an argument has the wrong type.
     """
     if len(args) < 4 or not isinstance(args[0], Storage):
-        raise UnsafePickle(f'{function} is given no storage')
+        raise UnsafePickle(f'{function} without a storage')
     storage, start, shape, stride = args[:4]
     dtype = storage.dtype
     if function == '_rebuild_tensor_v3':
@@ -101,19 +101,19 @@ def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
     elif function == '_rebuild_tensor_v2' and len(args) > 6 and args[6]:
         raise UnsafePickle('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= _MAX_DIMS):
-        raise UnsafePickle('a tensor has no proper shape and stride')
+        raise UnsafePickle('a tensor with an invalid shape or stride')
     if not all(map(is_count, (start, *shape, *stride))):
-        raise UnsafePickle('a tensor has a negative or odd size, stride or offset')
+        raise UnsafePickle('a tensor with a negative or too large size, stride or offset')
     if dtype is not None and math.prod(shape):
         last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         needed = (last + 1) * DTYPE_NBYTES[dtype]
         if needed > storage.nbytes:
             raise UnsafePickle(
-                f'a tensor of shape {str(shape)[:80]} needs {needed} bytes of a storage of {storage.nbytes}'
+                f'a tensor of shape {str(shape)[:80]} needs {needed} bytes, but its storage has {storage.nbytes}'
             )
     return LazyTensor(storage, dtype, start, shape, stride)
 
 
 def as_dtype(value: Any) -> str | None:
-    """The safetensors dtype of a ``torch.dtype``; None for anything else, and for types that no weight has."""
+    """The safetensors dtype of a ``torch.dtype``; None for other values and unsupported dtypes."""
     return CODES_BY_NAME.get(value.name) if isinstance(value, Global) and value.module == 'torch' else None

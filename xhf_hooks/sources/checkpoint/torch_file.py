@@ -1,8 +1,8 @@
-"""Files of ``torch.save``: the pickle inside as data, and the places of the storages, none of them read.
+"""Files of ``torch.save``: parses the pickle as data and locates the storages, without reading them.
 
-Zip files are laid out as in torch ``serialization.py`` (``_open_zipfile_writer``, ``_load``): one folder with
-``data.pkl``, ``data/<key>`` stored without compression, and ``byteorder``. The older files are five pickles, then for
-each storage its number of elements (8 bytes) and its bytes (``_legacy_load``).
+Zip files (torch ``serialization.py``, ``_open_zipfile_writer``, ``_load``): one folder with ``data.pkl``, uncompressed
+``data/<key>``, and ``byteorder``. Legacy files (``_legacy_load``): five pickles, then each storage as its number of
+elements (8 bytes) and its bytes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
 from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
 from xhf_hooks.sources.checkpoint.zip_directory import BadZip, content_start, first_folder, read_directory
 
-#: A pickle of a 100 000-tensor checkpoint has some 40 MB.
+#: The pickle of a checkpoint of 100,000 tensors has about 40 MB.
 MAX_PICKLE_NBYTES = 256 * 10**6
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
-_HEAD_NBYTES = 20_000  # of objects in the few values at the front of an older file
+_HEAD_NBYTES = 20_000  # memory of the small pickles at the start of a legacy file
 
 
 def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
     """The object in a file of ``torch.save``, with :class:`LazyTensor` for tensors. Executes nothing.
 
     Args:
-        window: Where in the file a zip file of ``torch.save`` begins, and how many bytes it has; None: it is the file.
+        window: Offset and size of a zip archive within the file; None: the file itself.
 
     Raises:
-        CheckpointError: The file is missing, empty, truncated, damaged, or of another kind.
+        CheckpointError: The file is missing, empty, truncated, damaged, or not of ``torch.save``.
     """
     data = FileBytes(path) if window is None else FileBytes(path, *window)
     with _refusals(path), data.opened():
@@ -47,24 +47,24 @@ def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
 
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """Tell what is wrong with the content of a file."""
+    """Turn errors in the content into a CheckpointError with the path."""
     try:
         yield
     except BadZip as error:
-        raise CheckpointError(f'{path}: not a zip file as torch.save writes it: {error}; {COPY_HINT}') from error
+        raise CheckpointError(f'{path}: not a valid zip file of torch.save: {error}; {COPY_HINT}') from error
     except UnsafePickle as error:
-        raise CheckpointError(f'{path}: not a checkpoint that can be trusted: {error}; {COPY_HINT}') from error
+        raise CheckpointError(f'{path}: invalid or unsafe pickle: {error}; {COPY_HINT}') from error
 
 
 def load_pickle_file(path: Path) -> Any:
-    """The object in a plain file of ``pickle.dump``. Executes nothing.
+    """The object in a file of ``pickle.dump``. Executes nothing.
 
     Raises:
         CheckpointError: The file is missing, empty, too large, damaged, or refers to storages.
     """
     data = FileBytes(path)
     if len(data) > MAX_PICKLE_NBYTES:
-        raise CheckpointError(f'{path}: has {len(data)} bytes, more than the {MAX_PICKLE_NBYTES} allowed')
+        raise CheckpointError(f'{path}: has {len(data)} bytes; expected at most {MAX_PICKLE_NBYTES}')
 
     def persistent(pid: Any) -> Any:
         raise UnsafePickle('a persistent id, which only files of torch.save have')
@@ -74,11 +74,11 @@ def load_pickle_file(path: Path) -> Any:
 
 
 def zip_root(path: Path) -> str | None:
-    """The folder inside a zip file that :func:`load_torch_file` has read; None for a file of the older format.
+    """The top folder of a zip file of ``torch.save``; None for a legacy file.
 
-    ``torch.save(obj, path)`` names it after the file, without folder and last suffix (torch ``serialization.py``,
-    ``_open_zipfile_writer_file``; C++ ``PyTorchStreamWriter``). It is ``'archive'`` when torch was given an open
-    file, or a path that is not ASCII. It therefore tells a file that was renamed later, unless it is ``'archive'``.
+    ``torch.save(obj, path)`` names it after the file, without the last suffix (torch ``serialization.py``,
+    ``_open_zipfile_writer_file``; C++ ``PyTorchStreamWriter``), which reveals renamed files. It is ``'archive'`` if
+    torch was given an open file or a path that is not ASCII.
 
     Raises:
         CheckpointError: The file cannot be read any more.
@@ -87,7 +87,7 @@ def zip_root(path: Path) -> str | None:
 
 
 class _ZipFile:
-    """Args: ``data`` is the zip file, which begins at byte ``start`` of the file ``path``."""
+    """The zip archive ``data``, at byte ``start`` of the file ``path``."""
 
     def __init__(self, path: Path, data: FileBytes, start: int = 0) -> None:
         self._path, self._data, self._start = path, data, start
@@ -95,7 +95,7 @@ class _ZipFile:
         if 'data.pkl' not in self._parts:
             raise CheckpointError(f'{path}: a zip file, but not of torch.save (no data.pkl); give a checkpoint')
         if 'constants.pkl' in self._parts:
-            raise CheckpointError(f'{path}: a TorchScript program, not a checkpoint; give a checkpoint')
+            raise CheckpointError(f'{path}: a TorchScript program; give a checkpoint')
         self._storages: dict[str, Storage] = {}
 
     def load(self) -> Any:
@@ -105,11 +105,11 @@ class _ZipFile:
         part = self._parts['data.pkl']
         if part.nbytes > MAX_PICKLE_NBYTES:
             raise CheckpointError(
-                f'{self._path}: its data.pkl has {part.nbytes} bytes, more than the {MAX_PICKLE_NBYTES} allowed'
+                f'{self._path}: data.pkl has {part.nbytes} bytes; expected at most {MAX_PICKLE_NBYTES}'
             )
         pickled = self._content('data.pkl')
         if zlib.crc32(pickled) != part.crc:
-            raise CheckpointError(f'{self._path}: data.pkl has another checksum than recorded; {COPY_HINT}')
+            raise CheckpointError(f'{self._path}: data.pkl does not match its checksum; {COPY_HINT}')
         return load_pickle(pickled, self._persistent)[0]
 
     def locate(self, key: str) -> int:
@@ -134,7 +134,7 @@ class _ZipFile:
         if part is None:
             raise UnsafePickle(f'storage {key[:80]!a} is not in the file')
         if storage.dtype is not None and part.nbytes != storage.nbytes:
-            raise UnsafePickle(f'storage {key[:80]!a} has {part.nbytes} bytes, {storage.nbytes} are recorded')
+            raise UnsafePickle(f'storage {key[:80]!a} has {part.nbytes} bytes, expected {storage.nbytes}')
         self._storages[key] = storage
         return storage
 
@@ -142,7 +142,7 @@ class _ZipFile:
 def _load_legacy(path: Path, data: FileBytes) -> Any:
     """A file of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
     view = data[:MAX_PICKLE_NBYTES]
-    offsets: dict[str, int] = {}  # known when the whole file has been walked
+    offsets: dict[str, int] = {}  # filled by _place_storages
     storages: dict[str, Storage] = {}
 
     def persistent(pid: Any) -> Any:
@@ -161,7 +161,7 @@ def _load_legacy(path: Path, data: FileBytes) -> Any:
         raise CheckpointError(f'{path}: not a file of torch.save; give a .pth file or the folder of a checkpoint')
     version, position = load_pickle(view, persistent, position, Budget(_HEAD_NBYTES))
     if version != _LEGACY_PROTOCOL:
-        raise UnsafePickle('unknown version of the format')
+        raise UnsafePickle('unknown format version')
     system, position = load_pickle(view, persistent, position, Budget(_HEAD_NBYTES))
     if isinstance(system, dict) and system.get('little_endian') is False:
         raise CheckpointError(f'{path}: was written on a big-endian machine; save it on another')
@@ -176,15 +176,15 @@ def _place_storages(
     path: Path, data: FileBytes, position: int, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
 ) -> None:
     if not isinstance(keys, list) or not all(type(key) is str for key in keys) or set(keys) != set(storages):
-        raise UnsafePickle('its list of storages is not that of its tensors')
+        raise UnsafePickle('its list of storages does not match its tensors')
     for key in keys:
         storage = storages[key]
         if storage.dtype is None:
-            raise UnsafePickle(f'a storage of unknown type, behind which nothing can be found ({storage.key[:80]!a})')
+            raise UnsafePickle(f'storage {storage.key[:80]!a} has an unknown dtype and therefore an unknown size')
         header = data[position : position + 8]
         numel = storage.nbytes // DTYPE_NBYTES[storage.dtype]
         if len(header) < 8 or position + 8 + storage.nbytes > len(data):
-            raise CheckpointError(f'{path}: is truncated at storage {storage.key[:80]!a}; {COPY_HINT}')
+            raise CheckpointError(f'{path}: truncated at storage {storage.key[:80]!a}; {COPY_HINT}')
         if struct.unpack('<q', header)[0] != numel:
             raise UnsafePickle(f'storage {storage.key[:80]!a} has another size than recorded')
         offsets[storage.key] = position + 8

@@ -1,8 +1,8 @@
-"""Universal checkpoints, which DeepSpeed's ``ds_to_universal.py`` makes of others, for any number of ranks.
+"""Universal checkpoints, made by DeepSpeed's ``ds_to_universal.py`` for any number of ranks.
 
-``zero/<parameter>/fp32.pt`` holds the whole parameter: at stage 3 a flat tensor (``merge_zero3_slices``), else a dict
-with it under ``'param'`` (``merge_tp_slices``). The model files beside ``zero`` are copies of the original ones. At
-stage 3 ``zero/optimizer_state.pt`` is all of rank 0's optimizer file (``_save_optimizer_state_stage3``).
+``zero/<parameter>/fp32.pt`` holds the full parameter: at stage 3 a flat tensor (``merge_zero3_slices``), else a dict
+with the key ``'param'`` (``merge_tp_slices``). The model files beside ``zero`` are copies of the original ones. At
+stage 3 ``zero/optimizer_state.pt`` is a copy of rank 0's optimizer file (``_save_optimizer_state_stage3``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _COMPARED = 1024  # elements at each of four places of a parameter
 def load_universal(
     found: FoundCheckpoint, models: Sequence[ModelState], reader: PieceReader, *, optimizer_restarted: bool
 ) -> Assembled:
-    """Where each tensor's values are.
+    """Locate the values of each tensor.
 
     Args:
-        optimizer_restarted: As in :func:`.same_save.require_one_save`.
+        optimizer_restarted: See :func:`.same_save.require_one_save`.
 
     Raises:
         CheckpointError: A file is missing, or of another model, parameter or save.
@@ -51,7 +51,7 @@ def load_universal(
     for name, file in found.parameter_files.items():
         if name not in shapes:
             raise CheckpointError(
-                f'{file}: no parameter of {first.file.name} has this name; remove what another run has left'
+                f'{file}: {first.file.name} has no parameter of this name; remove the folder if it is of another run'
             )
         masters[name] = _region(file, shapes[name])
     if not first.file.name.startswith('zero_pp_rank_'):  # the masters are compared with the 16-bit weights
@@ -70,14 +70,14 @@ def _region(file: Path, shape: tuple[int, ...]) -> Region:
         raise CheckpointError(f'{file}: does not hold the fp32 values of a parameter; run ds_to_universal.py again')
     if tensor.shape not in (shape, (math.prod(shape),)):
         raise CheckpointError(
-            f'{file}: holds a tensor of shape {tensor.shape}, expected {shape}: of another model, or of a vocabulary '
-            f'whose padding was cut off; take the checkpoint that it was made of'
+            f'{file}: holds a tensor of shape {tensor.shape}, expected {shape}: it is of another model, or the padding '
+            f'of its vocabulary was removed; convert the checkpoint that it was made from'
         )
     return Region(shape, _MASTER, (tensor.piece(),) if tensor.numel else ())
 
 
 def _rank0(file: Path) -> OptimState:
-    """The optimizer file of stage 3 that is there once more."""
+    """The copy of rank 0's optimizer file of stage 3."""
     state = load_torch_file(file)
     groups = state.get('fp32_flat_groups') if isinstance(state, dict) else None
     n_ranks = state.get('partition_count') if isinstance(state, dict) else None
@@ -89,7 +89,7 @@ def _rank0(file: Path) -> OptimState:
 
 
 def _require_slices(model: ModelState, optim: OptimState, masters: Regions, reader: PieceReader) -> None:
-    """What rank 0 had of each parameter is the beginning of it."""
+    """Compare samples of rank 0's slices with the beginnings of the parameters."""
     for name, slice_ in zero3_first_slices(model.shapes or (), optim.groups, optim.world_size).items():
         numel = min(math.prod(slice_.shape), math.prod(masters[name].shape))
         for start in sorted({0, numel // 3, 2 * numel // 3, max(0, numel - _COMPARED)}):
@@ -98,6 +98,6 @@ def _require_slices(model: ModelState, optim: OptimState, masters: Regions, read
             reader.read_into(slice_.pieces, start, other)
             if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
                 raise CheckpointError(
-                    f'{masters[name].pieces[0].file}: is not what {optim.file.name} has of {name}: of another '
+                    f'{masters[name].pieces[0].file}: differs from {name} in {optim.file.name}: it is of another '
                     f'parameter or iteration; put the files of one ds_to_universal.py run together'
                 )

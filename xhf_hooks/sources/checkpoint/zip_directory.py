@@ -1,8 +1,8 @@
-"""The directory of a zip file of ``torch.save``, read within bounds.
+"""Reads the directory of a zip file of ``torch.save`` with limits.
 
-Not by :mod:`zipfile`, which makes an object of each entry before anybody can count them, reads what overlaps, and opens
-the file anew. Layout: .ZIP File Format Specification 6.3, sections 4.3.7 to 4.3.16 and 4.5.3. torch writes no comments,
-and nothing before or behind the parts and their directory.
+Unlike :mod:`zipfile`, it limits the number of entries before it creates objects for them, and refuses overlapping
+parts. Layout: .ZIP File Format Specification 6.3, sections 4.3.7 to 4.3.16 and 4.5.3. torch writes no comments, and
+nothing before the parts or after the directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xhf_hooks.sources.checkpoint.file_bytes import FileBytes
 
-#: Of a checkpoint of 100,000 parameters with the state of Adam, there are 300,000.
+#: A checkpoint of 100,000 parameters with the state of Adam has 300,000 parts.
 _MOST_PARTS = 1_000_000
 _MOST_NBYTES = 256 * 10**6
 
@@ -27,15 +27,15 @@ _SATURATED = 0xFFFFFFFF
 
 
 class BadZip(ValueError):
-    """A zip file that is truncated, damaged, or not laid out as ``torch.save`` does."""
+    """The zip file is truncated, damaged, or not laid out like those of ``torch.save``."""
 
 
 class Part(NamedTuple):
     """An entry of the directory.
 
     Attributes:
-        header: Where its local header begins.
-        end: Where the next part begins, or the directory.
+        header: Offset of its local header.
+        end: Offset of the next part or the directory.
         plain: Neither compressed nor encrypted.
     """
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def first_folder(data: FileBytes) -> str | None:
-    """The folder of the part at the front, which is that of all parts; None if the file is no zip file."""
+    """The top folder, from the first part; None if the file is not a zip file."""
     if data[:4] != b'PK\x03\x04':
         return None
     name_nbytes = int.from_bytes(data[26:28], 'little')
@@ -55,14 +55,16 @@ def first_folder(data: FileBytes) -> str | None:
 
 
 def read_directory(data: FileBytes) -> tuple[str, dict[str, Part]]:
-    """The parts by their names in the one folder that all are in, and the folder's name.
+    """The name of the top folder, and the parts by their names in it.
 
     Raises:
-        BadZip: They overlap, are too many, have one name, or the directory is not whole.
+        BadZip: Parts overlap, are too many or have equal names, or the directory is incomplete.
     """
     n_parts, start, end = _bounds(data)
     if n_parts > _MOST_PARTS or end - start > _MOST_NBYTES:
-        raise BadZip(f'has {n_parts} parts, their list {end - start} bytes, more than the {_MOST_PARTS} parts allowed')
+        raise BadZip(
+            f'has {n_parts} parts and a directory of {end - start} bytes; expected at most {_MOST_PARTS} parts'
+        )
     found: dict[str, Part] = {}
     places: list[tuple[int, int, str]] = []
     folder = None
@@ -71,46 +73,46 @@ def read_directory(data: FileBytes) -> tuple[str, dict[str, Part]]:
         name, part, name_nbytes, position = _entry(listing, position)
         inside, slash, name = name.partition('/')
         if not slash or folder not in (None, inside):
-            raise BadZip('holds other things than one folder: no checkpoint')
+            raise BadZip('does not consist of one folder: not a checkpoint')
         if name in found:
-            raise BadZip('has two parts of one name')
+            raise BadZip('has two parts of the same name')
         folder = inside
         found[name] = part
         places.append((part.header, part.header + _LOCAL.size + name_nbytes + part.nbytes, name))
     if position != len(listing):
-        raise BadZip('has more parts than it counts')
+        raise BadZip('has more parts than its directory counts')
     places.sort()
     for (_, last, name), (following, _, _) in zip(places, [*places[1:], (start, 0, '')], strict=True):
         if last > following:
-            raise BadZip(f'has parts that overlap, or end behind its list of them ({name[:80]!a})')
+            raise BadZip(f'has parts that overlap each other or the directory ({name[:80]!a})')
         found[name] = found[name]._replace(end=following)
     return folder or '', found
 
 
 def content_start(data: FileBytes, part: Part, name: str) -> int:
-    """Where the content of a part begins: behind its local header, whose padding aligns it.
+    """The offset of a part's content, after its local header and the padding.
 
     Args:
-        name: With the folder.
+        name: Name including the folder.
 
     Raises:
-        BadZip: It is not there, or compressed.
+        BadZip: The part is missing or compressed.
     """
     if not part.plain:
-        raise BadZip(f'{name[:80]!a} is compressed, as torch.save never does')
+        raise BadZip(f'{name[:80]!a} is compressed, which torch.save never does')
     fields = _unpack(_LOCAL, data, part.header, b'PK\x03\x04')
     name_nbytes, extra_nbytes = fields[-2:]
     name_start = part.header + _LOCAL.size
     if data[name_start : name_start + name_nbytes] != name.encode():
-        raise BadZip(f'its list of parts and the part {name[:80]!a} disagree on the name')
+        raise BadZip(f'the directory and the part {name[:80]!a} disagree on the name')
     start = name_start + name_nbytes + extra_nbytes
     if start + part.nbytes > part.end:
-        raise BadZip(f'{name[:80]!a} ends at byte {start + part.nbytes}, behind byte {part.end}')
+        raise BadZip(f'{name[:80]!a} ends at byte {start + part.nbytes}, expected at most {part.end}')
     return start
 
 
 def _bounds(data: FileBytes) -> tuple[int, int, int]:
-    """Number of parts, where the directory begins, and where it ends."""
+    """Number of parts, start and end of the directory."""
     at = len(data) - _END.size
     _, disk, start_disk, n_here, n_parts, nbytes, start, comment = _unpack(_END, data, at, b'PK\x05\x06')
     end = at
@@ -118,14 +120,14 @@ def _bounds(data: FileBytes) -> tuple[int, int, int]:
         _, _, end, _ = _LOCATOR.unpack(data[at - _LOCATOR.size : at])
         *_, disk, start_disk, n_here, n_parts, nbytes, start = _unpack(_END64, data, end, b'PK\x06\x06')
         if end + _END64.size != at - _LOCATOR.size:
-            raise BadZip('something is behind its list of parts')
+            raise BadZip('has data after its directory')
     if disk or start_disk or comment or n_here != n_parts or start + nbytes != end:
-        raise BadZip('its list of parts is not where its end says')
+        raise BadZip('its directory is not where its end record says')
     return n_parts, start, end
 
 
 def _entry(data: bytes, position: int) -> tuple[str, Part, int, int]:
-    """Name, part, bytes of the name, and where the next entry begins."""
+    """Name, part, length of the name, and offset of the next entry."""
     if position + _CENTRAL.size > len(data):
         raise BadZip('has fewer parts than it counts')
     _, _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = (
@@ -138,17 +140,17 @@ def _entry(data: bytes, position: int) -> tuple[str, Part, int, int]:
     try:
         name = data[position + _CENTRAL.size : after_name].decode()
     except UnicodeDecodeError as error:
-        raise BadZip('has a part whose name is no text') from error
+        raise BadZip('has a part whose name is not UTF-8') from error
     if _SATURATED in (nbytes, packed, header):
         extra = data[after_name : after_name + extra_nbytes]
         nbytes, packed, header = _wide(extra, nbytes, packed, header)
     plain = method == _STORED and not flags & _ENCRYPTED and packed == nbytes
-    # What is compressed is of no use, and its place does not matter
+    # Compressed parts are refused later
     return name, Part(header, packed, 0, crc, plain), name_nbytes, after
 
 
 def _wide(extra: bytes, *numbers: int) -> list[int]:
-    """Those of the numbers that did not fit are in an extra field, one after the other."""
+    """Replace saturated 32-bit numbers by those in the zip64 extra field."""
     position = 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from('<2H', extra, position)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.files.linux_calls import fallocate
+from xhf_hooks.writers.file_io.direct import AlignedBuffer, DirectWrites
 from xhf_hooks.writers.file_io.write_behind import WriteBehind
 
-_PART_NBYTES = 8 * 2**20
+#: Written at once.
+PART_NBYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,26 @@ class OutputFile:
     Args:
         identity: Which file it must be; None takes what has the name.
         write_behind: Do not leave to :meth:`fsync` what the disk can do before.
+        direct: Of :data:`PART_NBYTES`. Write without the page cache what can be; one thread makes all writes then.
 
     Raises:
         OSError: It cannot be opened.
         TargetError: The name stands for another file here.
     """
 
-    def __init__(self, path: Path, identity: FileIdentity | None = None, *, write_behind: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        identity: FileIdentity | None = None,
+        *,
+        write_behind: bool = True,
+        direct: AlignedBuffer | None = None,
+    ) -> None:
         self._fd = os.open(path, os.O_WRONLY)
         try:
             if identity is not None:
                 identity.require(self._fd, path)
+            self._direct = None if direct is None else DirectWrites(self._fd, direct)
         except BaseException:
             os.close(self._fd)
             raise
@@ -87,11 +98,17 @@ class OutputFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
-        for start in range(0, data.nbytes, _PART_NBYTES):
-            part = data[start : start + _PART_NBYTES]
-            _write_all(self._fd, part, offset + start)
-            if self._behind is not None:
-                self._behind.wrote(offset + start, part.nbytes)
+        for start in range(0, data.nbytes, PART_NBYTES):
+            self._write_part(data[start : start + PART_NBYTES], offset + start)
+
+    def _write_part(self, data: memoryview, offset: int) -> None:
+        start, end = (0, 0) if self._direct is None else self._direct.within(offset, data.nbytes)
+        if self._direct is not None and start < end:
+            end = start + self._direct.write(data[start:end], offset + start)
+        for buffered, at in ((data[:start], offset), (data[end:], offset + end)):
+            _write_all(self._fd, buffered, at)
+            if self._behind is not None and buffered.nbytes:
+                self._behind.wrote(at, buffered.nbytes)
 
     def fsync(self) -> None:
         """Return when everything is on the disk."""

@@ -1,0 +1,317 @@
+"""What is done after each save: commands as processes, alone and in real runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed.test_frontends import trainer_run
+from tests.distributed.test_hook_runs import run, saves
+from tests.helpers import on_saved_family, on_saved_program
+from tests.helpers.frontends import verify_folder
+from tests.helpers.ranks import HANG_SECS, run_ranks, start_process
+from tests.helpers.scenarios import check, run_scenarios
+
+FAMILY = [sys.executable, on_saved_family.__file__]
+EVERY_TWO = dict(interval=2, by_epoch=False)
+NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
+
+
+def running(command: list[str], folder: Path, timeout_secs: float = HANG_SECS) -> Any:
+    from xhf_hooks.on_saved.command import RunningCommand
+
+    return RunningCommand(command, folder / 'output.log', timeout_secs)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + HANG_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def members(folder: Path) -> list[int]:
+    return [int(path.stem) for path in folder.glob('*.pid')]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that have not ended; one that nobody has waited for has."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].split()[0] != b'Z':
+                found.append(pid)
+    return found
+
+
+def test_the_last_line_is_the_result(tmp_path):
+    script = 'import sys; print("{}"); print("e", file=sys.stderr); print("[]\\n", chr(123), "\\"a\\": 1}\\n\\n")'
+    assert running([sys.executable, '-c', script], tmp_path).wait() == {'a': 1.0}
+    assert running([sys.executable, '-c', script], tmp_path).wait() == {'a': 1.0}
+    log = (tmp_path / 'output.log').read_text()
+    assert log.count('"a": 1}\n') == log.count('e\n') == 2, 'appended'
+
+
+def test_much_output_is_no_result(tmp_path):
+    script = 'print("{" + " " * 3_000_000 + "}"); print("x" * 5_000_000, end="")'
+    assert running([sys.executable, '-c', script], tmp_path).wait() == {}
+    assert (tmp_path / 'output.log').stat().st_size == 8_000_003
+
+
+@pytest.mark.parametrize(
+    ('command', 'message'),
+    [
+        (['sh', '-c', 'echo the reason; exit 3'], 'exit status 3; its last line: the reason'),
+        (['sh', '-c', 'kill -9 $$'], 'killed by signal 9'),
+        (['/dev/null'], 'could not be started: .*Permission denied'),
+    ],
+)
+def test_a_command_that_fails(tmp_path, command, message):
+    from xhf_hooks.on_saved.command import CommandError
+
+    with pytest.raises(CommandError, match=message):
+        running(command, tmp_path).wait()
+
+
+def test_nothing_is_left_of_a_command_that_has_ended(tmp_path):
+    running([*FAMILY, str(tmp_path), '0'], tmp_path).wait()
+    assert len(members(tmp_path)) == on_saved_family.MEMBERS
+    assert alive(members(tmp_path)) == []
+
+
+def test_nothing_is_left_when_the_time_is_over(tmp_path):
+    from xhf_hooks.on_saved.command import CommandError
+
+    started = running([*FAMILY, str(tmp_path), '10000'], tmp_path, timeout_secs=5.0)
+    with pytest.raises(CommandError, match='ended: out of time'):
+        started.wait()
+    assert members(tmp_path) and alive(members(tmp_path)) == []
+
+
+def test_nothing_is_left_when_training_ends(tmp_path):
+    from xhf_hooks.on_saved.command import CommandError
+
+    started = running([*FAMILY, str(tmp_path), '10000'], tmp_path)
+    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
+    started.end()
+    with pytest.raises(CommandError, match='ended: training has ended'):
+        started.wait()
+    assert alive(members(tmp_path)) == []
+
+
+def _run_family(folder: Path) -> None:
+    running([*FAMILY, str(folder), '10000'], folder).wait()
+
+
+def test_nothing_is_left_when_the_run_is_killed(tmp_path):
+    rank = start_process(_run_family, tmp_path)
+    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
+    rank.kill()
+    rank.join()
+    until(lambda: alive(members(tmp_path)) == [])
+
+
+def program(step_to_wait_for: int, loads: bool) -> list[str]:
+    """The first save's command waits until that of a later iteration has taken its place, and may load it then."""
+    given = ['{path}', '{step}', '{output}']
+    command = ' '.join([sys.executable, on_saved_program.__file__])
+    waits = f'[ $2 = 2 ] && set -- "$@" {step_to_wait_for} {"load" if loads else ""}; exec {command} "$@"'
+    return ['sh', '-c', waits, 'sh', *given]
+
+
+def ended_run(hook: dict[str, Any], work_dir: Path, **options: Any) -> str:
+    return run(
+        dict(hook={**EVERY_TWO, **hook}, **{'stage': 3, 'checkpoint': NO_CHECKPOINTS, 'max_iters': 6, **options}),
+        work_dir,
+    )
+
+
+def function_of_user(path: Path, iteration: int) -> dict[str, Any]:
+    return {'files': len(list(path.iterdir())), 'iteration': iteration, 'path': str(path)}
+
+
+def failing_function(path: Path, iteration: int) -> None:
+    raise RuntimeError('the reason')
+
+
+class ConfiguredFunction:
+    """Built by MMEngine."""
+
+    def __init__(self, factor: int) -> None:
+        self._factor = factor
+
+    def __call__(self, path: Path, iteration: int) -> dict[str, Any]:
+        return {'product': self._factor * iteration}
+
+
+def callback(work_dir: Path) -> list[dict[str, Any]]:
+    """Returns what is in Trainer's log of this."""
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+    ended, log = HFCheckpointCallback.on_train_end, []
+
+    def on_train_end(self: Any, args: Any, state: Any, *more: Any, **named: Any) -> None:
+        ended(self, args, state, *more, **named)
+        log.extend(line for line in state.log_history if any(name.startswith('on_saved/') for name in line))
+
+    options = dict(on_saved=function_of_user, on_saved_queue='all', save_strategy='steps', save_steps=2)
+    with mock.patch.object(HFCheckpointCallback, 'on_train_end', on_train_end):
+        trainer_run(options, dict(save_strategy='no', max_steps=4), 3, False, work_dir)
+    return log
+
+
+SCENARIOS: dict[str, Any] = {
+    'program': partial(ended_run, dict(on_saved=program(6, True))),
+    'program_async': partial(ended_run, dict(on_saved=program(4, False), async_save=True), max_iters=5),
+    'fails': partial(ended_run, dict(on_saved='sh -c "echo the reason; exit 3"', on_saved_queue='all')),
+    'function': partial(
+        ended_run,
+        dict(on_saved=dict(type=f'{__name__}.function_of_user'), on_saved_queue='all', save_best='acc'),
+        scores=[0.1, 0.9, 0.5],
+    ),
+    'configured': partial(
+        ended_run, dict(on_saved=dict(type=f'{__name__}.ConfiguredFunction', factor=3), on_saved_queue='all')
+    ),
+    'function_fails': partial(
+        ended_run, dict(on_saved=dict(type=f'{__name__}.failing_function'), on_saved_queue='all')
+    ),
+    'too_long': partial(ended_run, dict(on_saved=[*FAMILY, '{output}', '10000'], exit_wait_secs=3)),
+    'timeout': partial(ended_run, dict(on_saved=[*FAMILY, '{output}', '10000'], on_saved_timeout_secs=3)),
+}
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp('on_saved')
+    return run_scenarios({name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}, 2)
+
+
+def only(outcomes: Any, name: str) -> Path:
+    """The folder of the run, in which nothing hidden is left."""
+    (log_dir,) = set(check(outcomes, name))
+    assert [path.name for path in Path(log_dir).glob('.hf_model*') if 'kept' in path.name] == []
+    return Path(log_dir)
+
+
+def scalars(log_dir: Path, prefix: str = 'on_saved/hf_model/') -> dict[int, dict[str, float]]:
+    """By the step that the visualizer was given."""
+    lines = [json.loads(line) for line in (log_dir / 'vis_data' / 'scalars.json').read_text().splitlines()]
+    found = [line for line in lines if any(name.startswith(prefix) for name in line)]
+    return {line['step']: {k.removeprefix(prefix): v for k, v in line.items() if k != 'step'} for line in found}
+
+
+def log_text(log_dir: Path) -> str:
+    return next(log_dir.glob('*.log')).read_text()
+
+
+@pytest.mark.parametrize(('name', 'last'), [('program', 6), ('program_async', 5)])
+def test_a_program_loads_the_save_that_others_have_followed(finished, name, last):
+    log_dir = only(finished, name)
+    assert saves(log_dir) == {'hf_model': last}
+    verify_folder(log_dir / 'hf_model')
+    found = scalars(log_dir)
+    assert min(found) == 2 and max(found) == last
+    for step, numbers in found.items():
+        assert numbers['iteration'] == numbers['step'] == step and numbers['is_rank'] == 0 and numbers['nice'] >= 10
+        output = log_dir / 'hf_model_on_saved' / f'iter_{step}'
+        assert sorted(path.name for path in output.iterdir()) == ['output.log', 'own_file']
+        log = (output / 'output.log').read_text()
+        assert 'a line before' in log and 'a line of errors' in log
+    if name == 'program':
+        assert found[2]['loaded/tensors'] == 21 and found[2]['loaded/missing'] == 0
+    assert f'on_saved for hf_model, iter_{last} took' in log_text(log_dir)
+
+
+def test_a_program_that_fails_is_a_line_in_the_log(finished):
+    log_dir = only(finished, 'fails')
+    text = log_text(log_dir)
+    for step in (2, 4, 6):
+        assert f'on_saved for hf_model, iter_{step} failed after ' in text
+        assert (log_dir / 'hf_model_on_saved' / f'iter_{step}' / 'output.log').read_text() == 'the reason\n'
+    assert 'exit status 3; its last line: the reason' in text
+    assert saves(log_dir) == {'hf_model': 6}
+
+
+def test_a_function_is_called_with_each_save(finished):
+    log_dir = only(finished, 'function')
+    found = scalars(log_dir)
+    assert {step: numbers['iteration'] for step, numbers in found.items()} == {2: 2, 4: 4, 6: 6}
+    assert all(numbers['files'] >= 3 for numbers in found.values())
+    assert sorted(scalars(log_dir, 'on_saved/hf_model_best/')) == [2, 4]
+    assert not (log_dir / 'hf_model_on_saved').exists()
+
+
+def test_a_function_that_a_config_names(finished):
+    log_dir = only(finished, 'configured')
+    assert {step: numbers['product'] for step, numbers in scalars(log_dir).items()} == {2: 6, 4: 12, 6: 18}
+
+
+def test_a_function_that_fails_is_a_line_in_the_log(finished):
+    log_dir = only(finished, 'function_fails')
+    assert log_text(log_dir).count('s, and training goes on: the reason') == 3
+    assert saves(log_dir) == {'hf_model': 6}
+
+
+@pytest.mark.parametrize(
+    ('name', 'message', 'looked_at'),
+    [
+        ('too_long', 'on_saved has not ended within exit_wait_secs=3 s', [2]),
+        ('timeout', 'ended: out of time', [2, 6]),
+    ],
+)
+def test_nothing_of_a_program_is_left_after_the_run(finished, name, message, looked_at):
+    log_dir = only(finished, name)
+    assert message in log_text(log_dir)
+    outputs = log_dir / 'hf_model_on_saved'
+    assert sorted(path.name for path in outputs.iterdir()) == [f'iter_{step}' for step in looked_at]
+    pids = [pid for output in outputs.iterdir() for pid in members(output)]
+    assert pids and alive(pids) == []
+
+
+def killed(work_dir: Path) -> None:
+    """All ranks are killed while a command is running. Runs on: all ranks."""
+    from mmengine.hooks import Hook
+    from mmengine.registry import HOOKS
+
+    class KillHook(Hook):
+        priority = 99
+
+        def after_train_iter(self, runner: Any, *more: Any, **named: Any) -> None:
+            if runner.iter == 3:
+                output = Path(runner.log_dir, 'hf_model_on_saved', 'iter_2')
+                until(lambda: len(members(output)) == on_saved_family.MEMBERS)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    HOOKS.register_module(module=KillHook, force=True)
+    ended_run(dict(on_saved=[*FAMILY, '{output}', '10000']), work_dir, hooks=[dict(type='KillHook')])
+
+
+def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
+    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+
+    run_ranks(killed, 2, tmp_path / 'run', expected_deaths=(0, 1))
+    ((log_dir),) = (path.parent for path in (tmp_path / 'run').glob('*/hf_model'))
+    until(lambda: alive(members(log_dir / 'hf_model_on_saved' / 'iter_2')) == [])
+    verify_folder(log_dir / 'hf_model')
+    assert len(list(log_dir.glob('.hf_model.kept-*'))) == 2, 'what was read, and what waited'
+    folder = CheckpointFolder(log_dir / 'hf_model', max_keep=1)
+    folder.claim()  # as the next run does
+    folder.release()
+    assert list(log_dir.glob('.hf_model.kept-*')) == []
+
+
+@pytest.mark.modern_only
+def test_the_log_of_trainer_has_the_numbers(tmp_path):
+    logs = check(run_scenarios({'callback': partial(callback, tmp_path / 'run')}, 2), 'callback')
+    assert [(line['step'], line['on_saved/hf_model/iteration']) for line in logs[0]] == [(2, 2), (4, 4)]
+    assert logs[1] == []

@@ -1,0 +1,287 @@
+"""upload_to on real ranks, against servers that speak S3, that fail, hang, and are away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed.test_hook_runs import run
+from tests.helpers.compare import assert_loads_clean, folder_tensors
+from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
+from tests.helpers.scenarios import check, run_scenarios
+from xhf_hooks.errors import XhfError
+from xhf_hooks.stores import Store, open_store
+from xhf_hooks.stores.publication import read_pointer
+
+pytestmark = pytest.mark.modern_only
+
+EVERY = dict(interval=1, by_epoch=False, max_shard_size='20KB', bucket_size='10KB')
+LAST = 5
+#: Name to server and further options of the hook.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    'moto': ('moto', dict(upload_keep=2)),
+    'rclone_async': ('rclone', dict(async_save=True)),
+    'one_writer': ('rclone', dict(writer='stream', max_keep_ckpts=2)),
+    'limited': ('moto', dict(upload_limit='400KB')),
+    'not_shared': ('moto', {}),
+    'no_links': ('moto', {}),
+    'files': ('file', dict(upload_keep=1)),
+    'fails_in_turn': ('proxy', {}),
+    'away_for_a_while': ('proxy', {}),
+    'hangs': ('proxy', {}),
+    'loses_answers': ('proxy', {}),
+    'best': ('moto', dict(save_best='acc')),
+}
+REFUSED = {
+    'nobody_listens': dict(upload_to=f's3://{BUCKET}/run', backend_args=dict(endpoint_url='http://127.0.0.1:9')),
+    'no_such_bucket': dict(upload_to='s3://no-such-bucket/run'),
+    'no_library': dict(upload_to='gs://bucket/run'),
+    'read_only': dict(upload_to='proxy'),
+    'hangs_at_once': dict(upload_to='proxy'),
+}
+#: Of requests for the objects of saves, after the preflight.
+OF_SAVES = '/hf_model_iter_'
+
+
+def faults() -> dict[str, Any]:
+    """Name of a run to what the proxy does to its requests."""
+
+    def of_saves(name: str) -> Any:
+        def matters(method: str, path: str) -> bool:
+            return f'/{name}/' in path and (OF_SAVES in path or (method == 'PUT' and 'hf_model.json' in path))
+
+        return matters
+
+    return {
+        'fails_in_turn': EachInTurn(of_saves('fails_in_turn'), (503, 'cut', 403, 500, 'lose', 404)),
+        'away_for_a_while': AwayFor(of_saves('away_for_a_while'), 4.0),
+        'hangs': AwayFor(of_saves('hangs'), 3.0, 'hang'),
+        'loses_answers': EachInTurn(of_saves('loses_answers'), ('lose',)),
+        'never_there': AwayFor(of_saves('never_there'), 1e9),
+        'read_only': AwayFor(lambda method, path: '/read_only/' in path, 1e9, 403),
+        'hangs_at_once': AwayFor(lambda method, path: '/hangs_at_once/' in path, 1e9, 'hang'),
+    }
+
+
+def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
+    """A run of some saves. Runs on: all ranks."""
+    from xhf_hooks.commit import kept_folder
+    from xhf_hooks.uploads import run_uploads, upload_thread
+
+    def no_links(*args: Any, **options: Any) -> None:
+        raise PermissionError('no links here')
+
+    options: dict[str, Any] = dict(hook={**EVERY, **hook}, stage=3, max_iters=LAST)
+    if name == 'best':
+        options.update(max_iters=4, scores=[0.5, 0.7])
+    with (
+        mock.patch.object(upload_thread.UploadThread, 'patience_secs', 5.0),
+        mock.patch.object(run_uploads, 'is_shared', lambda *args: False) if name == 'not_shared' else mock.MagicMock(),
+        mock.patch.object(kept_folder.os, 'link', no_links) if name == 'no_links' else mock.MagicMock(),
+    ):
+        return run(options, work_dir)
+
+
+def lost_rank(hook: dict[str, Any], work_dir: Path) -> str:
+    """Rank 1 uploads nothing, as if its thread had died. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.uploads import upload_thread
+
+    def never(*args: Any) -> None:
+        pass
+
+    with (
+        mock.patch.object(upload_thread.UploadThread, 'patience_secs', 1.0),
+        mock.patch.object(upload_thread.UploadThread, '_upload', never) if dist.get_rank() == 1 else mock.MagicMock(),
+    ):
+        return run(dict(hook={**EVERY, **hook}, stage=3, max_iters=2), work_dir)
+
+
+def refused(hook: dict[str, Any], work_dir: Path) -> str:
+    """The message of a run that must not start. Runs on: all ranks."""
+    from tests.helpers.toy_run import ToyLM
+    from xhf_hooks.stores import publication
+
+    within = partial(publication.require_answer, secs=8.0)
+    with (
+        mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
+        mock.patch.object(publication, 'require_answer', within),
+        pytest.raises(XhfError) as caught,
+    ):
+        run(dict(hook={**EVERY, **hook}, stage=3), work_dir)
+    return str(caught.value)
+
+
+def two_runs(hook: dict[str, Any], work_dir: Path) -> str:
+    """A second run of other processes on the same URL: here the lock of another host. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.stores.store_lock import StoreLock
+
+    store = open_store(hook['upload_to'], hook['backend_args'])
+    other = StoreLock(store, 'hf_model')
+
+    def write(beat: int) -> None:
+        content = {'run': other._run, 'host': 'elsewhere', 'process': 1, 'beat': beat}
+        store.put(other.key, json.dumps(content).encode())
+
+    if dist.get_rank() == 0:
+        other.beat_secs, other._write = 0.2, write
+        other.acquire()
+    dist.barrier()
+    with mock.patch.object(StoreLock, 'beat_secs', 1.0):
+        message = refused(hook, work_dir)
+    if dist.get_rank() == 0:
+        other.release()
+    return message
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp('uploads')
+
+
+@pytest.fixture(scope='module')
+def servers(root) -> Iterator[dict[str, dict[str, Any]]]:
+    """Kind to backend_args."""
+    with (
+        s3_server('moto', root / 'moto') as moto,
+        s3_server('rclone', root / 'rclone') as rclone,
+        faulty_proxy(rclone.port) as proxy,
+    ):
+        plans = faults()
+
+        def decide(method: str, path: str) -> Fault:
+            return next((fault for plan in plans.values() if (fault := plan(method, path)) is not None), None)
+
+        proxy.decide = decide
+        through = {
+            'endpoint_url': f'http://127.0.0.1:{proxy.port}',
+            'config_kwargs': {'read_timeout': 2, 'connect_timeout': 2},
+        }
+        yield {'moto': moto.backend_args, 'rclone': rclone.backend_args, 'proxy': through, 'file': {}}
+
+
+def place(name: str, kind: str, servers: dict[str, Any], root: Path) -> dict[str, Any]:
+    url = (root / 'stored' / name).as_uri() if kind == 'file' else f's3://{BUCKET}/{name}/läufe'
+    return dict(upload_to=url, backend_args=servers[kind] or None)
+
+
+@pytest.fixture(scope='module')
+def results(servers, root):
+    scenarios: dict[str, Any] = {}
+    for name, (kind, hook) in RUNS.items():
+        scenarios[name] = partial(upload, name, {**hook, **place(name, kind, servers, root)}, root / name)
+    never = {**place('never_there', 'proxy', servers, root), 'exit_wait_secs': 3}
+    scenarios['never_there'] = partial(upload, 'never_there', never, root / 'never_there')
+    scenarios['lost_rank'] = partial(lost_rank, place('lost_rank', 'moto', servers, root), root / 'lost_rank')
+    scenarios['two_runs'] = partial(two_runs, place('two_runs', 'moto', servers, root), root / 'two_runs')
+    for name, hook in REFUSED.items():
+        if hook['upload_to'] == 'proxy':
+            hook = place(name, 'proxy', servers, root)
+        elif 'no_such' in name:
+            hook = dict(hook, backend_args=servers['rclone'])
+        scenarios[name] = partial(refused, hook, root / name)
+    return run_scenarios(scenarios, 3, env=CREDENTIALS)
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+def download(store: Store, prefix: str, to: Path) -> Path:
+    for key in store.list(f'{prefix}/'):
+        path = to / key.removeprefix(f'{prefix}/')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.get(key))
+    return to
+
+
+def assert_loads(folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    assert_loads_clean(folder, LlamaForCausalLM)
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+
+
+@pytest.mark.parametrize('name', [*RUNS, 'lost_rank'])
+def test_the_newest_save_is_there(results, servers, root, tmp_path, name):
+    local = Path(check(results, name)[0])
+    kind, hook = RUNS.get(name, ('moto', {}))
+    where = place(name, 'rclone' if kind == 'proxy' else kind, servers, root)
+    store = open_store(where['upload_to'], where['backend_args'])
+    last = {'lost_rank': 2, 'best': 4}.get(name, LAST)
+    pointer = read_pointer(store, 'hf_model')
+    assert (pointer.newest, pointer.step) == (f'hf_model_iter_{last}', {'unit': 'iter', 'number': last})
+    downloaded = download(store, pointer.newest, tmp_path / 'downloaded')
+    assert bytes_in(downloaded) == bytes_in(local / 'hf_model') and len(bytes_in(downloaded)) > 3
+    assert_loads(downloaded)
+    assert folder_tensors(downloaded).keys() == folder_tensors(local / 'hf_model').keys()
+    prefixes = {key.partition('/')[0] for key in store.list() if '/' in key}
+    assert len(prefixes) <= hook.get('upload_keep', 10)
+    for prefix in prefixes:
+        names = {key.partition('/')[2] for key in store.list(f'{prefix}/')}
+        assert 'xhf_manifest.json' in names and '.xhf_writing' not in names, prefix
+    assert 'hf_model.lock' not in store.list() and store.unfinished_uploads() == {}
+    assert not [path.name for path in local.iterdir() if '.kept' in path.name]
+    log = next(local.rglob('*.log')).read_text()
+    assert SECRET not in log and KEY not in log
+    assert f'uploaded iter_{last} to {store.url}/hf_model_iter_{last}' in log
+
+
+def test_ranks_share_the_files(results):
+    """Where they see the folder; else rank 0 uploads all."""
+    for name, alone in (('moto', False), ('lost_rank', True)):
+        log = next(Path(check(results, name)[0]).rglob('*.log')).read_text()
+        assert ('in place of other ranks' in log) is alone, name
+
+
+def test_best_folders_have_a_pointer_of_their_own(results, servers, root):
+    folder = Path(check(results, 'best')[0])
+    where = place('best', 'moto', servers, root)
+    store = open_store(where['upload_to'], where['backend_args'])
+    pointer = read_pointer(store, 'hf_model_best')
+    assert pointer.newest == 'hf_model_best_iter_4'
+    local = bytes_in(folder / 'hf_model_best')
+    assert {key.removeprefix(f'{pointer.newest}/') for key in store.list(f'{pointer.newest}/')} == {*local}
+
+
+def test_a_store_that_is_away_stops_nothing(results):
+    """Training ends, the save is there, what was not uploaded is told, and nothing is left on disk."""
+    local = Path(check(results, 'never_there')[0])
+    assert_loads(local / 'hf_model')
+    log = next(local.rglob('*.log')).read_text()
+    assert 'uploads have not ended within exit_wait_secs=3 s' in log and 'saves were not uploaded' in log
+    assert not [path.name for path in local.iterdir() if '.kept' in path.name]
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_refused_before_training(results, name):
+    messages = check(results, name)
+    expected = {
+        'nobody_listens': '127.0.0.1:9',
+        'no_such_bucket': 's3://no-such-bucket/run',
+        'no_library': "pip install 'xhf_hooks[gcs]'",
+        'read_only': 'cannot write',
+        'hangs_at_once': 'does not answer within',
+    }[name]
+    assert expected in messages[0] and 'upload_to' in messages[0] and len({*messages}) == 1
+    assert SECRET not in messages[0]
+
+
+def test_two_runs_on_one_url(results):
+    messages = check(results, 'two_runs')
+    assert 'in use by process 1 on elsewhere' in messages[0] and len({*messages}) == 1

@@ -1,0 +1,97 @@
+"""upload_to='hf://...' against a stand-in of what huggingface_hub calls."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from tests.helpers.hub_server import TOKEN, hub_server
+from tests.helpers.tiny_checkpoint import commit_one, iteration
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.errors import StoreError
+from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.uploads import upload_thread
+from xhf_hooks.uploads.run_uploads import RunUploads
+from xhf_hooks.uploads.to_hub import HubDestination
+
+pytestmark = pytest.mark.modern_only
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    from huggingface_hub import constants
+
+    with hub_server() as running:
+        monkeypatch.setattr(constants, 'ENDPOINT', running.url)
+        monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)
+        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+        monkeypatch.setenv('HF_TOKEN', TOKEN)
+        monkeypatch.setattr(upload_thread, '_FIRST_PAUSE_SECS', 0.01)
+        yield running
+
+
+@pytest.fixture
+def run(hub, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folders = {name: CheckpointFolder(tmp_path / name, 1) for name in ('hf_model', 'hf_model_best')}
+    destinations = {name: HubDestination('hf://org/name', name, is_first=name == 'hf_model') for name in folders}
+    log = RunLog(logging.getLogger('uploads'), 'test')
+    uploads = RunUploads(destinations, log, nbytes_per_sec=None, wait_secs=60.0, is_shared=True)
+    for folder in folders.values():
+        folder.claim()
+    uploads.claim(0)
+
+    def save(number, name='hf_model'):
+        commit_one(folders[name], number)
+        uploads.offer(folders[name].final, iteration(number), Collective())
+        uploads.wait()
+        return {path.name: path.read_bytes() for path in folders[name].final.iterdir()}
+
+    yield save
+    uploads.end()
+    for folder in folders.values():
+        folder.release()
+
+
+def test_each_save_is_a_commit_and_a_tag(hub, run, tmp_path, caplog):
+    assert hub.private and [*hub.branches] == ['main', 'hf_model_best']
+    hub.branches['main'] |= {'README.md': b'of a person', 'model-00009-of-00009.safetensors': b'of an older save'}
+    first, second = run(1), run(2)
+    best = run(2, 'hf_model_best')
+    assert hub.branches['main'] == {'.gitattributes': b'*', 'README.md': b'of a person', **second}
+    assert hub.tags['hf_model_iter_1'] == hub.branches['main'] | first
+    assert hub.branches['hf_model_best'].items() >= best.items()
+    assert hub.commits == ['hf_model_iter_1', 'hf_model_iter_2', 'hf_model_best_iter_2']
+    assert [*hub.tags] == hub.commits and 'uploaded iter_2 to hf://org/name/hf_model_iter_2' in caplog.text
+    assert TOKEN not in caplog.text and not [path for path in tmp_path.iterdir() if '.kept' in path.name]
+
+
+def test_it_is_tried_again(hub, run, caplog):
+    hub.refuses = True
+    threading.Timer(0.5, lambda: setattr(hub, 'refuses', False)).start()
+    saved = run(1)
+    assert hub.branches['main'].items() >= saved.items()
+    assert hub.commits == ['hf_model_iter_1'] and 'is tried again' in caplog.text and TOKEN not in caplog.text
+
+
+def test_the_same_step_again_has_a_tag_of_its_own(hub):
+    hub.branches['main'], hub.tags['hf_model_iter_1'] = {}, {}
+    destination = HubDestination('hf://org/name', 'hf_model', is_first=True)
+    destination.claim()
+    assert [destination.new_place(iteration(1)) for _ in range(2)] == ['hf_model_iter_1_2', 'hf_model_iter_1_3']
+
+
+def test_refused_before_training(hub, monkeypatch):
+    for url in ('hf://name', 'hf://org/name/folder'):
+        with pytest.raises(StoreError, match='expected hf://organization/name'):
+            HubDestination(url, 'hf_model', is_first=True).claim()
+    hub.refuses = True
+    with pytest.raises(StoreError, match=r'(?s)hf://org/name: cannot write.*token') as caught:
+        HubDestination('hf://org/name', 'hf_model', is_first=True).claim()
+    assert TOKEN not in str(caught.value)
+    monkeypatch.setattr('huggingface_hub.get_token', lambda: None)
+    with pytest.raises(StoreError, match='there is no token for the Hub'):
+        HubDestination('hf://org/name', 'hf_model', is_first=True).claim()

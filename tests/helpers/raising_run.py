@@ -1,0 +1,81 @@
+"""A run that ends by an exception; tests/distributed/test_save_on_exception.py launches it.
+
+torchrun --nproc_per_node 2 tests/helpers/raising_run.py WORK_DIR
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from tests.helpers.toy_run import run_config, train
+
+RAISES_AFTER = 3
+NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
+SAVES = dict(interval=2, by_epoch=False, save_on_exception=True)
+
+
+class Boom(RuntimeError):
+    """What ends the run."""
+
+
+@HOOKS.register_module()
+class RaisingHook(Hook):
+    """Raises once three iterations are done.
+
+    Args:
+        where: 'iter' (after the fourth, which is not counted yet), 'before_iter' (before it), 'val' (in a validation),
+            or 'forward' (in the middle of it, with the parameters of a layer gathered).
+        ranks: That raise; None is all.
+        error: Name of the exception's class.
+    """
+
+    priority = 99
+
+    def __init__(self, where: str = 'iter', ranks: list[int] | None = None, error: str = 'Boom') -> None:
+        self._where, self._ranks = where, ranks
+        self._error = {'Boom': Boom, 'KeyboardInterrupt': KeyboardInterrupt}[error]
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if self._where == 'before_iter':
+            self._raise(runner)
+        elif self._where == 'forward' and runner.iter == RAISES_AFTER:
+            layer = next(module for name, module in runner.model.named_modules() if name.endswith('mlp.up_proj'))
+            layer.register_forward_hook(lambda *given: self._raise(runner))
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if self._where == 'iter':
+            self._raise(runner)
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if self._where == 'val' and runner.iter > RAISES_AFTER:
+            raise self._error('in a validation')
+
+    def _raise(self, runner: Any) -> None:
+        if runner.iter == RAISES_AFTER and self._ranks in (None, [dist.get_rank()]):
+            raise self._error('what users see')
+
+
+def raising_config(work_dir: Path, hook: dict[str, Any], raising: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Of a run of ten iterations; all runs of one stage train the same."""
+    hooks = [dict(type='RaisingHook', **raising)]
+    return run_config(
+        work_dir,
+        **{'hook': {**SAVES, **hook}, 'hooks': hooks, 'stage': 3, 'max_iters': 10, **options},
+        checkpoint=NO_CHECKPOINTS,
+    )
+
+
+def main() -> None:
+    deepspeed.init_distributed(dist_backend='gloo')
+    train(raising_config(Path(sys.argv[1]), {}, {}))
+
+
+if __name__ == '__main__':
+    main()

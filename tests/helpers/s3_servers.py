@@ -1,0 +1,92 @@
+"""Servers that speak S3: moto's, which keeps objects in memory, and ``rclone serve s3``, which keeps files."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BUCKET = 'bucket'
+KEY, SECRET = 'AKIAEXAMPLEKEY000000', 'averysecretsecretofatest'
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A server with one bucket."""
+
+    kind: str
+    port: int
+
+    @property
+    def backend_args(self) -> dict[str, Any]:
+        """For :func:`xhf_hooks.stores.open_store`; credentials come from the environment."""
+        return {'endpoint_url': f'http://127.0.0.1:{self.port}'}
+
+
+#: Where boto's libraries look for credentials.
+CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_DEFAULT_REGION': 'us-east-1'}
+
+
+@contextmanager
+def s3_server(kind: str, folder: Path, port: int | None = None) -> Iterator[S3Server]:
+    """Run one, ``'moto'`` or ``'rclone'``, until the block ends.
+
+    Args:
+        folder: For rclone's objects and for the log.
+    """
+    port = port or free_port()
+    bucket = folder / 'objects' / BUCKET
+    bucket.mkdir(parents=True, exist_ok=True)
+    if kind == 'moto':
+        command = [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(port)]
+    else:
+        rclone = Path(sys.executable).with_name('rclone')
+        command = [str(rclone), 'serve', 's3', '--addr', f'127.0.0.1:{port}', '--auth-key', f'{KEY},{SECRET}']
+        command += ['--config', str(folder / 'none.conf'), str(bucket.parent)]
+    with (folder / f'{kind}.log').open('ab') as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_until_it_answers(process, port)
+        if kind == 'moto':
+            _make_bucket(port)
+        yield S3Server(kind, port)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise RuntimeError(f'{process.args}: ended with {process.returncode}')
+        with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), timeout=5):
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f'{process.args}: does not answer')
+
+
+def _make_bucket(port: int) -> None:
+    import boto3
+
+    client = boto3.client(
+        's3',
+        endpoint_url=f'http://127.0.0.1:{port}',
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name='us-east-1',
+    )
+    client.create_bucket(Bucket=BUCKET)

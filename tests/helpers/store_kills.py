@@ -1,0 +1,152 @@
+"""Lives of a run that saves into a store and is killed at a request of the test's choice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS
+
+WORLD_SIZE = 2
+URL = f's3://{BUCKET}/killed'
+#: The smallest that S3 takes: files of more have several.
+PART_NBYTES = 5 * 2**20
+_EXIT_AFTER_LOSS = 3
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Which rank kills at its request of that number: itself alone, or all.
+
+    Attributes:
+        before: Before the request is sent; otherwise after its answer.
+    """
+
+    rank: int
+    number: int
+    before: bool
+    all_ranks: bool
+
+
+def live(parent: Path, backend_args: dict[str, Any], step: int, strike: Strike | None) -> list[int]:
+    """One run that saves once, in two ranks.
+
+    Returns:
+        How many requests each rank has made when it ended; those that were killed or have lost the other: -1.
+    """
+    store = parent / f'rendezvous-{step}'
+    told = [parent / f'requests-{step}-{rank}' for rank in range(WORLD_SIZE)]
+    pids = parent / f'pids-{step}'
+    pids.mkdir()
+    ranks = [
+        start_process(_rank, rank, str(store), str(pids), str(told[rank]), backend_args, step, strike)
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        for rank in ranks:
+            rank.join(HANG_SECS)
+        assert not any(rank.is_alive() for rank in ranks), f'{strike}: a survivor hangs'
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    if strike is None:
+        assert [rank.exitcode for rank in ranks] == [0] * WORLD_SIZE
+    return [int(path.read_text()) if path.exists() else -1 for path in told]
+
+
+def _rank(
+    rank: int, store: str, pids: str, told: str, backend_args: dict[str, Any], step: int, strike: Strike | None
+) -> None:
+    os.environ.update(CREDENTIALS, OMP_NUM_THREADS='1', RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2')
+    import faulthandler
+
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.zoo.llamas import llama
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import XhfError
+    from xhf_hooks.stores.store import Store
+    from xhf_hooks.stores.store_lock import StoreLock
+
+    faulthandler.dump_traceback_later(HANG_SECS / 2)
+    torch.set_num_threads(1)
+    Path(pids, str(rank)).write_text(str(os.getpid()))
+    dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=WORLD_SIZE)
+    dist.barrier()
+    StoreLock.settle_secs = 0.05
+    Store.create.__defaults__ = (PART_NBYTES,)
+    count = _count_requests(rank, pids, strike)
+    model = llama(vocab_size=120_000, tie_word_embeddings=False)  # two of 5.8 MB
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(step))
+    try:
+        save_hf(model.to(torch.bfloat16), URL, step=step, backend_args=backend_args, max_shard_size='6MB')
+    except XhfError as error:
+        print(f'rank {rank}: {error}', flush=True)
+        os._exit(_EXIT_AFTER_LOSS)
+    Path(told).write_text(str(count[0]))
+    os._exit(0)
+
+
+def _count_requests(rank: int, pids: str, strike: Strike | None) -> list[int]:
+    """Count what goes over the wire, and strike."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    send, count = AIOHTTPSession.send, [0]
+
+    def kill() -> None:
+        victims = [int(path.read_text()) for path in Path(pids).iterdir()] if strike.all_ranks else []
+        for victim in sorted(victims, key=lambda pid: pid == os.getpid()):  # itself last
+            os.kill(victim, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def counted(self: Any, request: Any) -> Any:
+        count[0] += 1
+        is_due = strike is not None and (strike.rank, strike.number) == (rank, count[0])
+        if is_due and strike.before:
+            kill()
+        answer = await send(self, request)
+        if is_due:
+            kill()
+        return answer
+
+    AIOHTTPSession.send = counted
+    return count
+
+
+def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
+    """The step of the save that the pointer names, after all of it was read and compared with its checksums.
+
+    Raises:
+        AssertionError, XhfError: It is not whole, or not all of one save.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    from xhf_hooks.integrity.against_manifest import check_folder
+    from xhf_hooks.integrity.manifest import MANIFEST_NAME
+    from xhf_hooks.stores import open_store
+    from xhf_hooks.stores.publication import read_pointer
+
+    store = open_store(URL, backend_args)
+    pointer = read_pointer(store, 'hf_model')
+    for key in store.list(f'{pointer.newest}/'):
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.get(key))
+    found = folder / pointer.newest
+    (found / '.xhf_writing').unlink(missing_ok=True)
+    check_folder(found, json.loads((found / MANIFEST_NAME).read_text()), 'full')
+    step = pointer.step['number']
+    for file in found.glob('*.safetensors'):
+        for tensor in load_file(file).values():
+            assert torch.equal(tensor, torch.full_like(tensor, float(step)))
+    return step

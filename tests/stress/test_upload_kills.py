@@ -1,0 +1,167 @@
+"""Ranks are killed at each request of an upload: the pointer's save is whole, and the next run leaves nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.helpers.kill_runs import fill, tiny_model
+from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
+from xhf_hooks.stores import Store, open_store
+from xhf_hooks.stores.publication import read_pointer
+
+pytestmark = pytest.mark.modern_only
+
+WORLD_SIZE = 2
+SAVES = (1, 2)
+#: Of so many requests one is deadly here, another one for each kind of victims; 1 tries all, for an hour.
+STRIDE = 8
+#: More than two saves need, with what comes before and after.
+MOST_REQUESTS = 400
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def proxy(tmp_path):
+    with s3_server('rclone', tmp_path / 'rclone') as server, faulty_proxy(server.port) as running:
+        yield running
+
+
+def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
+    """One rank of a run that saves twice, and uploads each save."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS='1')
+    os.environ.update(CREDENTIALS, DS_ACCELERATOR='cpu')
+    import faulthandler
+    import logging
+
+    import torch
+    import torch.distributed as dist
+
+    from xhf_hooks.config.options import RunOptions
+    from xhf_hooks.errors import XhfError
+    from xhf_hooks.manager import CheckpointManager
+    from xhf_hooks.model.unwrap import unwrap
+    from xhf_hooks.planning.types import Step
+    from xhf_hooks.stores.store_lock import StoreLock
+    from xhf_hooks.telemetry.log import RunLog
+    from xhf_hooks.uploads.upload_thread import UploadThread
+
+    faulthandler.dump_traceback_later(HANG_SECS / 4, exit=True)
+    StoreLock.settle_secs, UploadThread.patience_secs = 0.0, 1.0
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=WORLD_SIZE)
+    model = tiny_model(zero3=False)
+    options = RunOptions(
+        upload_to=url,
+        upload_keep=1,
+        max_shard_size='30KB',
+        exit_wait_secs=60,
+        backend_args={'endpoint_url': endpoint},
+        on_error='raise',
+    )
+    log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
+    status = 0
+    try:
+        saves = CheckpointManager(unwrap(model), Path(work_dir) / 'hf_model', options, log)
+        saves.prepare(None, when='now')
+        try:
+            for number in SAVES:
+                fill(model, number)
+                saves.save(Step('iter', number, number))
+                saves._uploads.wait()
+        finally:
+            saves.close()
+    except XhfError:
+        status = 3  # of the loss of the other rank
+    os._exit(status)
+
+
+class KillAt:
+    """Kills ranks when the nth request comes."""
+
+    def __init__(self, number: int, ranks: list[Any], victims: str) -> None:
+        self._number, self._ranks, self._victims = number, ranks, victims
+        self._lock = threading.Lock()
+        self.seen = 0
+
+    def __call__(self, method: str, path: str) -> Fault:
+        with self._lock:
+            self.seen += 1
+            if self.seen != self._number:
+                return None
+        chosen = self._ranks if self._victims == 'all' else [self._ranks[self._number // STRIDE % WORLD_SIZE]]
+        for rank in chosen:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(rank.pid, signal.SIGKILL)
+        return 'cut' if self._number % 3 else None  # it may still arrive
+
+
+def one_life(proxy: FaultyProxy, number: int, victims: str, folder: Path, url: str) -> KillAt:
+    """Let a run live until it ends, or is killed at a request."""
+    endpoint = f'http://127.0.0.1:{proxy.port}'
+    ranks: list[Any] = []
+    killer = KillAt(number, ranks, victims)
+    proxy.decide = killer
+    store = folder / f'store{number}'
+    for rank in range(WORLD_SIZE):
+        ranks.append(start_process(live, rank, str(store), str(folder / 'work'), url, endpoint))
+    try:
+        for rank in ranks:
+            rank.join(HANG_SECS)
+        assert not any(rank.is_alive() for rank in ranks), f'request {number}, {victims}: a survivor hangs'
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        store.unlink(missing_ok=True)
+    return killer
+
+
+def check_newest(store: Store) -> str | None:
+    """The pointer's save is whole."""
+    pointer = read_pointer(store, 'hf_model')
+    if pointer is None:
+        return None
+    manifest = json.loads(store.get(f'{pointer.newest}/xhf_manifest.json'))
+    for name, file in manifest['files'].items():
+        data = store.get(f'{pointer.newest}/{name}')
+        assert data is not None and f'{zlib.crc32(data):08x}' == file['crc32'], f'{pointer.newest}/{name}'
+    return pointer.newest
+
+
+@pytest.mark.parametrize('victims', ['all', 'one'])
+def test_killed_at_each_request(proxy, tmp_path, victims):
+    url = f's3://{BUCKET}/{victims}/läufe'
+    store = open_store(url, {'endpoint_url': f'http://127.0.0.1:{proxy.server_port}'})
+    found = set()
+    for number in range(1 if victims == 'all' else STRIDE // 2 + 1, MOST_REQUESTS, STRIDE):
+        killer = one_life(proxy, number, victims, tmp_path, url)
+        newest = check_newest(store)
+        found.add(newest)
+        if killer.seen < number:
+            break
+    else:
+        raise AssertionError('a run makes more requests than expected')
+    print(f'{victims}: {number} requests')
+    assert number > 30 and len(found) > 1
+    one_life(proxy, 0, victims, tmp_path, url)
+    newest = check_newest(store)
+    assert newest is not None and newest.startswith('hf_model_iter_2')
+    assert {key.partition('/')[0] for key in store.list() if '/' in key} == {newest}
+    assert store.unfinished_uploads() == {} and 'hf_model.lock' not in store.list()
+    assert [path.name for path in (tmp_path / 'work').iterdir()] == ['hf_model']

@@ -1,0 +1,35 @@
+"""Which numbers are taken from what a command prints or a function returns."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from xhf_hooks.on_saved.results import numbers, scalars_in
+
+
+def test_numbers_are_flattened():
+    line = json.dumps({'arc': {'acc,none': 0.5, 'alias': 'arc', 'n': 7}, 'ok': True, 'list': [1], 'none': None})
+    assert scalars_in(line) == {'arc/acc,none': 0.5, 'arc/n': 7.0, 'ok': 1.0}
+
+
+def test_what_is_not_finite_is_left_out():
+    assert scalars_in('{"a": NaN, "b": Infinity, "c": 1e999, "d": 2, "e": "3", "f": 1' + '0' * 400 + '}') == {'d': 2.0}
+
+
+@pytest.mark.parametrize('line', ['', 'done', '[1]', '0.5', '{', '{"a": 1} and more', '"a"', '{"a":' * 100_000])
+def test_other_lines_are_no_result(line):
+    assert scalars_in(line) == {}
+
+
+def test_a_dump_is_no_result():
+    assert scalars_in(json.dumps(dict.fromkeys(map(str, range(1001)), 1))) == {}
+    assert len(scalars_in(json.dumps(dict.fromkeys(map(str, range(1000)), 1)))) == 1000
+
+
+def test_numbers_of_other_libraries():
+    found = {'np': np.float32(0.5), 'torch': torch.tensor(2), 'tensor': torch.ones(3), 3: 4}
+    assert numbers(found) == {'np': 0.5, 'torch': 2.0, '3': 4.0}

@@ -1,0 +1,129 @@
+"""Bytes go to the disk without the page cache where that can be, and otherwise through it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.unit.writers.test_output_file import MB, answer, cached_nbytes
+from xhf_hooks.files import linux_calls
+from xhf_hooks.writers.file_io import direct
+from xhf_hooks.writers.file_io.direct import AlignedBuffer, DirectWrites
+from xhf_hooks.writers.file_io.output_file import PART_NBYTES, OutputFile, create_file
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+NBYTES = 40 * MB + 5000
+
+
+@pytest.fixture(autouse=True)
+def disk(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    found = direct._file_system(fd)
+    os.close(fd)
+    if found not in direct._FILE_SYSTEMS:
+        pytest.skip(f'NOT TESTED: {tmp_path} is on a file system of kind {found:#x}, not on ext4 or XFS')
+
+
+def content_at(offset: int, off_by: int = 0) -> memoryview:
+    """Random bytes in memory that is aligned as that offset of a file; or not."""
+    memory = np.frombuffer(mmap.mmap(-1, NBYTES + 2 * mmap.PAGESIZE), np.uint8)
+    start = (offset + off_by) % mmap.PAGESIZE
+    memory[start : start + NBYTES] = np.frombuffer(random.Random(0).randbytes(NBYTES), np.uint8)
+    return memory[start : start + NBYTES].data
+
+
+def written(path: Path, content: memoryview, offset: int) -> bytes:
+    """All of the file, after a write into the middle of it."""
+    create_file(path, b'', offset + content.nbytes + 100)
+    file = OutputFile(path, direct=AlignedBuffer(PART_NBYTES))
+    file.write(content, offset)
+    flags = fcntl.fcntl(file._fd, fcntl.F_GETFL)
+    file.fsync()
+    file.close()
+    assert not flags & os.O_DIRECT
+    return path.read_bytes()
+
+
+def expected(content: memoryview, offset: int) -> bytes:
+    return bytes(offset) + bytes(content) + bytes(100)
+
+
+@pytest.mark.parametrize('offset', [0, 8, 4095, 4096, 5 * MB + 24])
+@pytest.mark.parametrize('off_by', [0, 8, 4095])
+def test_all_but_the_ends_bypasses_the_page_cache(tmp_path, offset, off_by):
+    """And what memory holds aligned as the file does is not copied."""
+    content, lengths = content_at(offset, off_by), []
+    write, buffer = DirectWrites.write, AlignedBuffer(PART_NBYTES)
+    with (
+        mock.patch.object(DirectWrites, 'write', lambda *args: (lengths.append(write(*args)), lengths[-1])[1]),
+        mock.patch.object(buffer, 'copy_of', wraps=buffer.copy_of) as copy_of,
+    ):
+        create_file(tmp_path / 'file', b'', offset + NBYTES)
+        file = OutputFile(tmp_path / 'file', direct=buffer)
+        file.write(content, offset)
+        file.fsync()
+        file.close()
+    assert cached_nbytes(tmp_path / 'file') <= 2 * mmap.PAGESIZE * len(lengths)
+    assert sum(lengths) > NBYTES - 2 * mmap.PAGESIZE * len(lengths)
+    assert copy_of.call_count == (len(lengths) if off_by else 0)
+    assert (tmp_path / 'file').read_bytes() == bytes(offset) + bytes(content)
+
+
+def test_on_other_file_systems_everything_goes_through_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(linux_calls.fstatfs, 'function', answer(errno.ENOSYS))
+    content = content_at(0)
+    with mock.patch.object(DirectWrites, 'write', side_effect=AssertionError):
+        assert written(tmp_path / 'file', content, 0) == expected(content, 0)
+
+
+@pytest.mark.parametrize('number', sorted(direct._REFUSALS))
+@pytest.mark.parametrize(('n_accepted', 'off_by'), [(0, 0), (1, 0), (3, 0), (3, 8)])
+def test_what_is_refused_goes_through_it(tmp_path, number, n_accepted, off_by):
+    """From the first such write on, or from a later one, which has written some of it."""
+    pwrite, calls, content = os.pwrite, [], content_at(24, off_by)
+
+    def refusing(fd, data, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            calls.append(offset)
+            if len(calls) > n_accepted:
+                raise OSError(number, os.strerror(number))
+            return pwrite(fd, data[: min(len(data), MB)], offset)
+        return pwrite(fd, data, offset)
+
+    with mock.patch('os.pwrite', refusing):
+        found = written(tmp_path / 'file', content, 24)
+    assert found == expected(content, 24)
+    assert len(calls) == n_accepted + 1
+
+
+def test_where_the_flag_is_refused_everything_goes_through_it(tmp_path):
+    real, content = fcntl.fcntl, content_at(24)
+
+    def refusing(fd, command, *args):
+        if command == fcntl.F_SETFL and args[0] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, *args)
+
+    with mock.patch('fcntl.fcntl', refusing):
+        assert written(tmp_path / 'file', content, 24) == expected(content, 24)
+
+
+@pytest.mark.parametrize('number', [errno.EIO, errno.ENOSPC])
+def test_an_error_of_the_disk_is_raised(tmp_path, number):
+    content = content_at(0)
+    create_file(tmp_path / 'file', b'', NBYTES)
+    file = OutputFile(tmp_path / 'file', direct=AlignedBuffer(PART_NBYTES))
+    failing = mock.patch('os.pwrite', side_effect=OSError(number, os.strerror(number)))
+    with failing, pytest.raises(OSError, match=os.strerror(number)):
+        file.write(content, 0)
+    assert not fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
+    file.close()

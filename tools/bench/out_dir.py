@@ -1,0 +1,47 @@
+"""``out_dir`` in a store against gathering, a local folder and its upload by rank 0, measured from outside.
+
+Each rank's uplink is throttled. The server is ``rclone serve s3``, on this machine, in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from bench.launch import MODELS, START_SECS, run_worker
+from bench.upload import s3_server
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument('--ranks', type=int, default=8)
+    parser.add_argument('--billions', type=float, default=0.8, choices=list(MODELS))
+    parser.add_argument('--uplink', type=int, default=40, help='MB/s of each rank')
+    parser.add_argument('--repeats', type=int, default=3)
+
+
+def expected_secs(args: Namespace) -> float:
+    """About how long it will take."""
+    alone = args.billions * 2000 / args.uplink
+    return 2 * START_SECS + args.repeats * (6.0 + alone + alone / args.ranks)
+
+
+def measure(args: Namespace) -> dict[str, Any]:
+    """Each way in turns, in random order.
+
+    Returns:
+        Of every run, by way: seconds, what rank 0 has sent, and what is on the local disk afterwards.
+    """
+    memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as name, s3_server(Path(name)) as endpoint:
+        job = {
+            'what': 'out_dir',
+            'billions': args.billions,
+            'repeats': args.repeats,
+            'uplink_nbytes_per_sec': args.uplink * 10**6,
+            'endpoint': endpoint,
+            'objects': str(Path(name, 'objects')),
+        }
+        return {'ranks': args.ranks, **job, **run_worker(args.ranks, job, args.out)}

@@ -1,0 +1,95 @@
+"""A partitioned model into an object store: from the memory of all ranks, and by rank 0 from its disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from bench.peers import xtuner_way
+from bench.progress import Progress
+from bench.upload import BUCKET, KEY, SECRET, limited_sending
+from xhf_hooks.commit.store_folder import StoreFolder
+from xhf_hooks.config.options import SaveOptions
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.planning.types import Step
+from xhf_hooks.save import Saver
+
+if TYPE_CHECKING:  # its import prints a warning
+    import deepspeed
+
+OURS = "out_dir='s3://...', all ranks from memory"
+RANK0 = 'gather, save_pretrained to a local folder, rank 0 uploads that (boto3)'
+_FILES_PER_RANK = 2
+
+
+def bench_out_dir(
+    engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Both ways in turns, in random order. Runs on: all ranks."""
+    os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION='us-east-1')
+    nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
+    n_files = _FILES_PER_RANK * dist.get_world_size()
+    saver = Saver(engine.module, SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='store')
+    saver.prepare()
+    alone = nbytes / job['uplink_nbytes_per_sec']
+    expected = {OURS: 3.0 + alone / dist.get_world_size(), RANK0: 3.0 + alone}
+    order, runs = random.Random(0), {OURS: [], RANK0: []}
+    turns = [way for _ in range(job['repeats']) for way in order.sample(list(expected), len(expected))]
+    progress = Progress([expected[way] for way in turns], tell)
+    for number, way in enumerate(turns):
+        url = f's3://{BUCKET}/run{number}'
+        with limited_sending(job['uplink_nbytes_per_sec']) as throttle:
+            save = _ours(saver, url, job) if way == OURS else _rank0(engine, url, job, folder)
+            dist.barrier()
+            began, before = time.perf_counter(), throttle.nbytes
+            save()
+            dist.barrier()
+            seconds = time.perf_counter() - began
+        sent: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sent, throttle.nbytes - before)
+        if sum(sent) < nbytes:
+            raise RuntimeError(f'{way}: of {nbytes} bytes only {sum(sent)} were sent')
+        on_disk = sum(path.stat().st_size for path in folder.parent.rglob('*') if path.is_file())
+        runs[way].append({'seconds': seconds, 'sent_mb': sent[0] / 1e6, 'on_disk_mb': on_disk / 1e6})
+        progress.done(way, seconds)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            shutil.rmtree(Path(job['objects'], BUCKET, f'run{number}'))
+    return {'nbytes': nbytes, 'runs': runs}
+
+
+def _ours(saver: Saver, url: str, job: dict[str, Any]) -> Callable[[], object]:
+    target = StoreFolder(url, 1, {'endpoint_url': job['endpoint']})
+    if dist.get_rank() == 0:
+        target.claim()
+    else:
+        target.connect()
+
+    def save() -> None:
+        saver.save(target, Step('iter', 1, 1))
+        target.release()
+
+    return save
+
+
+def _rank0(engine: deepspeed.DeepSpeedEngine, url: str, job: dict[str, Any], folder: Path) -> Callable[[], object]:
+    """As llm-foundry does it; boto3's transfer manager as by default: ten threads, parts of 8 MB."""
+    import boto3
+
+    client = boto3.client('s3', endpoint_url=job['endpoint'])
+
+    def save() -> None:
+        xtuner_way(engine, folder)
+        if dist.get_rank() == 0:
+            for path in sorted(folder.iterdir()):
+                client.upload_file(str(path), BUCKET, f'{url.rpartition("/")[2]}/{path.name}')
+
+    return save

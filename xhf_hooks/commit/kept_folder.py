@@ -1,0 +1,93 @@
+"""The files of a save under a name of their own, for whoever reads them while the next saves come and go.
+
+A commit renames folders: ``hf_model`` is another save afterwards, and the old one is moved or deleted. A reader in the
+background (an upload, an evaluation) gets a folder that only it removes: hard links to the same files, without a copy.
+Where a file system has no hard links, the files are held open by this process, and the folder leads to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from xhf_hooks.errors import TargetError
+from xhf_hooks.files.open_files import allow_open_files
+from xhf_hooks.integrity.manifest import read_commit
+
+
+class KeptFolder:
+    """Made by :meth:`keep`, until :meth:`release`. Runs on: rank 0; what is kept may be read by anybody.
+
+    :meth:`.CheckpointFolder.recover` removes those of killed runs. The disk space of a save that is kept is given back
+    when it is released, or when the save itself is deleted, whichever is later.
+
+    Attributes:
+        path: The folder.
+        is_linked: It can be read on every host that sees the file system, and after this process. Otherwise on this
+            host alone, while this process lives.
+    """
+
+    def __init__(self, path: Path, fds: list[int]) -> None:
+        self.path, self._fds = path, fds
+        self._process = os.getpid()
+
+    @property
+    def is_linked(self) -> bool:
+        return not self._fds
+
+    @classmethod
+    def keep(cls, folder: Path) -> KeptFolder:
+        """Keep the files of a committed save, those that its manifest names; no save may be committed meanwhile.
+
+        Raises:
+            TargetError: It is not one, or its files cannot be kept.
+        """
+        commit = read_commit(folder)
+        if commit is None or commit.files is None:
+            raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
+        names = sorted(commit.files)
+        path = folder.with_name(f'.{folder.name}.kept-{uuid.uuid4().hex[:12]}')
+        try:
+            try:
+                _fill(path, folder, names)
+                return cls(path, [])
+            except OSError:
+                shutil.rmtree(path, ignore_errors=True)
+            return cls(path, _fill_with_open_files(path, folder, names))
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
+
+    def release(self) -> None:
+        """Remove it. Does nothing the second time, nor in a forked child."""
+        if self._process != os.getpid():
+            return
+        self._process = 0
+        shutil.rmtree(self.path, ignore_errors=True)
+        for fd in self._fds:
+            os.close(fd)
+
+
+def _fill(path: Path, folder: Path, names: list[str]) -> None:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(folder / name, path / name)
+
+
+def _fill_with_open_files(path: Path, folder: Path, names: list[str]) -> list[int]:
+    allow_open_files(len(names), f'{len(names)} files of {folder}, which readers use')
+    fds: list[int] = []
+    try:
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            fds.append(os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC))
+            os.symlink(f'/proc/{os.getpid()}/fd/{fds[-1]}', path / name)
+    except BaseException:
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        raise
+    return fds

@@ -1,0 +1,1 @@
+"""What is done after each save, beside training: a command, or a function."""

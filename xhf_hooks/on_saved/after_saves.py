@@ -1,0 +1,215 @@
+"""The saves of a run that something is done after: one after another, in a thread of rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from xhf_hooks.commit.kept_folder import KeptFolder
+from xhf_hooks.config.options import CallOptions, RunOptions
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.errors import XhfError
+from xhf_hooks.on_saved.action import Action, resolve_action
+from xhf_hooks.on_saved.command import RunningCommand, fill_in
+from xhf_hooks.on_saved.results import numbers
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.telemetry.log import RunLog
+
+LOG_NAME = 'output.log'
+#: Beyond what the supervisor takes to end a command.
+_END_SECS = 15.0
+#: Between two looks of other ranks at whether all is done.
+_LOOK_SECS = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers that came of a save.
+
+    Attributes:
+        name: Of the save's folder, such as ``hf_model``.
+    """
+
+    name: str
+    step: Step
+    numbers: Mapping[str, float]
+
+    def scalars(self) -> dict[str, float]:
+        """By names for a visualizer, such as ``on_saved/hf_model/accuracy``."""
+        return {f'on_saved/{self.name}/{name}': value for name, value in self.numbers.items()}
+
+
+@dataclass(frozen=True)
+class _Save:
+    name: str
+    step: Step
+    kept: KeptFolder
+    output: Path
+
+    @property
+    def what(self) -> str:
+        return f'on_saved for {self.name}, {self.step.label}'
+
+
+class AfterSaves:
+    """Does something after each save. Runs on: rank 0; built, asked and closed by the training thread.
+
+    Nothing that fails here is an error of training: it is a line in the log.
+
+    Args:
+        action: A command with placeholders (:func:`fill_in`), or a function.
+        keeps_all: Every save gets its turn. Otherwise the newest of each name that waits replaces the one before.
+        timeout_secs: For a command. A function cannot be ended.
+    """
+
+    def __init__(self, action: Action, log: RunLog, *, timeout_secs: float, keeps_all: bool) -> None:
+        self._action, self._log, self._timeout_secs, self._keeps_all = action, log, timeout_secs, keeps_all
+        self._process = os.getpid()
+        self._change = threading.Condition()
+        self._waiting: list[_Save] = []
+        self._now: _Save | None = None
+        self._running: RunningCommand | None = None
+        self._closed = False
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        # A daemon: what it does is ended by close(), or waited for by the end of training, for a bounded time
+        self._thread = threading.Thread(target=self._run, name='xhf-on-saved', daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def committed(self, save: CommittedCheckpoint) -> None:
+        """A save is committed, and its folder is still there: the next save has not begun."""
+        folder = Path(save.path)  # never the URL of a store, which the options refuse
+        try:
+            kept = KeptFolder.keep(folder)
+        except (XhfError, OSError) as error:
+            self._log.error(f'on_saved for {folder.name}, {save.step.label}, is left out: {error}')
+            return
+        output = folder.with_name(f'{folder.name}_on_saved') / save.step.label
+        new = _Save(folder.name, save.step, kept, output)
+        with self._change:
+            superseded = [] if self._keeps_all else [old for old in self._waiting if old.name == new.name]
+            self._waiting = [old for old in self._waiting if old not in superseded] + [new]
+            self._change.notify_all()
+        for old in superseded:
+            self._log.info(f'{old.what} is left out: a newer save is there, and one before is still being looked at')
+            old.kept.release()
+
+    def results(self) -> list[Result]:
+        """Those that have come since the last call."""
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def wait(self, secs: float) -> bool:
+        """Wait until nothing is left to do; whether that is so."""
+        with self._change:
+            return self._change.wait_for(lambda: self._now is None and not self._waiting, secs)
+
+    def close(self) -> None:
+        """End what is running, drop what waits, keep no folder. Does nothing in a forked child."""
+        if os.getpid() != self._process or self._closed:
+            return
+        atexit.unregister(self.close)
+        with self._change:
+            self._closed = True
+            dropped, self._waiting = self._waiting, []
+            now = self._now
+            if self._running is not None:
+                self._running.end()
+            self._change.notify_all()
+        for save in dropped:
+            self._log.warning(f'{save.what} is left out: training has ended')
+            save.kept.release()
+        if now is not None and not callable(self._action):
+            self._thread.join(_END_SECS)
+        elif now is not None:
+            self._log.warning(f'{now.what} is still running, and is not waited for; what it reads stays until then')
+
+    def _run(self) -> None:
+        while (save := self._next()) is not None:
+            began = time.monotonic()
+            try:
+                self._do(save, began)
+            except Exception as error:
+                self._log.error(
+                    f'{save.what} failed after {time.monotonic() - began:.1f} s, and training goes on: {error}'
+                    + ('' if callable(self._action) else f'. Its output: {save.output / LOG_NAME}')
+                )
+            save.kept.release()
+            with self._change:
+                self._now = self._running = None
+                self._change.notify_all()
+
+    def _next(self) -> _Save | None:
+        """The next save; None when closed."""
+        with self._change:
+            self._change.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            self._now = self._waiting.pop(0)
+            return self._now
+
+    def _do(self, save: _Save, began: float) -> None:
+        found = self._call(save) if callable(self._action) else self._run_command(self._action, save)
+        if found:
+            self._results.put(Result(save.name, save.step, found))
+        shown = ', '.join(f'{name} {value:.4g}' for name, value in list(found.items())[:8])
+        self._log.info(f'{save.what} took {time.monotonic() - began:.1f} s{": " * bool(shown)}{shown}')
+
+    def _call(self, save: _Save) -> dict[str, float]:
+        returned = self._action(save.kept.path, save.step.iteration)  # type: ignore[operator]
+        return numbers(returned) if isinstance(returned, Mapping) else {}
+
+    def _run_command(self, action: tuple[str, ...], save: _Save) -> dict[str, float]:
+        save.output.mkdir(parents=True, exist_ok=True)
+        values = {
+            'path': save.kept.path,
+            'step': save.step.iteration,
+            'label': save.step.label,
+            'name': save.name,
+            'output': save.output,
+        }
+        command = fill_in(action, values)
+        with self._change:
+            if self._closed:
+                return {}
+            self._running = running = RunningCommand(command, save.output / LOG_NAME, self._timeout_secs)
+        return running.wait()
+
+
+def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog) -> AfterSaves | None:
+    """What the option ``on_saved`` asks for; None where it asks for nothing. Runs on: rank 0.
+
+    Raises:
+        OptionError: There is no such program or function.
+    """
+    if options.on_saved is None:
+        return None
+    action, keeps_all = resolve_action(options.on_saved), options.on_saved_queue == 'all'
+    return AfterSaves(action, log, timeout_secs=options.on_saved_timeout_secs, keeps_all=keeps_all)
+
+
+def wait_for_all(on_rank_0: AfterSaves | None, collective: Collective, secs: float, log: RunLog) -> None:
+    """When training has ended, wait until nothing is left to do. Runs on: all ranks.
+
+    The others wait on gloo, a little while at a time: what follows training may be a collective of NCCL.
+
+    Raises:
+        RankLostError: A rank did not take part.
+    """
+    deadline = time.monotonic() + secs
+    while True:
+        left_secs = deadline - time.monotonic()
+        waits = on_rank_0 is not None and not on_rank_0.wait(max(0.0, min(_LOOK_SECS, left_secs)))
+        if waits and left_secs <= _LOOK_SECS:
+            log.error(f'on_saved has not ended within exit_wait_secs={secs:g} s')
+            waits = False
+        if not collective.broadcast(waits):
+            return

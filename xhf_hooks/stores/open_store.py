@@ -1,0 +1,87 @@
+"""From a URL to a store: fsspec finds the library, and the library its credentials."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from xhf_hooks.errors import OptionError, StoreError
+from xhf_hooks.stores.secrets import has_secrets, without_secrets
+from xhf_hooks.stores.store import Store
+
+#: Protocol to the extra of this package that installs its library.
+EXTRAS = {
+    's3': 's3',
+    's3a': 's3',
+    'gs': 'gcs',
+    'gcs': 'gcs',
+    'az': 'azure',
+    'abfs': 'azure',
+    'abfss': 'azure',
+    'adl': 'azure',
+    'oss': 'oss',
+}
+_URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)
+#: s3fs itself tries 5 times. Checksums of answers are ours to compare; some servers send that of the whole object with
+#: a range of it.
+_S3_CONFIG = {
+    'connect_timeout': 10,
+    'read_timeout': 60,
+    'retries': {'total_max_attempts': 2, 'mode': 'standard'},
+    'response_checksum_validation': 'when_required',
+}
+
+
+def is_url(place: object) -> bool:
+    """Whether it names a store, not a folder."""
+    return isinstance(place, str) and bool(_URL.fullmatch(place))
+
+
+def checked_url(option: str, url: Any) -> str:
+    """The URL without a final slash.
+
+    Raises:
+        OptionError: It is none, or holds credentials.
+    """
+    match = _URL.fullmatch(url) if isinstance(url, str) else None
+    if match is None:
+        raise OptionError(option, "a URL such as 's3://bucket/run'", url)
+    if has_secrets(url):
+        expected = 'a URL without credentials and queries (docs/object-stores.md says where they go)'
+        raise OptionError(option, expected, without_secrets(url))
+    return url.rstrip('/')
+
+
+def open_store(url: str, backend_args: Mapping[str, Any] | None = None, *, option: str = 'upload_to') -> Store:
+    """The store at a URL. Nothing is sent yet, except that some libraries look for credentials.
+
+    Args:
+        url: Such as ``'s3://bucket/run'``; any protocol that fsspec knows.
+        backend_args: For the file system of that protocol, such as ``endpoint_url``.
+        option: The user's option that the URL comes from, for messages.
+
+    Raises:
+        OptionError: It is no URL of a store.
+        StoreError: The library is missing, or refuses ``backend_args``.
+    """
+    import fsspec
+
+    from xhf_hooks.stores.s3_store import S3Store
+
+    url = checked_url(option, url)
+    protocol = url.partition('://')[0]
+    given = dict(backend_args or {})
+    if protocol in ('s3', 's3a'):
+        given['config_kwargs'] = {**_S3_CONFIG, **given.get('config_kwargs', {})}
+    try:
+        file_system, root = fsspec.core.url_to_fs(url, **given, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        how = f"pip install 'xhf_hooks[{extra}]'" if extra else f'install what fsspec needs for {protocol}://'
+        raise StoreError(f'{url}: {error}; {how}, or set {option} to another place') from None
+    except Exception as error:
+        said = without_secrets(f'{type(error).__name__}: {error}', given)
+        raise StoreError(f'{url}: cannot be opened: {said}; look at {option} and backend_args') from None
+    kind = S3Store if protocol in ('s3', 's3a') else Store
+    return kind(file_system, root, without_secrets(url), given, option)

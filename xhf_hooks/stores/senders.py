@@ -1,0 +1,40 @@
+"""Threads that send parts, started before they are needed: none can be started while the interpreter ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class Senders:
+    """Run jobs that raise nothing. May be shared by objects that are written one after the other.
+
+    Args:
+        count: How many threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f'xhf-store-{number}', daemon=True) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have it run by one of them."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the threads once the jobs are done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # with what it holds

@@ -1,0 +1,212 @@
+"""A place for objects under one URL: put, get, list, delete, and objects that are written in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.errors import StoreError
+from xhf_hooks.stores.secrets import without_secrets
+from xhf_hooks.stores.senders import Senders
+from xhf_hooks.stores.stored_object import PARTS_IN_MEMORY, SequentialParts, StoredObject
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+#: What a part has at least; S3 takes no smaller ones but the last.
+LEAST_PART_NBYTES = 5 * 2**20
+PART_NBYTES = 16 * 2**20
+#: What the names of small objects begin with that are written to see whether that works.
+PROBE = '.xhf_probe-'
+#: Of these, a file that is being written can be seen: small objects are written beside and renamed.
+_WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a store says of an object.
+
+    Attributes:
+        checksum: Its own, of whatever kind (S3: the ETag); None where it has none.
+        changed: When it was written, by the store's clock; None where it does not say.
+    """
+
+    nbytes: int
+    checksum: str | None = None
+    changed: datetime | None = None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the checksum is that of S3 for an object that was sent in parts, which depends on their sizes."""
+        return self.checksum is not None and '-' in self.checksum
+
+
+class Store:
+    """Objects under one URL, by key relative to it, with slashes. May be used by several threads.
+
+    Args:
+        url: For people, without secrets.
+        options: What the file system was made with, for what must not be told.
+        root: The path of the URL in the file system.
+        option: Name of the user's option that the URL comes from, for messages.
+    """
+
+    #: The fewest bytes of a part that is not the last.
+    least_part_nbytes = 1
+    most_parts = 2**31
+
+    def __init__(
+        self, file_system: AbstractFileSystem, root: str, url: str, options: Mapping[str, Any], option: str
+    ) -> None:
+        self.url, self.option = url, option
+        self._fs, self._root, self._options = file_system, root.rstrip('/'), options
+        protocols = file_system.protocol
+        self._has_files = bool(_WITH_FILES & {*([protocols] if isinstance(protocols, str) else protocols)})
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        part_nbytes: int = PART_NBYTES,
+        *,
+        senders: Senders | None = None,
+        n_parts: int = PARTS_IN_MEMORY,
+    ) -> StoredObject:
+        """Begin an object that is written in order, part by part.
+
+        Args:
+            nbytes: Of the whole object, or an upper bound.
+            part_nbytes: Of a part; :meth:`part_nbytes` says what it comes to.
+            senders: Threads that send; None starts some now.
+            n_parts: How many parts are in memory.
+        """
+        part_nbytes = self.part_nbytes(nbytes, part_nbytes)
+        told = partial(self.told, key, 'write')
+        at_once = n_parts if self._sends_in_any_order else 1
+        return StoredObject(self._parts(key, part_nbytes), told, part_nbytes, at_once, senders, n_parts)
+
+    def part_nbytes(self, nbytes: int, part_nbytes: int = PART_NBYTES) -> int:
+        """Size of the parts of an object: more than is asked for where the store takes too few, or no small ones."""
+        return max(part_nbytes, self.least_part_nbytes, -(-nbytes // self.most_parts))
+
+    def checksums(self, parts: Iterable[bytes]) -> set[str]:
+        """What this kind of store may tell as the checksum of an object that was sent in these parts; none: unknown."""
+        return set()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a small object in one step: readers see the old or the new one."""
+        with self.told(key, 'write'):
+            if not self._has_files:
+                self._put(key, data)
+                return
+            path = self.path(key)
+            beside = f'{path}.{uuid.uuid4().hex[:12]}'
+            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            try:
+                self._fs.pipe_file(beside, data)
+                self._fs.mv(beside, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(beside)
+                raise
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes | None:
+        """Bytes of an object; None where there is no such object."""
+        with self.told(key, 'read'):
+            try:
+                return self._fs.cat_file(self.path(key), start=start, end=end)
+            except FileNotFoundError:
+                return None
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """What the store says of one object now; None where there is none."""
+        with self.told(key, 'read'):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.info(self.path(key))
+            except FileNotFoundError:
+                return None
+        return _info(found) if found['type'] == 'file' else None
+
+    def list(self, prefix: str = '') -> dict[str, ObjectInfo]:
+        """All objects whose keys begin with a folder's name and a slash, or all; by key."""
+        place = self.path(prefix.rstrip('/')) if prefix else self._root
+        with self.told(prefix, 'list'):
+            self._fs.invalidate_cache()
+            found = self._fs.find(place, detail=True)
+        keys = {self._key(path): entry for path, entry in found.items()}
+        return {key: _info(entry) for key, entry in sorted(keys.items()) if key and entry['type'] == 'file'}
+
+    def delete(self, keys: Collection[str]) -> None:
+        """Remove objects, as far as they are there."""
+        for key in keys:
+            with self.told(key, 'delete'), contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self.path(key))
+
+    def unfinished_uploads(self, prefix: str = '') -> dict[str, str]:
+        """Objects that were begun and neither committed nor discarded: id to key; none where a store keeps none."""
+        return {}
+
+    def abort(self, upload: str, key: str) -> None:
+        """Forget such an object, with its parts."""
+
+    def require_usable(self) -> None:
+        """Write, read, list and remove a small object.
+
+        Raises:
+            StoreError: One of these did not work.
+        """
+        key, data = f'{PROBE}{uuid.uuid4().hex[:12]}', b'written to see whether that works; may be deleted'
+        self.put(key, data)
+        if self.get(key) != data or self.info(key) is None:
+            raise StoreError(f'{self.url}: what was written there cannot be read; set {self.option} to another place')
+        self.list(PROBE)
+        self.delete([key])
+
+    def path(self, key: str) -> str:
+        """Of an object in the file system."""
+        return f'{self._root}/{key}'
+
+    @contextmanager
+    def told(self, key: str, what: str) -> Iterator[None]:
+        """Whatever a library raises becomes an error that says where, without secrets."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            said = without_secrets(f'{type(error).__name__}: {error}', self._options)
+            where = f'{self.url}/{key}' if key else self.url
+            raise StoreError(
+                f'{where}: cannot {what}: {said}. It is set by {self.option}, its access by backend_args and by where '
+                f'the library of that store looks for credentials'
+            ) from None
+
+    #: Parts of one object may be sent at the same time.
+    _sends_in_any_order = False
+
+    def _parts(self, key: str, part_nbytes: int) -> Any:
+        return SequentialParts(self._fs, self.path(key), part_nbytes, makes_folders=self._has_files)
+
+    def _put(self, key: str, data: bytes | bytearray) -> str | None:
+        self._fs.pipe_file(self.path(key), data)
+        return None
+
+    def _key(self, path: str) -> str:
+        return path[len(self._root) :].lstrip('/')
+
+
+def _info(found: Mapping[str, Any]) -> ObjectInfo:
+    checksum = found.get('ETag') or found.get('etag') or found.get('md5Hash')
+    changed = found.get('LastModified') or found.get('mtime') or found.get('updated') or found.get('created')
+    if isinstance(changed, (int, float)):
+        changed = datetime.fromtimestamp(changed, timezone.utc)
+    elif not isinstance(changed, datetime):
+        changed = None
+    return ObjectInfo(int(found['size']), checksum.strip('"') if isinstance(checksum, str) else None, changed)

@@ -1,0 +1,151 @@
+"""One run at a time per name under a URL: an object that its holder writes again and again. Runs on: rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+from xhf_hooks.errors import StoreError
+from xhf_hooks.stores.store import Store
+
+
+class StoreLock:
+    """The object ``<name>.lock``. Stores drop no lock of a dead run, so its holder shows that it lives.
+
+    Attributes:
+        beat_secs: Interval of the heartbeat.
+        lifeless_secs: A run on another host without a heartbeat for so long, by the store's clock, is dead.
+        settle_secs: Of two runs that begin at once, the one that wrote last has it.
+    """
+
+    beat_secs = 20.0
+    lifeless_secs = 900.0
+    settle_secs = 0.5
+
+    #: Of this process: another process of the same number, in another container, is dead.
+    _held: ClassVar[WeakSet[StoreLock]] = WeakSet()
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self.key = store, f'{name}.lock'
+        self._run = uuid.uuid4().hex
+        self._process = 0
+        self._released = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take it.
+
+        Raises:
+            StoreError: Another run has it, or the store cannot be used.
+        """
+        found = self._read()
+        if found is not None and self._is_alive(found):
+            self._refuse(found)
+        self._write(0)
+        time.sleep(self.settle_secs)
+        found = self._read()
+        if found is None or found.get('run') != self._run:
+            self._refuse(found or {})
+        self._process = os.getpid()
+        StoreLock._held.add(self)
+        self._released = threading.Event()
+        self._beating = threading.Thread(target=self._beat, args=(self._released,), name='xhf-store-lock', daemon=True)
+        self._beating.start()
+
+    def require(self) -> None:
+        """Before something is published.
+
+        Raises:
+            StoreError: Another run has taken it, which held this one for dead.
+        """
+        found = self._read()
+        if found is None or found.get('run') != self._run:
+            self._refuse(found or {})
+
+    def release(self) -> None:
+        """Give it back. Nothing is raised: what cannot be deleted is found dead by the next run."""
+        if self._process != os.getpid():
+            return
+        self._process = 0
+        self._released.set()
+        StoreLock._held.discard(self)
+        self._beating.join()  # its last heartbeat would come after the deletion
+        with contextlib.suppress(StoreError):
+            found = self._read()
+            if found is not None and found.get('run') == self._run:
+                self._store.delete([self.key])
+
+    def _refuse(self, found: dict[str, Any]) -> None:
+        holder = f'process {found.get("process")} on {found.get("host")}' if found else 'nobody any more'
+        raise StoreError(
+            f'{self._store.url}/{self.key}: in use by {holder}; set {self._store.option} to another place. If that '
+            f'run is dead, delete this object'
+        )
+
+    def _is_alive(self, found: dict[str, Any]) -> bool:
+        if found.get('host') == socket.gethostname():
+            process = found.get('process')
+            if process == os.getpid():
+                return any(
+                    lock._run == found.get('run') and lock._process == process for lock in tuple(StoreLock._held)
+                )
+            return isinstance(process, int) and _is_running(process)
+        return not self._is_lifeless() and self._shows_life(found)
+
+    def _is_lifeless(self) -> bool:
+        probe = f'{self.key}.clock-{uuid.uuid4().hex[:8]}'
+        self._store.put(probe, b'')
+        written, now = self._store.info(self.key), self._store.info(probe)
+        self._store.delete([probe])
+        if written is None or now is None or written.changed is None or now.changed is None:
+            return False
+        return (now.changed - written.changed).total_seconds() > self.lifeless_secs
+
+    def _shows_life(self, found: dict[str, Any]) -> bool:
+        deadline = time.monotonic() + 2.5 * self.beat_secs
+        while time.monotonic() < deadline:
+            time.sleep(self.beat_secs / 10)
+            if self._read() != found:
+                return True
+        return False
+
+    def _beat(self, released: threading.Event) -> None:
+        number = 0
+        while not released.wait(self.beat_secs):
+            number += 1
+            with contextlib.suppress(StoreError):  # it is away: nobody sees the heartbeat
+                found = self._read()
+                if found is None or found.get('run') != self._run:
+                    return  # taken: require() tells
+                self._write(number)
+
+    def _write(self, beat: int) -> None:
+        content = {'run': self._run, 'host': socket.gethostname(), 'process': os.getpid(), 'beat': beat}
+        self._store.put(self.key, json.dumps(content).encode())
+
+    def _read(self) -> dict[str, Any] | None:
+        data = self._store.get(self.key)
+        if data is None:
+            return None
+        with contextlib.suppress(ValueError):
+            content = json.loads(data)
+            if isinstance(content, dict):
+                return content
+        return {}
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True

@@ -1,0 +1,41 @@
+"""The objects of one save."""
+
+from __future__ import annotations
+
+from xhf_hooks.errors import IncompleteError
+from xhf_hooks.stores.store import Store
+
+
+class StoredFolder:
+    """What ranks write one save to: the objects of a store whose keys begin alike.
+
+    Args:
+        prefix: Of the keys, without a final slash.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.store, self.prefix = store, prefix
+
+    def key(self, name: str) -> str:
+        """Of a file, named relative to the folder."""
+        return f'{self.prefix}/{name}'
+
+    def url_of(self, name: str) -> str:
+        """For messages."""
+        return f'{self.store.url}/{self.key(name)}'
+
+    def read(self, name: str, start: int, nbytes: int) -> bytes:
+        """Bytes of a file as the store returns them; fewer at its end."""
+        return self.store.get(self.key(name), start, start + nbytes) or b''
+
+    def require(self, name: str, start: int, data: bytes) -> None:
+        """Compare bytes with what the store returns.
+
+        Raises:
+            IncompleteError: They differ.
+        """
+        if self.read(name, start, len(data)) != data:
+            raise IncompleteError(
+                f'{self.url_of(name)}: bytes {start} to {start + len(data)} are not those that were sent and '
+                f'acknowledged. Something changes objects there; set out_dir to another place'
+            )

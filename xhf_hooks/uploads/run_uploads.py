@@ -1,0 +1,172 @@
+"""The uploads of one run, as its saves see them: checked before training, begun after each commit, waited for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xhf_hooks.commit.checkpoint_folder import new_name
+from xhf_hooks.commit.kept_folder import KeptFolder
+from xhf_hooks.config.options import CallOptions, RunOptions
+from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.distributed.shared_filesystem import is_shared
+from xhf_hooks.planning.types import Step
+from xhf_hooks.stores import open_store
+from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.uploads.job import Destination, UploadJob
+from xhf_hooks.uploads.to_hub import PREFIX, HubDestination
+from xhf_hooks.uploads.to_store import StoreDestination
+from xhf_hooks.uploads.upload_thread import UploadThread
+
+_RELEASE_SECS = 10.0
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What rank 0 tells the others of a save."""
+
+    place: str
+    folder: str
+    for_all_ranks: bool
+    still_wanted: Sequence[int]
+
+
+def uploads_of_run(
+    options: RunOptions | CallOptions, finals: Sequence[Path], collective: Collective, log: RunLog
+) -> RunUploads | None:
+    """The uploads that the options ask for; None where there is no ``upload_to``. Runs on: all ranks.
+
+    Args:
+        finals: The folders of saves; the first is that of the newest.
+
+    Raises:
+        AgreedError: The place cannot be opened.
+    """
+    if options.upload_to is None:
+        return None
+    seen_by_all = is_shared(new_name(finals[0], 'shared'), collective)
+    destinations: dict[str, Destination] = {}
+    with collective.stage('preflight'):
+        for final in finals:
+            if options.upload_to.startswith(PREFIX):
+                destinations[final.name] = HubDestination(options.upload_to, final.name, is_first=final == finals[0])
+                continue
+            store = open_store(options.upload_to, options.backend_args)
+            max_keep = options.upload_keep if final == finals[0] else 1
+            destinations[final.name] = StoreDestination(store, final.name, max_keep)
+    return RunUploads(
+        destinations,
+        log,
+        nbytes_per_sec=options.upload_nbytes_per_sec,
+        wait_secs=options.exit_wait_secs,
+        is_shared=seen_by_all,
+    )
+
+
+class RunUploads:
+    """Runs on: all ranks, every method.
+
+    Args:
+        destinations: By the name of the folder of saves.
+        nbytes_per_sec: What a rank may send; None is no limit.
+        wait_secs: How long the end of the run waits.
+        is_shared: All ranks see the folders.
+    """
+
+    def __init__(
+        self,
+        destinations: Mapping[str, Destination],
+        log: RunLog,
+        *,
+        nbytes_per_sec: int | None,
+        wait_secs: float,
+        is_shared: bool,
+    ) -> None:
+        self._destinations, self._log, self._is_shared = destinations, log, is_shared
+        self._nbytes_per_sec, self._wait_secs = nbytes_per_sec, wait_secs
+        self._thread: UploadThread | None = None
+        self._process, self._number = os.getpid(), 0
+        self._is_first = False
+        self._claimed: list[Destination] = []
+
+    def claim(self, rank: int) -> None:
+        """Before training: prove that uploads will work.
+
+        Raises:
+            StoreError: They will not; not agreed.
+        """
+        self._is_first = rank == 0
+        for number, destination in enumerate(self._destinations.values()):
+            if rank == 0:
+                destination.claim()
+                self._claimed.append(destination)
+            elif number == 0 and self._is_shared and destination.takes_from_all_ranks:
+                destination.require_usable()
+        self._thread = UploadThread(self._destinations, self._log, self._nbytes_per_sec)
+
+    def offer(self, final: Path, step: Step, collective: Collective) -> None:
+        """A save was committed: begin its upload. Runs on: all ranks, in the thread that saves.
+
+        What goes wrong here is logged.
+
+        Raises:
+            RankLostError: A rank did not take part.
+        """
+        destination, offer, kept = self._destinations[final.name], None, None
+        if collective.rank == 0:
+            try:
+                kept = KeptFolder.keep(final)
+                for_all = self._is_shared and kept.is_linked and destination.takes_from_all_ranks
+                still_wanted = self._thread.still_wanted(final.name)
+                offer = _Offer(destination.new_place(step), kept.path.name, for_all, still_wanted)
+            except Exception as error:  # the save itself is good
+                self._log.error(f'the save of {step.label} is not uploaded: {error}')
+        offer = collective.broadcast(offer)
+        self._number += 1
+        if offer is None:
+            return
+        n_ranks = collective.world_size if offer.for_all_ranks else 1
+        folder = final.with_name(offer.folder)  # hosts may mount it elsewhere
+        job = UploadJob(self._number, final.name, offer.place, step, folder, collective.rank, n_ranks, kept)
+        job.is_wanted = collective.rank < n_ranks
+        self._thread.add(job, offer.still_wanted)
+
+    def wait(self) -> None:
+        """Wait for uploads that are under way, as long as ``exit_wait_secs`` says. Needs no other rank."""
+        thread = self._thread
+        if thread is None or os.getpid() != self._process or thread.wait(0):
+            return
+        self._log.info('waiting for uploads')
+        if not thread.wait(self._wait_secs) and self._is_first:
+            self._log.error(f'uploads have not ended within exit_wait_secs={self._wait_secs:g} s')
+
+    def end(self) -> None:
+        """Wait for uploads, tell what was not uploaded, release the place. Needs no other rank."""
+        self.wait()
+        self._give_up()
+
+    def end_forgotten(self) -> None:
+        """The run was forgotten, not closed: give up what is under way. Returns at once."""
+        threading.Thread(target=self._give_up, name='xhf-upload-end', daemon=True).start()
+
+    def _give_up(self) -> None:
+        if os.getpid() != self._process:
+            return
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+            if self._is_first and thread.failed:
+                places = ', '.join(thread.uploaded) or 'none'
+                self._log.warning(f'{len(thread.failed)} saves were not uploaded; uploaded: {places}')
+        claimed, self._claimed = self._claimed, []
+        releasing = threading.Thread(target=_release, args=(claimed,), name='xhf-upload-release', daemon=True)
+        releasing.start()
+        releasing.join(_RELEASE_SECS)  # of a store that hangs; its lock is found dead by the next run
+
+
+def _release(destinations: Sequence[Destination]) -> None:
+    for destination in destinations:
+        destination.release()

@@ -1,0 +1,116 @@
+"""Uploads to the Hugging Face Hub: one commit for each save, and a tag with its name."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from xhf_hooks.errors import StoreError
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.planning.types import Step
+from xhf_hooks.stores.secrets import without_secrets
+from xhf_hooks.uploads.job import Means, UploadJob
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+PREFIX = 'hf://'
+#: What the Hub puts into a new repository, and people write there.
+_NOT_OURS = ('.gitattributes', 'README.md')
+
+
+class HubDestination:
+    """A :class:`.Destination` that is a repository of models, by huggingface_hub, which retries and resumes by itself.
+
+    Commits are atomic: a branch holds the old or the new save. The newest save is on ``main``, one of another name on
+    a branch of that name.
+
+    Args:
+        url: ``hf://organization/name``.
+        name: Of the saves.
+        is_first: It is the name of the newest saves.
+    """
+
+    takes_from_all_ranks = False
+
+    def __init__(self, url: str, name: str, *, is_first: bool) -> None:
+        self.where, self._repository, self._name = url, url.removeprefix(PREFIX), name
+        self._branch = 'main' if is_first else name
+        self._tags: set[str] = set()
+        self._committed: str | None = None
+
+    def claim(self) -> None:
+        """The repository is made where there is none, as a private one; a branch is made and deleted there."""
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise StoreError(f'{self.where}: there is no token for the Hub; run "hf auth login", or set HF_TOKEN')
+        if self._repository.count('/') != 1:
+            raise StoreError(f'{self.where}: expected hf://organization/name; set upload_to to that')
+        with self._told('write'):
+            api, probe = self._api(), f'xhf-probe-{uuid.uuid4().hex[:12]}'
+            api.create_repo(self._repository, private=True, exist_ok=True)
+            api.create_branch(self._repository, branch=probe)
+            api.delete_branch(self._repository, branch=probe)
+            if self._branch != 'main':
+                api.create_branch(self._repository, branch=self._branch, exist_ok=True)
+            self._tags = {tag.name for tag in api.list_repo_refs(self._repository).tags}
+
+    def require_usable(self) -> None:
+        """Rank 0 alone uploads."""
+
+    def new_place(self, step: Step) -> str:
+        """A tag that is not there yet."""
+        place, number = f'{self._name}_{step.label}', 1
+        while place in self._tags:
+            number += 1
+            place = f'{self._name}_{step.label}_{number}'
+        self._tags.add(place)
+        return place
+
+    def send(self, job: UploadJob, names: Sequence[str], means: Means) -> int:
+        """Nothing: files come with the commit."""
+        return 0
+
+    def missing(self, job: UploadJob) -> list[str]:
+        """None, as they come with the commit."""
+        return []
+
+    def publish(self, job: UploadJob) -> None:
+        """Commit all files at once, without those of the save before, and tag the commit."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        names = [*job.manifest.files, MANIFEST_NAME]
+        with self._told('write'):
+            api = self._api()
+            if self._committed != job.place:
+                there = api.list_repo_files(self._repository, revision=self._branch)
+                others = [name for name in there if name not in names and name not in _NOT_OURS]
+                added = [CommitOperationAdd(name, str(job.folder / name)) for name in names]
+                removed = [CommitOperationDelete(name) for name in others]
+                api.create_commit(self._repository, [*added, *removed], commit_message=job.place, revision=self._branch)
+                self._committed = job.place
+            api.create_tag(self._repository, tag=job.place, revision=self._branch, exist_ok=True)
+
+    def abandon(self, job: UploadJob) -> None:
+        """What is not committed is not there."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def _api(self) -> HfApi:
+        from huggingface_hub import HfApi
+
+        return HfApi(library_name='xhf_hooks')
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            said = without_secrets(f'{type(error).__name__}: {error}')
+            raise StoreError(f'{self.where}: cannot {what}: {said}; look at upload_to and at your token') from None

@@ -1,0 +1,185 @@
+"""The thread of a rank that uploads one save after the other, and tries again where something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TypeVar
+
+from xhf_hooks.errors import StoreError
+from xhf_hooks.format.text import size_text
+from xhf_hooks.stores.senders import Senders
+from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.uploads.bandwidth import Bandwidth
+from xhf_hooks.uploads.file_upload import PARTS_IN_MEMORY, Unwanted
+from xhf_hooks.uploads.job import Destination, Means, UploadJob
+
+T = TypeVar('T')
+#: Between two attempts: doubled up to the second, and somewhat at random, since all ranks began at once.
+_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 60.0
+_LOG_SECS = 600.0
+#: Between two looks of rank 0 for the files of other ranks: a twentieth of what its own have taken, within these.
+_LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 5.0
+
+
+class UploadThread:
+    """Works in the background until :meth:`end`; training adds jobs and gives them up. Waits for no other rank.
+
+    Rank 0 sees in the store what other ranks have uploaded. What does not come, since a rank has died or cannot reach
+    the store, it uploads itself after a while.
+
+    Attributes:
+        uploaded: Places of published saves.
+        failed: What became of the others, for the log.
+        patience_secs: How long rank 0 waits for the files of others at least, or as long again as its own have taken.
+    """
+
+    patience_secs = 30.0
+
+    def __init__(self, destinations: Mapping[str, Destination], log: RunLog, nbytes_per_sec: int | None) -> None:
+        self.uploaded: list[str] = []
+        self.failed: list[str] = []
+        self._destinations, self._log = destinations, log
+        self._jobs: deque[UploadJob] = deque()  # the first is being uploaded
+        self._given_up: list[UploadJob] = []
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._ending = False
+        self._bandwidth = Bandwidth(nbytes_per_sec)
+        self._senders = Senders(PARTS_IN_MEMORY)
+        self._thread = threading.Thread(target=self._run, name='xhf-upload', daemon=True)
+        self._thread.start()
+
+    def still_wanted(self, name: str) -> list[int]:
+        """Numbers of the saves that go on when another one of that name comes. Runs on: rank 0.
+
+        Newest wins: one that waits is given up, and one that is being uploaded, if that fails just now.
+        """
+        with self._changed:
+            return [
+                job.number
+                for place, job in enumerate(self._jobs)
+                if job.is_wanted and (job.name != name or (place == 0 and not job.is_failing))
+            ]
+
+    def add(self, job: UploadJob, still_wanted: Collection[int]) -> None:
+        """Upload a save, and give up all others but those."""
+        with self._changed:
+            for other in self._jobs:
+                other.is_wanted = other.is_wanted and other.number in still_wanted
+            self._jobs.append(job)
+            self._changed.notify_all()
+        self._wake.set()
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Wait until nothing is left to do; whether that came."""
+        deadline = time.monotonic() + timeout_secs
+        with self._changed:
+            while self._jobs and self._thread.is_alive() and time.monotonic() < deadline:
+                self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+            return not self._jobs
+
+    def end(self) -> None:
+        """Give up what is left, and end."""
+        with self._changed:
+            self._ending = True
+            for job in self._jobs:
+                job.is_wanted = False
+            self._changed.notify_all()
+        self._wake.set()
+        self._thread.join(timeout=self.patience_secs)  # it may be waiting for a store that hangs
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._ending:
+                    self._changed.wait()
+                if not self._jobs:
+                    break
+                job = self._jobs[0]
+            self._upload_or_tell(job)
+            with self._changed:
+                self._jobs.popleft()
+                self._changed.notify_all()
+        self._senders.close()
+
+    def _upload_or_tell(self, job: UploadJob) -> None:
+        what = f'{job.step.label} to {self._destinations[job.name].where}/{job.place}'
+        try:
+            self._upload(job, what)
+        except Unwanted:
+            why = 'the run has ended' if self._ending else 'a newer one was saved'
+            self._not_uploaded(job, f'{what} was given up: {why}', logging.WARNING)
+        except Exception as error:
+            self._not_uploaded(job, f'{what} failed: {type(error).__name__}: {error}')
+        finally:
+            if job.kept is not None:
+                job.kept.release()
+
+    def _not_uploaded(self, job: UploadJob, what: str, level: int = logging.ERROR) -> None:
+        if job.rank == 0:
+            self.failed.append(what)
+            self._given_up.append(job)
+            self._log.log(level, f'the upload of {what}')
+
+    def _upload(self, job: UploadJob, what: str) -> None:
+        began, destination = time.monotonic(), self._destinations[job.name]
+        if not job.is_wanted:
+            raise Unwanted
+        means = Means(self._senders, self._bandwidth, lambda: job.is_wanted)
+        self._try(job, what, lambda: destination.send(job, job.share, means))
+        if job.rank != 0:
+            return
+        own_secs, n_taken_over = time.monotonic() - began, 0
+        deadline = time.monotonic() + max(self.patience_secs, own_secs)
+        poll_secs = min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS)
+        while missing := self._try(job, what, lambda: destination.missing(job)):
+            if time.monotonic() < deadline:
+                self._pause(job, poll_secs)
+            else:
+                n_taken_over += 1
+                last = missing[-1:]
+                self._try(job, what, partial(destination.send, job, last, means))
+        self._try(job, what, lambda: destination.publish(job))
+        self.uploaded.append(job.place)
+        alone = f', {n_taken_over} files in place of other ranks' if n_taken_over else ''
+        self._log.info(f'uploaded {what}: {size_text(job.nbytes)} in {time.monotonic() - began:.1f} s{alone}')
+        self._clear_given_up()
+
+    def _try(self, job: UploadJob, what: str, attempt: Callable[[], T]) -> T:
+        pause_secs, told = _FIRST_PAUSE_SECS, -_LOG_SECS
+        while True:
+            try:
+                if not job.is_wanted:
+                    raise Unwanted
+                done = attempt()
+                if job.is_failing:
+                    job.is_failing = False
+                    self._log.info(f'the upload of {what} goes on')
+                return done
+            except OSError as error:  # of the store or of the file system
+                job.is_failing = True
+                if time.monotonic() - told > _LOG_SECS:
+                    told = time.monotonic()
+                    self._log.warning(f'the upload of {what} failed, and is tried again: {error}')
+            self._pause(job, pause_secs * random.uniform(0.5, 1.0))
+            pause_secs = min(2 * pause_secs, _LONGEST_PAUSE_SECS)
+
+    def _pause(self, job: UploadJob, secs: float) -> None:
+        deadline = time.monotonic() + secs
+        while job.is_wanted and (left := deadline - time.monotonic()) > 0:
+            self._wake.wait(left)
+            self._wake.clear()
+
+    def _clear_given_up(self) -> None:
+        """The store answers, and other ranks have long heard of it."""
+        while self._given_up:
+            job = self._given_up.pop()
+            with contextlib.suppress(StoreError):
+                self._destinations[job.name].abandon(job)

@@ -1,0 +1,80 @@
+"""Every rank sends the files that it owns to an object store, from memory, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.errors import IncompleteError
+from xhf_hooks.format.checksum import crc32
+from xhf_hooks.planning.types import SavePlan
+from xhf_hooks.registry import STORE_WRITERS
+from xhf_hooks.stores.senders import Senders
+from xhf_hooks.stores.store import PART_NBYTES
+from xhf_hooks.stores.stored_folder import StoredFolder
+from xhf_hooks.stores.stored_object import PARTS_IN_MEMORY
+from xhf_hooks.writers.evidence import Sample
+from xhf_hooks.writers.file_io.file_in_store import FileInStore
+from xhf_hooks.writers.file_io.output_file import FileIdentity
+from xhf_hooks.writers.stream import StreamWriter
+
+
+@STORE_WRITERS.register_module(name='store')
+class StoreWriter(StreamWriter):
+    """Each file is one object, sent by its owner from the first byte to the last. For an ``out_dir`` that is a URL."""
+
+    all_ranks = True
+    front_to_back = True
+    own_parts_nbytes = PARTS_IN_MEMORY * PART_NBYTES
+
+    def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
+        super().__init__(pending_nbytes, fsync, beside_training=beside_training)
+        self._senders = Senders(PARTS_IN_MEMORY)
+
+    def create(self, plan: SavePlan, place: StoredFolder) -> dict[str, FileIdentity]:  # type: ignore[override]
+        return {}  # an object is made by who sends it
+
+    def open(  # type: ignore[override]
+        self, plan: SavePlan, place: StoredFolder, made: Mapping[str, FileIdentity]
+    ) -> None:
+        rank = rank_and_world_size()[0]
+        own = {placement.file for placement in plan.placements if placement.owner == rank}
+        self._place = place
+        self._planned = {file.name: file for file in plan.files if file.name in own}
+        self._sums: dict[str, int] = {}
+
+    def look(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            self._place.require(sample.file, sample.start, sample.data)
+
+    def read_back(self) -> None:
+        for name, expected in self._sums.items():
+            found = 0
+            for start in range(0, self._planned[name].nbytes, PART_NBYTES):
+                found = crc32(memoryview(self._place.read(name, start, PART_NBYTES)), found)
+            if found != expected:
+                raise IncompleteError(
+                    f'{self._place.url_of(name)}: read back, it has the CRC-32 {found:08x}; what was sent has '
+                    f'{expected:08x}. Something changes objects there; set out_dir to another place'
+                )
+
+    def abort(self) -> None:
+        super().abort()
+        self._senders.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = FileInStore(self._place, self._planned[name], self._senders)
+        return self._files[name]
+
+    def _flush(self) -> None:
+        for name in self._planned:
+            self._sums[name] = self._file(name).require_whole()
+
+
+@STORE_WRITERS.register_module(name='store_from_rank0')
+class StoreStreamWriter(StoreWriter):
+    """The same by rank 0 alone, with ``writer='stream'``."""
+
+    all_ranks = False
