@@ -75,6 +75,7 @@ def test_what_is_discarded_or_left(store):
             assert store.unfinished_uploads() == {}
         else:
             made._wait_until_sent()
+            made._end()  # its threads
     assert [*store.unfinished_uploads('hf_model_').values()] == ['hf_model_iter_1/b.bin']
     assert store.unfinished_uploads('other') == {} and store.list() == {}
     store.put('hf_model_iter_1/.xhf_writing', b'')
