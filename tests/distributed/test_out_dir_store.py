@@ -121,7 +121,8 @@ def saved(tmp_path_factory, credentials):
     with ExitStack() as stack:
         for name, cases in CASES_OF.items():
             root = tmp_path_factory.mktemp(name)
-            server = stack.enter_context(s3_server(name, root))
+            prefixes = [f'läufe/{case}/hf_model_iter_7' for case in cases]
+            server = stack.enter_context(s3_server(name, root, prefixes=prefixes))
             scenarios = {case: partial(save_to_both, case, server, root) for case in cases}
             found[name] = server, root, run_scenarios(scenarios, N_RANKS, env=CREDENTIALS)
         yield found

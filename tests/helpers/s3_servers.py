@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +35,21 @@ CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_D
 
 
 @contextmanager
-def s3_server(kind: str, folder: Path, port: int | None = None) -> Iterator[S3Server]:
+def s3_server(kind: str, folder: Path, port: int | None = None, prefixes: Iterable[str] = ()) -> Iterator[S3Server]:
     """Run one, ``'moto'`` or ``'rclone'``, until the block ends.
 
     Args:
         folder: For rclone's objects and for the log.
+        prefixes: Of saves that several processes write at the same time. rclone makes a folder for the first object
+            under a prefix and removes it with the last one; an object that is put meanwhile is answered as stored,
+            and lost: 18 of 1350. So these are there from the start, and what is above them stays.
     """
     port = port or free_port()
     bucket = folder / 'objects' / BUCKET
     bucket.mkdir(parents=True, exist_ok=True)
+    for prefix in prefixes:
+        (bucket / prefix).mkdir(parents=True)
+        (bucket / prefix).with_name('.stays').touch()
     if kind == 'moto':
         command = [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(port)]
     else:
