@@ -187,7 +187,7 @@ class StoreFolder(SaveTarget):
 
 
 def _require_sizes(place: StoredFolder, expected: Mapping[str, int]) -> None:
-    found = {key.removeprefix(place.key('')): info.nbytes for key, info in place.store.list(place.key('')).items()}
+    found = place.sizes()
     wrong = {name: found.get(name) for name, nbytes in expected.items() if found.get(name) != nbytes}
     for name in sorted(wrong)[:1]:
         raise IncompleteError(
