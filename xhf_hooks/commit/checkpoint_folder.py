@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.commit.others import others_in, set_apart
 from xhf_hooks.commit.rename_exchange import exchange
-from xhf_hooks.commit.target import SaveTarget
+from xhf_hooks.commit.target import SaveTarget, write_indexes
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
@@ -59,14 +58,11 @@ class CheckpointFolder(SaveTarget):
     """
 
     def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
-        self.final = final
+        super().__init__(final, max_keep)
         self.fsync = fsync
         self.elsewhere = elsewhere
-        self.max_keep = max_keep
         self.staging: Path | None = None
-        self.warnings: list[str] = []
         self._lock = RunLock(final)
-        self._run_id = uuid.uuid4().hex
         self._archived: dict[str, Commit | None] = {}  # by name; read once
 
     def claim(self) -> None:
@@ -219,8 +215,7 @@ class CheckpointFolder(SaveTarget):
             IncompleteError: Something planned is missing.
             OSError: The file system refused; the previous checkpoint is still under the final name.
         """
-        for name, index in plan.indexes.items():
-            (self.staging / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+        write_indexes(plan, self.staging)
         tensors = assemble(plan, records)
         if verify != 'off':
             for file in plan.files:
@@ -230,8 +225,7 @@ class CheckpointFolder(SaveTarget):
             _fsync_tree(self.staging)
         others = [before] if before else self._archives().values()
         number = 1 + max((commit.number for commit in others), default=0)
-        facts = {**facts, 'commit': {'number': number, 'run': self._run_id}}
-        manifest = describe_folder(self.staging, plan, tensors, step, facts)
+        manifest = describe_folder(self.staging, plan, tensors, step, self._numbered(facts, number))
         if verify == 'full':
             check_folder(self.staging, manifest, 'full', threads=threads)
         write_manifest(self.staging, manifest)
