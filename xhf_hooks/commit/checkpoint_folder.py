@@ -153,7 +153,6 @@ class CheckpointFolder(SaveTarget):
             self._tidy(leftover, saved, current)
 
     def open_staging(self, step: Step | None = None) -> Path:
-        """An empty staging folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self._leftovers():  # of a save that failed after its commit
             self._recover(leftover)
@@ -176,15 +175,9 @@ class CheckpointFolder(SaveTarget):
         return CheckpointFolder(self.final.with_name(f'{self.final.name}_{suffix}'), max_keep=1)
 
     def free_nbytes(self) -> int:
-        """Free bytes where the folder goes."""
         return shutil.disk_usage(self.final.parent).free
 
     def require_room(self, nbytes: int) -> int:
-        """Free bytes where the folder goes.
-
-        Raises:
-            TargetError: Fewer than ``nbytes``.
-        """
         free = self.free_nbytes()
         if free < nbytes:
             fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
@@ -203,18 +196,6 @@ class CheckpointFolder(SaveTarget):
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
-        """Check that staging is complete, flush it, give it the final name; only then delete older saves.
-
-        Args:
-            records: What all ranks have written (receipts.py).
-            verify: One of VERIFY_LEVELS: 'sizes' checks sizes and headers, 'full' also reads all bytes back from the
-                disk and compares them with the checksums taken from memory.
-            threads: For reading; None starts some.
-
-        Raises:
-            IncompleteError: Something planned is missing.
-            OSError: The file system refused; the previous checkpoint is still under the final name.
-        """
         write_indexes(plan, self.staging)
         tensors = assemble(plan, records)
         if verify != 'off':
@@ -236,7 +217,6 @@ class CheckpointFolder(SaveTarget):
         return tensors
 
     def abandon(self) -> None:
-        """Remove a staging folder that will not be committed."""
         if self.staging is None:
             return
         staged, current = read_commit(self.staging), read_commit(self.final)
@@ -245,7 +225,6 @@ class CheckpointFolder(SaveTarget):
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def release(self) -> None:
-        """Let another run use the folder."""
         self._lock.release()
 
     def _publish(self, new: Commit) -> None:

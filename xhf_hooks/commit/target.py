@@ -121,8 +121,9 @@ class SaveTarget(ABC):
 
         Args:
             records: What all ranks have written (receipts.py).
-            verify: One of VERIFY_LEVELS.
-            threads: For reading back with ``verify='full'``; None starts some.
+            verify: One of VERIFY_LEVELS; with 'full', all bytes are read back and compared with the checksums taken
+                from memory.
+            threads: For reading back; None starts some.
 
         Raises:
             IncompleteError: Something planned is missing.
