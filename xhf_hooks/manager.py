@@ -163,8 +163,7 @@ class CheckpointManager:
             plan = self._saver.prepare()
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
-                    for folder in self._folders:
-                        folder.connect()
+                    self.newest.connect()  # the others are beside it
                 else:
                     self._refuse_other_runs()
                     preflight.claim_targets(

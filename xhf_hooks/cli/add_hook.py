@@ -39,14 +39,7 @@ def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf add-hook') -> int:
-    """Run the command.
-
-    Args:
-        prog: The command's name in messages.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
         return _run(args)

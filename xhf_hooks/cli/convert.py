@@ -110,14 +110,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
-    """Run the command.
-
-    Args:
-        prog: The command's name in messages.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
         with _ended_by_sigterm(), libraries_print_lines():

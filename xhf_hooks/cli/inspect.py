@@ -42,14 +42,7 @@ def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf inspect') -> int:
-    """Run the command.
-
-    Args:
-        prog: What it was called as, for messages.
-
-    Returns:
-        Its exit status.
-    """
+    """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
         with libraries_print_lines():

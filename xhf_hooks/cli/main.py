@@ -26,11 +26,7 @@ _EXAMPLES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command named by the first argument.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command named by the first argument. Returns the exit status."""
     parser = CommandParser(
         prog='xhf',
         examples=_EXAMPLES,

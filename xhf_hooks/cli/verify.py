@@ -74,14 +74,7 @@ def _place(text: str) -> Path | str:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
-    """Run the command.
-
-    Args:
-        prog: The command's name in messages.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
         with redirect_stdout(sys.stderr), libraries_print_lines():  # keeps what libraries print out of the result

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.commit.others import others_in, set_apart
 from xhf_hooks.commit.rename_exchange import exchange
-from xhf_hooks.commit.target import SaveTarget
+from xhf_hooks.commit.target import SaveTarget, write_indexes
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
@@ -59,14 +58,11 @@ class CheckpointFolder(SaveTarget):
     """
 
     def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
-        self.final = final
+        super().__init__(final, max_keep)
         self.fsync = fsync
         self.elsewhere = elsewhere
-        self.max_keep = max_keep
         self.staging: Path | None = None
-        self.warnings: list[str] = []
         self._lock = RunLock(final)
-        self._run_id = uuid.uuid4().hex
         self._archived: dict[str, Commit | None] = {}  # by name; read once
 
     def claim(self) -> None:
@@ -157,7 +153,6 @@ class CheckpointFolder(SaveTarget):
             self._tidy(leftover, saved, current)
 
     def open_staging(self, step: Step | None = None) -> Path:
-        """An empty staging folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self._leftovers():  # of a save that failed after its commit
             self._recover(leftover)
@@ -180,15 +175,9 @@ class CheckpointFolder(SaveTarget):
         return CheckpointFolder(self.final.with_name(f'{self.final.name}_{suffix}'), max_keep=1)
 
     def free_nbytes(self) -> int:
-        """Free bytes where the folder goes."""
         return shutil.disk_usage(self.final.parent).free
 
     def require_room(self, nbytes: int) -> int:
-        """Free bytes where the folder goes.
-
-        Raises:
-            TargetError: Fewer than ``nbytes``.
-        """
         free = self.free_nbytes()
         if free < nbytes:
             fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
@@ -207,20 +196,7 @@ class CheckpointFolder(SaveTarget):
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
-        """Check that staging is complete, flush it, give it the final name; only then delete older saves.
-
-        Args:
-            records: What all ranks have written (receipts.py).
-            verify: One of VERIFY_LEVELS: 'sizes' checks sizes and headers, 'full' also reads all bytes back from the
-                disk and compares them with the checksums taken from memory.
-            threads: For reading; None starts some.
-
-        Raises:
-            IncompleteError: Something planned is missing.
-            OSError: The file system refused; the previous checkpoint is still under the final name.
-        """
-        for name, index in plan.indexes.items():
-            (self.staging / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+        write_indexes(plan, self.staging)
         tensors = assemble(plan, records)
         if verify != 'off':
             for file in plan.files:
@@ -230,8 +206,7 @@ class CheckpointFolder(SaveTarget):
             _fsync_tree(self.staging)
         others = [before] if before else self._archives().values()
         number = 1 + max((commit.number for commit in others), default=0)
-        facts = {**facts, 'commit': {'number': number, 'run': self._run_id}}
-        manifest = describe_folder(self.staging, plan, tensors, step, facts)
+        manifest = describe_folder(self.staging, plan, tensors, step, self._numbered(facts, number))
         if verify == 'full':
             check_folder(self.staging, manifest, 'full', threads=threads)
         write_manifest(self.staging, manifest)
@@ -242,7 +217,6 @@ class CheckpointFolder(SaveTarget):
         return tensors
 
     def abandon(self) -> None:
-        """Remove a staging folder that will not be committed."""
         if self.staging is None:
             return
         staged, current = read_commit(self.staging), read_commit(self.final)
@@ -251,7 +225,6 @@ class CheckpointFolder(SaveTarget):
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def release(self) -> None:
-        """Let another run use the folder."""
         self._lock.release()
 
     def _publish(self, new: Commit) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import uuid
 from pathlib import Path
 
+from xhf_hooks.commit.checkpoint_folder import new_name
 from xhf_hooks.errors import TargetError
 from xhf_hooks.files.open_files import allow_open_files
 from xhf_hooks.integrity.manifest import read_commit
@@ -49,7 +49,7 @@ class KeptFolder:
         if commit is None or commit.files is None:
             raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
         names = sorted(commit.files)
-        path = folder.with_name(f'.{folder.name}.kept-{uuid.uuid4().hex[:12]}')
+        path = new_name(folder, 'kept')
         try:
             try:
                 _fill(path, folder, names)

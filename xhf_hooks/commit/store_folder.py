@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xhf_hooks.commit.completeness import assemble
-from xhf_hooks.commit.target import SaveTarget
+from xhf_hooks.commit.target import SaveTarget, write_indexes
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import IncompleteError, StoreError
 from xhf_hooks.files.memory_folder import MemoryFolder
@@ -41,11 +39,8 @@ class StoreFolder(SaveTarget):
     """
 
     def __init__(self, url: str, max_keep: int, options: Mapping[str, Any] | None = None, name: str = NAME) -> None:
+        super().__init__(f'{url}/{name}', max_keep)
         self._url, self._options, self._name = url, options, name
-        self.final = f'{url}/{name}'
-        self.max_keep = max_keep
-        self.warnings: list[str] = []
-        self._run_id = uuid.uuid4().hex
         self._number = 0
         self._prefix: str | None = None
         self._assets: MemoryFolder | None = None
@@ -131,13 +126,10 @@ class StoreFolder(SaveTarget):
         threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
         folder, place = self._assets.path, self.place(self.token)
-        for name, index in plan.indexes.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+        write_indexes(plan, folder)
         tensors = assemble(plan, records)
         number = self._number + 1
-        facts = {**facts, 'commit': {'number': number, 'run': self._run_id}}
-        manifest = describe_folder(folder, plan, tensors, step, facts)
+        manifest = describe_folder(folder, plan, tensors, step, self._numbered(facts, number))
         weights = {file.name for file in plan.files}
         for name in manifest['files'].keys() - weights:
             data = (folder / name).read_bytes()
@@ -187,7 +179,7 @@ class StoreFolder(SaveTarget):
 
 
 def _require_sizes(place: StoredFolder, expected: Mapping[str, int]) -> None:
-    found = {key.removeprefix(place.key('')): info.nbytes for key, info in place.store.list(place.key('')).items()}
+    found = place.sizes()
     wrong = {name: found.get(name) for name, nbytes in expected.items() if found.get(name) != nbytes}
     for name in sorted(wrong)[:1]:
         raise IncompleteError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,11 @@ class SaveTarget(ABC):
     max_keep: int
     fsync: bool = True
     warnings: list[str]
+
+    def __init__(self, final: Any, max_keep: int) -> None:
+        self.final, self.max_keep = final, max_keep
+        self.warnings = []
+        self._run_id = uuid.uuid4().hex
 
     def connect(self) -> None:  # noqa: B027
         """Before training, see that this rank can write there, where each has a way of its own.
@@ -114,14 +121,26 @@ class SaveTarget(ABC):
 
         Args:
             records: What all ranks have written (receipts.py).
-            verify: One of VERIFY_LEVELS.
-            threads: For reading back with ``verify='full'``; None starts some.
+            verify: One of VERIFY_LEVELS; with 'full', all bytes are read back and compared with the checksums taken
+                from memory.
+            threads: For reading back; None starts some.
 
         Raises:
             IncompleteError: Something planned is missing.
             OSError: It was refused; the previous save is still the newest.
         """
 
+    def _numbered(self, facts: dict[str, Any], number: int) -> dict[str, Any]:
+        """For the manifest of the commit of that number."""
+        return {**facts, 'commit': {'number': number, 'run': self._run_id}}
+
     @abstractmethod
     def abandon(self) -> None:
         """Remove what a save that will not be committed has written. Never raises."""
+
+
+def write_indexes(plan: SavePlan, folder: Path) -> None:
+    """Which shard has which tensors, where a save has several."""
+    for name, index in plan.indexes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')

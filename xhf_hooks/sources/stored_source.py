@@ -34,7 +34,6 @@ class StoredSource(FileSource):
         return tensor.master if use_fp32_master and tensor.master is not None else tensor.trained
 
     def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
-        """Bytes in the files that reading these tensors reads."""
         return sum(piece.nbytes for name in names for piece in self.pieces(name, use_fp32_master=use_fp32_master))
 
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:

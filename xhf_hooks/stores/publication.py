@@ -75,6 +75,16 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
     )
 
 
+def take_name(name: str, taken: set[str]) -> str:
+    """The name, or the first of ``name_2``, ``name_3`` that is free; it is taken then."""
+    free, number = name, 1
+    while free in taken:
+        number += 1
+        free = f'{name}_{number}'
+    taken.add(free)
+    return free
+
+
 def require_answer(store: Store, secs: float = 60.0) -> None:
     """Write, read, list and remove a small object, within a time: libraries try again for minutes.
 
@@ -135,12 +145,7 @@ class Publication:
 
     def new_prefix(self, label: str) -> str:
         """A prefix that was never used, for the save of ``iter_500`` or ``epoch_2``. Asks nobody."""
-        prefix, number = f'{self.name}_{label}', 1
-        while prefix in self._taken:
-            number += 1
-            prefix = f'{self.name}_{label}_{number}'
-        self._taken.add(prefix)
-        return prefix
+        return take_name(f'{self.name}_{label}', self._taken)
 
     def begin(self, prefix: str) -> None:
         """Mark it as being written. Runs on: every rank, before its first object of this save."""

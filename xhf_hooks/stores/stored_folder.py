@@ -24,6 +24,11 @@ class StoredFolder:
         """For messages."""
         return f'{self.store.url}/{self.key(name)}'
 
+    def sizes(self) -> dict[str, int]:
+        """Of the files that are there, in bytes."""
+        start = self.key('')
+        return {key.removeprefix(start): info.nbytes for key, info in self.store.list(start).items()}
+
     def read(self, name: str, start: int, nbytes: int) -> bytes:
         """Bytes of a file as the store returns them; fewer at its end."""
         return self.store.get(self.key(name), start, start + nbytes) or b''

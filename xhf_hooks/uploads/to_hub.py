@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.types import Step
+from xhf_hooks.stores.publication import take_name
 from xhf_hooks.stores.secrets import without_secrets
 from xhf_hooks.uploads.job import Means, UploadJob
 
@@ -63,12 +64,7 @@ class HubDestination:
 
     def new_place(self, step: Step) -> str:
         """A tag that is not there yet."""
-        place, number = f'{self._name}_{step.label}', 1
-        while place in self._tags:
-            number += 1
-            place = f'{self._name}_{step.label}_{number}'
-        self._tags.add(place)
-        return place
+        return take_name(f'{self._name}_{step.label}', self._tags)
 
     def send(self, job: UploadJob, names: Sequence[str], means: Means) -> int:
         """Nothing: files come with the commit."""

@@ -9,6 +9,7 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import Store
 from xhf_hooks.stores.publication import Publication, require_answer
+from xhf_hooks.stores.stored_folder import StoredFolder
 from xhf_hooks.uploads.file_upload import upload_file
 from xhf_hooks.uploads.job import Means, UploadJob
 
@@ -48,8 +49,7 @@ class StoreDestination:
         )
 
     def missing(self, job: UploadJob) -> list[str]:
-        there = self._store.list(f'{job.place}/')
-        sizes = {key.removeprefix(f'{job.place}/'): info.nbytes for key, info in there.items()}
+        sizes = StoredFolder(self._store, job.place).sizes()
         return [name for name, file in job.manifest.files.items() if sizes.get(name) != file.nbytes]
 
     def publish(self, job: UploadJob) -> None:

@@ -24,8 +24,8 @@ TORCHRUN = [
     *(sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'),
     *('-m', 'xtuner.tools.train'),
 ]
-#: Runs that torchrun itself starts.
-WITH_TORCHRUN = ('zero2', 'llama3_8b_instruct_full_alpaca_zero3')
+#: The run that torchrun itself starts.
+WITH_TORCHRUN = 'llama3_8b_instruct_full_alpaca_zero3'
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def run(command: list[str], folder: Path, name: str) -> tuple[int | None, str]:
 
     What torchrun would start is forked from a process that has its imports done, but for :data:`WITH_TORCHRUN`.
     """
-    if command[: len(TORCHRUN)] == TORCHRUN and name not in WITH_TORCHRUN:
+    if command[: len(TORCHRUN)] == TORCHRUN and name != WITH_TORCHRUN:
         return _run_forked(command[len(TORCHRUN) :], folder, name)
     file = folder / f'{name}.output'
     with file.open('wb') as output:

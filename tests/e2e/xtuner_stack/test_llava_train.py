@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 from tests.e2e.xtuner_stack.launches import (
-    OUTPUT_TAIL,
     PARTITIONED,
-    TIMEOUT_SECS,
     TORCHRUN,
-    environment,
+    Launch,
+    Runs,
     export_of,
+    filled_in,
     log_of,
     partitioning_config,
     saves_in,
@@ -26,63 +25,30 @@ from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.zoo.llava import N_PATCHES, VOCAB_SIZE, save_bases
 
-CONFIG = Path(__file__).with_name('llava_config.py')
 LAST = 2
-#: Name to what PART 1 of the config has.
-RUNS: dict[str, dict[str, Any]] = {
-    'pretrain': {},
-    'full': dict(freeze_llm=False, freeze_visual_encoder=False, visual_select_layer=-1),
-    'lora': dict(with_lora=True),
+FULL = {'freeze_llm': False, 'freeze_visual_encoder': False, 'visual_select_layer': -1}
+RUNS = {
+    name: Launch('llm', PARTITIONED, settings, config='llava_config.py')
+    for name, settings in {'pretrain': {}, 'full': FULL, 'lora': {'with_lora': True}}.items()
 }
 NEW_ROWS = 192 - VOCAB_SIZE
 
 
-class Runs:
-    """Launches each run once, when its result is first asked for."""
+class LlavaRuns(Runs):
+    """Of LLaVA, whose config names more places."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._outcomes: dict[str, tuple[int, str]] = {}
-
-    def work_dir(self, name: str) -> Path:
-        """The folder of a finished run.
-
-        Raises:
-            AssertionError: It failed; the end of its output is in the message.
-        """
-        if name not in self._outcomes:
-            self._outcomes[name] = self._train(name)
-        status, output = self._outcomes[name]
-        assert status == 0, f'{name}: exit status {status}\n{output[-OUTPUT_TAIL:]}'
-        return self._root / name
-
-    def _train(self, name: str) -> tuple[int, str]:
+    def _train(self, launch: Launch, name: str) -> list[str]:
         root = self._root
-        settings = {
-            'llm_name_or_path': str(root / 'llm'),
+        places = {
+            'llm_name_or_path': str(root / launch.family),
             'visual_encoder_name_or_path': str(root / 'clip'),
-            'data_path': str(root / 'data.json'),
+            'data_path': str(root / launch.data),
             'image_folder': str(root / 'images'),
             'complete_dir': str(root / name / 'complete'),
-            **RUNS[name],
         }
         config = root / f'{name}.py'
-        text = CONFIG.read_text()
-        for option, value in settings.items():
-            text, count = re.subn(rf'^{option} = .*$', f'{option} = {value!r}', text, flags=re.MULTILINE)
-            assert count == 1, f'{CONFIG.name} sets {option} {count} times'
-        config.write_text(text)
-        command = [*TORCHRUN, str(config), '--launcher', 'pytorch', '--deepspeed', PARTITIONED]
-        done = subprocess.run(
-            [*command, '--work-dir', str(root / name)],
-            cwd=root,
-            env=environment(root),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECS,
-        )
-        return done.returncode, done.stdout
+        config.write_text(filled_in(launch.config, **places, **launch.settings))
+        return [*TORCHRUN, str(config), '--launcher', 'pytorch', '--deepspeed', launch.deepspeed]
 
 
 @pytest.fixture(scope='module')
@@ -102,7 +68,7 @@ def runs(tmp_path_factory):
         samples.append({'id': i, 'image': f'{i}.png', 'conversations': turns})
     (root / 'data.json').write_text(json.dumps(samples))
     (root / PARTITIONED).write_text(json.dumps(partitioning_config()))
-    return Runs(root)
+    return LlavaRuns(root, RUNS)
 
 
 def trained_model(work_dir: Path) -> tuple[Any, Any]:

@@ -96,7 +96,7 @@ def test_replace(folder, tmp_path, both_ways):
 
 
 def test_a_reader_never_finds_the_name_missing(folder):
-    """Polls as fast as it can while 50 commits replace each other."""
+    """Polls as fast as it can while 25 commits replace each other."""
     commit_one(folder, 1)
     manifest = folder.final / MANIFEST_NAME
     stop, misses, polls = threading.Event(), [], [0]
@@ -110,14 +110,14 @@ def test_a_reader_never_finds_the_name_missing(folder):
     reader = threading.Thread(target=poll)
     reader.start()
     try:
-        for number in range(2, 52):
+        for number in range(2, 27):
             commit_one(folder, number)
     finally:
         stop.set()
         reader.join()
-    assert polls[0] > 50
+    assert polls[0] > 25
     assert misses == []
-    assert content(folder.final) == 51
+    assert content(folder.final) == 26
 
 
 @pytest.mark.parametrize(

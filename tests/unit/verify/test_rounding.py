@@ -45,7 +45,7 @@ values = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     numbers=st.lists(st.tuples(values, st.sampled_from(['rounded', 'next', 'other', 'same']), values), max_size=8),
     codes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),

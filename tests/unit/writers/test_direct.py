@@ -6,14 +6,13 @@ import errno
 import fcntl
 import mmap
 import os
-import random
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from tests.unit.writers.test_output_file import MB, answer, cached_nbytes
+from tests.unit.writers.test_output_file import MB, answer, cached_nbytes, random_bytes
 from xhf_hooks.files import linux_calls
 from xhf_hooks.writers.file_io import direct
 from xhf_hooks.writers.file_io.direct import AlignedBuffer, DirectWrites
@@ -37,7 +36,7 @@ def content_at(offset: int, off_by: int = 0) -> memoryview:
     """Random bytes in memory that is aligned as that offset of a file; or not."""
     memory = np.frombuffer(mmap.mmap(-1, NBYTES + 2 * mmap.PAGESIZE), np.uint8)
     start = (offset + off_by) % mmap.PAGESIZE
-    memory[start : start + NBYTES] = np.frombuffer(random.Random(0).randbytes(NBYTES), np.uint8)
+    memory[start : start + NBYTES] = np.frombuffer(random_bytes(NBYTES), np.uint8)
     return memory[start : start + NBYTES].data
 
 
@@ -85,8 +84,13 @@ def test_on_other_file_systems_everything_goes_through_it(tmp_path, monkeypatch)
         assert written(tmp_path / 'file', content, 0) == expected(content, 0)
 
 
-@pytest.mark.parametrize('number', sorted(direct._REFUSALS))
-@pytest.mark.parametrize(('n_accepted', 'off_by'), [(0, 0), (1, 0), (3, 0), (3, 8)])
+@pytest.mark.parametrize(
+    ('number', 'n_accepted', 'off_by'),
+    [
+        *((number, 0, 0) for number in sorted(direct._REFUSALS)),
+        *((errno.EINVAL, *how) for how in [(1, 0), (3, 0), (3, 8)]),
+    ],
+)
 def test_what_is_refused_goes_through_it(tmp_path, number, n_accepted, off_by):
     """From the first such write on, or from a later one, which has written some of it."""
     pwrite, calls, content = os.pwrite, [], content_at(24, off_by)

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import threading
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -40,9 +41,13 @@ def answer(number):
     return fail
 
 
+@cache
+def random_bytes(nbytes: int) -> bytes:
+    return random.Random(0).randbytes(nbytes)
+
+
 def test_any_offset_and_length_by_several_threads(tmp_path, how):
-    order = random.Random(0)
-    content = order.randbytes(90 * MB + 1234)
+    order, content = random.Random(0), random_bytes(90 * MB + 1234)
     cuts = sorted({0, len(content), 7, 4096, 3 * MB, 40 * MB, *(order.randrange(len(content)) for _ in range(30))})
     parts = list(itertools.pairwise(cuts))
     order.shuffle(parts)
