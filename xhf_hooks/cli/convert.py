@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.arguments import CommandParser, count
+from xhf_hooks.cli.arguments import CommandParser, count, folder_or_url
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import (
@@ -23,7 +23,7 @@ from xhf_hooks.cli.output import (
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
-from xhf_hooks.errors import ChangedError, IncompleteError, TargetError, XhfError
+from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from xhf_hooks.planning.types import CommittedCheckpoint
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
+_FAILURES = (IncompleteError, ChangedError, StoreError)
 _DTYPES = {'keep': None, **DTYPE_CODES}
 _MOST_NAMES = 20  # of written files, in one line
 _MOST_WORKERS = 16  # by default; each needs some MB, and more do not help
@@ -42,6 +43,7 @@ _EXAMPLES = {
     'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
     'work_dirs/run/iter_500.pth OUT --verify': 'convert this checkpoint; read everything back before the commit',
     'checkpoint-500 OUT --dtype float32': 'a checkpoint of transformers.Trainer; export the fp32 master weights',
+    'work_dirs/run s3://bucket/run --verify': 'convert into a store; nothing is written to a disk',
     'DIR OUT --base meta-llama/Llama-3.1-8B': 'a checkpoint without any config of the model',
 }
 
@@ -61,7 +63,12 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argpars
         help='iter_500.pth (folder or file), a work_dir, checkpoint-500 of transformers.Trainer, a folder of '
         'accelerator.save_state, or any folder saved by DeepSpeed',
     )
-    parser.add_argument('out', metavar='OUT', type=Path, help='the folder to write')
+    parser.add_argument(
+        'out',
+        metavar='OUT',
+        type=folder_or_url,
+        help='the folder to write, or the URL of a store, as out_dir of the hook',
+    )
     _add_options(parser)
     return parser.parse_args(argv)
 
@@ -104,7 +111,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what was found and what would be written')
     add('--verify', action='store_true', help='read everything back and compare before the commit')
-    add('--overwrite', action='store_true', help='replace OUT, if this package wrote it')
+    add(
+        '--overwrite',
+        action='store_true',
+        help='replace OUT, if this package wrote it; in a store: become the newest save, the others stay',
+    )
     add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
     add('--workers', type=count, metavar='N', help='threads; default: one per core')
 
@@ -117,14 +128,17 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
             return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:
         explain(prog, error, left='; OUT was not written', memory='. --workers 1 needs the least memory')
-        is_bad_input = isinstance(error, XhfError) and not isinstance(error, (IncompleteError, ChangedError))
+        is_bad_input = isinstance(error, XhfError) and not isinstance(error, _FAILURES)
         return BAD_INPUT if is_bad_input and not lacks_memory(error) else FAILED
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:
-    _require_new(args.out, args.overwrite)
+    if isinstance(args.out, Path):
+        _require_new(args.out, args.overwrite)
     with without_collector(freeze=True):
-        from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
+        from xhf_hooks.convert import Conversion, ConvertOptions, target_of  # imports torch and transformers
+
+        out = target_of(args.out, or_ours=args.overwrite)
 
         options = ConvertOptions(
             config=args.config,
@@ -150,7 +164,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     with descriptors_silenced():
         conversion.load_tokenizer()
     with Progress('converting') as progress:
-        committed = conversion.run(args.out, progress)
+        committed = conversion.run(out, progress)
     _warn(committed.warnings, prog)
     _summarize(conversion, committed)
     return DONE
@@ -158,12 +172,20 @@ def _run(args: argparse.Namespace, prog: str) -> int:
 
 def _summarize(conversion: Conversion, committed: CommittedCheckpoint) -> None:
     cost = committed.cost
-    files = sorted(path.name for path in Path(committed.path).iterdir())
+    files = sorted({name.partition('/')[0] for name in _files(committed.path)})
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
         f'({size_text(conversion.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
     )
+
+
+def _files(place: Path | str) -> list[str]:
+    if isinstance(place, str):
+        from xhf_hooks.stores import open_store
+
+        return list(open_store(place, option='OUT').list())
+    return [path.name for path in place.iterdir()]
 
 
 def _warn(warnings: Sequence[str], prog: str) -> None:

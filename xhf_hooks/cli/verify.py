@@ -10,7 +10,7 @@ from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.arguments import CommandParser, count
+from xhf_hooks.cli.arguments import CommandParser, count, folder_or_url
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.cli.progress import Progress
@@ -41,9 +41,9 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
         '2 unusable input.',
     )
     parser.add_argument(
-        'a', metavar='A', type=_place, help='a model folder, or the URL of one, or of what upload_to made'
+        'a', metavar='A', type=folder_or_url, help='a model folder, or the URL of one, or of what upload_to made'
     )
-    parser.add_argument('b', metavar='B', type=_place, nargs='?', help='the model to compare A with')
+    parser.add_argument('b', metavar='B', type=folder_or_url, nargs='?', help='the model to compare A with')
     add = parser.add_argument_group('one path').add_argument
     add('--load', action='store_true', help='also load A with transformers, run it and generate text')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
@@ -67,10 +67,6 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     if args.b is not None and (args.load or args.no_read or args.no_model):
         parser.error('--load, --no-read and --no-model are for one path')
     return args
-
-
-def _place(text: str) -> Path | str:
-    return text if is_url(text) else Path(text)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:

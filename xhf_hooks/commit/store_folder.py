@@ -13,7 +13,7 @@ import numpy as np
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.target import SaveTarget, write_indexes
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.errors import IncompleteError, StoreError
+from xhf_hooks.errors import IncompleteError, StoreError, TargetError
 from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, describe_folder, manifest_text, parse_commit
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
@@ -36,11 +36,19 @@ class StoreFolder(SaveTarget):
         url: Of the store; see :func:`xhf_hooks.stores.open_store`.
         options: What its library takes.
         name: Of the saves.
+        option: What the user gives the URL as, for messages.
     """
 
-    def __init__(self, url: str, max_keep: int, options: Mapping[str, Any] | None = None, name: str = NAME) -> None:
+    def __init__(
+        self,
+        url: str,
+        max_keep: int,
+        options: Mapping[str, Any] | None = None,
+        name: str = NAME,
+        option: str = 'out_dir',
+    ) -> None:
         super().__init__(f'{url}/{name}', max_keep)
-        self._url, self._options, self._name = url, options, name
+        self._url, self._options, self._name, self._option = url, options, name, option
         self._number = 0
         self._prefix: str | None = None
         self._assets: MemoryFolder | None = None
@@ -52,7 +60,7 @@ class StoreFolder(SaveTarget):
     def _store(self) -> Store:
         """Of this process."""
         if self._opened is None:
-            self._opened = open_store(self._url, self._options, option='out_dir')
+            self._opened = open_store(self._url, self._options, option=self._option)
         return self._opened
 
     def connect(self) -> None:
@@ -65,6 +73,28 @@ class StoreFolder(SaveTarget):
         manifest = self.newest_manifest()
         commit = None if manifest is None else parse_commit(manifest)
         self._number = 0 if commit is None else commit.number
+
+    def require_free(self, *, or_ours: bool) -> None:
+        """Before a conversion, see that its save hides no other. Nothing is written. Runs on: rank 0.
+
+        Args:
+            or_ours: A save may be there, beside which the new one becomes the newest.
+
+        Raises:
+            TargetError: It would, or the store cannot be read.
+        """
+        try:
+            pointer = read_pointer(self._store, self._name)
+            is_save = self._store.info(MANIFEST_NAME) is not None
+        except StoreError as error:
+            raise TargetError(str(error)) from None
+        if is_save:
+            raise TargetError(f'{self._url} is a save: it holds {MANIFEST_NAME}; set {self._option} to another place')
+        if pointer is not None and not or_ours:
+            raise TargetError(
+                f'{self._url} holds saves, {pointer.newest} the newest; set {self._option} to another place, or add '
+                f'--overwrite: this one becomes the newest, and they stay'
+            )
 
     def newest_manifest(self) -> bytes | None:
         """Of the newest save, whoever made it; None where there is none. Runs on: rank 0.
@@ -108,7 +138,7 @@ class StoreFolder(SaveTarget):
         return f'{self._url}/{token}'
 
     def beside(self, suffix: str) -> StoreFolder:
-        return StoreFolder(self._url, 1, self._options, f'{self._name}_{suffix}')
+        return StoreFolder(self._url, 1, self._options, f'{self._name}_{suffix}', self._option)
 
     def free_nbytes(self) -> None:
         return None

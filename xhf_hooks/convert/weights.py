@@ -19,7 +19,7 @@ from xhf_hooks.planning.types import Group, Placement, SavePlan, WriteReceipt
 from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
-from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, cut_into_blocks
+from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, Part, cut_into_blocks
 
 #: Limit of the bytes that gathered groups hold in memory at once; a larger group runs alone.
 _GROUPS_NBYTES = 64 * 10**6
@@ -61,7 +61,7 @@ def write_weights(
         made: list[WriteReceipt] = []
         overflows = 0
         work = _Work(source, plan, files, use_fp32_master=use_fp32_master, verifying=verifying, meter=meter)
-        with _one_torch_thread(), WorkerThreads(workers) as threads:
+        with one_torch_thread(), WorkerThreads(workers) as threads:
             for job_made, job_overflows in threads.run(work.jobs()):
                 meter.sample()
                 made += job_made
@@ -115,15 +115,11 @@ class _Work:
         overflows = 0
         for part in block.parts:
             out = buffer[part.start - block.start : part.end - block.start]
-            place = part.placement
-            if place is None:
+            if part.placement is None:
                 out[:] = self._headers[block.file][part.start : part.end]
                 continue
-            first = place.source_offset + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
-            overflows += self._source.read_into(
-                part.read, first, out, place.dtype, use_fp32_master=self._use_fp32_master
-            )
-            made.append(_receipt(place, part.start - place.offset, out))
+            overflows += read_part(self._source, part, out, use_fp32_master=self._use_fp32_master)
+            made.append(_receipt(part.placement, part.start - part.placement.offset, out))
         file = self._files[block.file]
         if self._verifying:
             file.require_block(block, buffer)
@@ -157,6 +153,13 @@ class _Work:
         return self._own.buffer
 
 
+def read_part(source: FileSource, part: Part, out: memoryview, *, use_fp32_master: bool) -> int:
+    """Read what a part of a block takes from the source, cast; how many finite elements became infinite."""
+    place = part.placement
+    first = place.source_offset + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
+    return source.read_into(part.read, first, out, place.dtype, use_fp32_master=use_fp32_master)
+
+
 def _receipt(place: Placement, start: int, data: memoryview) -> WriteReceipt:
     bad = count_non_finite(data, place.dtype)
     return WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad)
@@ -182,7 +185,7 @@ class _Budget:
 
 
 @contextmanager
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
     """Parallelism comes from the workers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

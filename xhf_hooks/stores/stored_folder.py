@@ -42,5 +42,5 @@ class StoredFolder:
         if self.read(name, start, len(data)) != data:
             raise IncompleteError(
                 f'{self.url_of(name)}: bytes {start} to {start + len(data)} are not those that were sent and '
-                f'acknowledged. Something changes objects there; set out_dir to another place'
+                f'acknowledged. Something changes objects there; set {self.store.option} to another place'
             )

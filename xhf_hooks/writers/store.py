@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from xhf_hooks.distributed.collective import rank_and_world_size
@@ -48,15 +48,25 @@ class StoreWriter(StreamWriter):
         for sample in samples:
             self._place.require(sample.file, sample.start, sample.data)
 
-    def read_back(self) -> None:
+    def read_back(self, on_read: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Compare all that this rank has sent with what the store returns.
+
+        Args:
+            on_read: Called with the bytes of each part that was read.
+
+        Raises:
+            IncompleteError: It is not what was sent.
+        """
         for name, expected in self._sums.items():
             found = 0
             for start in range(0, self._planned[name].nbytes, PART_NBYTES):
-                found = crc32(memoryview(self._place.read(name, start, PART_NBYTES)), found)
+                data = memoryview(self._place.read(name, start, PART_NBYTES))
+                found = crc32(data, found)
+                on_read(data.nbytes)
             if found != expected:
                 raise IncompleteError(
                     f'{self._place.url_of(name)}: read back, it has the CRC-32 {found:08x}; what was sent has '
-                    f'{expected:08x}. Something changes objects there; set out_dir to another place'
+                    f'{expected:08x}. Something changes objects there; set {self._place.store.option} to another place'
                 )
 
     def abort(self) -> None:
