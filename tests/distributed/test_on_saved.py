@@ -89,6 +89,7 @@ def test_nothing_is_left_of_a_command_that_has_ended(tmp_path):
     assert alive(members(tmp_path)) == []
 
 
+@pytest.mark.modern_only
 def test_nothing_is_left_when_the_time_is_over(tmp_path):
     from xhf_hooks.on_saved.command import CommandError
 
@@ -296,6 +297,7 @@ def killed(work_dir: Path) -> None:
     ended_run(dict(on_saved=[*FAMILY, '{output}', '10000']), work_dir, hooks=[dict(type='KillHook')])
 
 
+@pytest.mark.modern_only
 def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 

@@ -166,6 +166,7 @@ def test_one_rank_alone_cannot_save(tmp_path):
     assert list(log_dir.glob('.hf_model*')) == []
 
 
+@pytest.mark.modern_only  # how a program ends does not depend on the stack
 def test_a_program_that_ends_by_it(tmp_path):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
     command += [str(REPO_ROOT / 'tests' / 'helpers' / 'raising_run.py'), str(tmp_path / 'run')]

@@ -8,6 +8,8 @@ from argparse import Namespace
 import pytest
 from bench import plan
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.fixture
 def measured(monkeypatch):

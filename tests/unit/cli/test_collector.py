@@ -10,6 +10,8 @@ import pytest
 
 from xhf_hooks.cli.collector import without_collector
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.fixture(autouse=True)
 def thawed():

@@ -21,6 +21,8 @@ from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
 from xhf_hooks.planning.types import Step
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.fixture(params=['exchange', 'fallback'])
 def both_ways(request, monkeypatch):

@@ -20,6 +20,8 @@ from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, TensorSpec, WriteReceipt
 from xhf_hooks.writers import PositionalWriter
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 NBYTES = 5000
 LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)
 

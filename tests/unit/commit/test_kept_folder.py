@@ -16,6 +16,8 @@ from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.against_manifest import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit, read_manifest
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.fixture(params=['links', 'open files'])
 def is_linked(request, monkeypatch):

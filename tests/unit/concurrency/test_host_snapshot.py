@@ -5,9 +5,12 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 class OnFirst(torch.Tensor):

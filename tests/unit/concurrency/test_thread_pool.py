@@ -10,6 +10,8 @@ import pytest
 from xhf_hooks.concurrency import thread_pool
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.fixture
 def threads():

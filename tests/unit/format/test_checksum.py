@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from xhf_hooks.format import checksum
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @given(st.binary(), st.binary())
 def test_it_is_zlibs(first, second):

@@ -8,6 +8,8 @@ import torch
 from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE, TORCH_DTYPES, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 INF, NAN = float('inf'), float('nan')
 
 

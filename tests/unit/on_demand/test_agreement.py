@@ -14,6 +14,8 @@ from xhf_hooks.errors import RankLostError
 from xhf_hooks.on_demand import agreement
 from xhf_hooks.on_demand.agreement import SaveAgreement
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 WORLD = 3
 END = 10**9
 

@@ -14,6 +14,8 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.on_demand.exceptions import Decision, UncaughtExceptions, decide
 from xhf_hooks.telemetry.log import RunLog
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 LONG_SECS = 60.0
 
 

@@ -12,6 +12,8 @@ import pytest
 from xhf_hooks.errors import OptionError
 from xhf_hooks.on_demand.signals import SignalRequests
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 class Ended(Exception):
     """Raised by the user's handler."""

@@ -15,6 +15,8 @@ from xhf_hooks.on_saved.after_saves import AfterSaves
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.telemetry.log import RunLog
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 SECS = 60.0
 
 

@@ -10,6 +10,8 @@ from xhf_hooks.on_saved.action import resolve_action
 from xhf_hooks.on_saved.command import fill_in
 from xhf_hooks.on_saved.environment import without_ranks
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 def test_placeholders():
     values = dict(zip(PLACEHOLDERS, ['/a b/{step}', 5, 'iter_5', 'hf_model', '/out'], strict=True))

@@ -10,6 +10,8 @@ import torch
 
 from xhf_hooks.on_saved.results import numbers, scalars_in
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 def test_numbers_are_flattened():
     line = json.dumps({'arc': {'acc,none': 0.5, 'alias': 'arc', 'n': 7}, 'ok': True, 'list': [1], 'none': None})

@@ -12,6 +12,8 @@ from xhf_hooks.planning.types import ExportEntry, Spread, TensorSpec
 from xhf_hooks.sources import local_shards as module
 from xhf_hooks.sources.base import LocalShard
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 NUMEL = 1000
 
 

@@ -12,6 +12,8 @@ from xhf_hooks.sources import piece_reader as reader
 from xhf_hooks.sources.piece_reader import PieceReader
 from xhf_hooks.sources.pieces import Piece
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 def strided(kind: str) -> torch.Tensor:
     """A random view of one to four axes."""

@@ -6,6 +6,8 @@ import pytest
 
 from xhf_hooks.writers.file_io.pieces import PIECE_NBYTES, pieces
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 
 @pytest.mark.parametrize('nbytes', [0, 8, 4096, PIECE_NBYTES - 8, PIECE_NBYTES, 3 * PIECE_NBYTES + 16])
 @pytest.mark.parametrize('offset', [0, 8, 1234 * 8, PIECE_NBYTES - 8, 5 * PIECE_NBYTES, 7 * PIECE_NBYTES + 24])
