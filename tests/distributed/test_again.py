@@ -330,7 +330,7 @@ SCENARIOS = {
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('again')
     scenarios = {name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}
-    return run_scenarios(scenarios, 2, timeout_secs=600)
+    return run_scenarios(scenarios, 2)
 
 
 def test_trainer_again(results):

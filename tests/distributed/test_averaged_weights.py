@@ -155,7 +155,7 @@ def finished(tmp_path_factory):
     scenarios['lora'] = partial(run, root / 'lora', ddp=True, model=dict(lora=True))
     scenarios['resumed'] = partial(resumed, root / 'resumed')
     scenarios['untouched'] = partial(untouched, root / 'untouched')
-    return root, run_scenarios(scenarios, 2, timeout_secs=900, env=ENV)
+    return root, run_scenarios(scenarios, 2, env=ENV)
 
 
 def saves(log_dir: Path) -> dict[Path, dict[str, Any]]:

@@ -158,7 +158,7 @@ def finished(tmp_path_factory):
     scenarios['known_to_nobody'] = partial(without_score, root / 'known_to_nobody', [0.9])
     scenarios['another_metric'] = partial(another_metric, root / 'another_metric')
     scenarios['another_metric_by_auto'] = partial(another_metric_by_auto, root / 'another_metric_by_auto')
-    return root, run_scenarios(scenarios, 2, timeout_secs=300, env=ENV)
+    return root, run_scenarios(scenarios, 2, env=ENV)
 
 
 def best_in(parent: Path) -> dict[str, int]:

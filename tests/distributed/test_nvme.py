@@ -134,7 +134,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('nvme')
     scenarios: dict[str, Callable[[], Any]] = {name: partial(train_and_save, name, root) for name in ENGINES}
     scenarios['lost'] = partial(lose_a_swap_file, root)
-    return root, run_scenarios(scenarios, 2, timeout_secs=900)
+    return root, run_scenarios(scenarios, 2)
 
 
 @pytest.mark.parametrize('name', ON_NVME)

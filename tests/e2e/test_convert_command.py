@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import folder_tensors
+from tests.helpers.ranks import HANG_SECS
 from tests.helpers.zoo import build
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
 
@@ -209,7 +210,7 @@ sys.exit(main(sys.argv[2:]))
 def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, action, status, left):
     arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
     command = [sys.executable, '-c', HALFWAY, action, *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECS)
     assert finished.returncode == status, finished.stderr
     assert leftovers(tmp_path) == left
     if action == 'SIGKILL':  # the next one clears up
@@ -234,7 +235,7 @@ def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
 
 def test_the_script_is_the_command():
     script = Path(__file__).parents[2] / 'tools' / 'convert.py'
-    finished = subprocess.run([sys.executable, script, '--help'], capture_output=True, text=True, timeout=600)
+    finished = subprocess.run([sys.executable, script, '--help'], capture_output=True, text=True, timeout=HANG_SECS)
     assert finished.returncode == 0 and 'xhf-convert' in finished.stdout
 
 
@@ -242,5 +243,5 @@ def test_imports_stay_lean():
     """Seconds that a conversion would spend in vain; and nothing of deepspeed is needed."""
     lines = 'import sys, xhf_hooks.convert\nheavy = "deepspeed transformers peft mmengine.hooks mmengine.optim"'
     lines += '\nprint([name for name in heavy.split() if name in sys.modules])'
-    finished = subprocess.run([sys.executable, '-c', lines], capture_output=True, text=True, timeout=600)
+    finished = subprocess.run([sys.executable, '-c', lines], capture_output=True, text=True, timeout=HANG_SECS)
     assert finished.stdout.splitlines()[-1] == '[]', finished.stderr

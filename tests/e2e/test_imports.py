@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.ranks import HANG_SECS, REPO_ROOT
 
 #: As if MMEngine and DeepSpeed were not installed.
 BARE = """
@@ -39,7 +39,9 @@ print(sorted(name for name in set(sys.modules) - before if name.split('.')[0] in
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-c', code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, '-c', code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=HANG_SECS
+    )
 
 
 def test_without_mmengine_hook_and_tokenizer_config_are_refused():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import start_process
+from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.commit import lock
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
@@ -36,7 +36,7 @@ class Holder:
     def __init__(self, final: Path) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self.process = start_process(hold, final, theirs)
-        assert self.connection.poll(60) and self.connection.recv() == 'claimed'
+        assert self.connection.poll(HANG_SECS) and self.connection.recv() == 'claimed'
 
 
 @pytest.fixture

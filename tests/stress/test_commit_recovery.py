@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import start_process
+from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
@@ -160,7 +160,7 @@ def test_killed_while_deleting_the_old_one(tmp_path, max_keep, unlinks):
     work_dir = tmp_path / 'run' / '20240101'
     work_dir.mkdir(parents=True)
     process = start_process(commit_and_die_while_deleting, work_dir / 'hf_model', max_keep, unlinks)
-    process.join(60)
+    process.join(HANG_SECS)
     assert process.exitcode == -signal.SIGKILL
     newest = max_keep + 1
     assert visible(work_dir)['hf_model'] == newest

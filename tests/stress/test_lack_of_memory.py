@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.limited_memory import MORE_MB, make_model
 from tests.helpers.made_checkpoint import MadeCheckpoint
+from tests.helpers.ranks import HANG_SECS
 from xhf_hooks.cli.convert import FAILED
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -75,7 +76,7 @@ def test_a_file_that_shrinks(root, tmp_path, how, dtype):
     before = sorted(path.name for path in tmp_path.iterdir())
     command = [sys.executable, '-c', SHRINK, str(victim), str(checkpoint), str(tmp_path / 'out'), '--workers', '1']
     command += ['--base', str(root / 'model'), '--dtype', dtype]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECS)
     lines = [line for line in done.stderr.splitlines() if ' note: ' not in line]
     assert done.returncode == FAILED and len(lines) == 1, (done.returncode, done.stderr)
     assert f'{victim}: has become shorter while it was read; convert a copy that nobody writes' in lines[0]

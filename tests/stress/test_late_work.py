@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import late_work
+from tests.helpers.ranks import HANG_SECS
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -38,7 +39,7 @@ PYTHONS = interpreters()
 @pytest.mark.parametrize('version', PYTHONS)
 def test_work_ends_though_the_interpreter_shuts_down(version, how, tmp_path):
     command = [PYTHONS[version], late_work.__file__, str(tmp_path / 'result'), how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECS)
     assert ended.returncode == STATUS[how], ended.stderr
     assert (tmp_path / 'result').exists(), ended.stderr
     assert (tmp_path / 'result').read_text() == str(sum(range(100)))

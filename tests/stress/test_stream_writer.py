@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import start_process
+from tests.helpers.ranks import HANG_SECS, start_process
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import pack
 from xhf_hooks.files import linux_calls
@@ -25,8 +25,6 @@ from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, Te
 from xhf_hooks.writers.stream import StreamWriter
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
-TIMEOUT_SECS = 20
 
 
 def plan_of(*sizes: int, shard: int = 10**9) -> SavePlan:
@@ -62,7 +60,7 @@ class Memory:
         self.live_nbytes -= nbytes
 
     def wait_until_free(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECS
+        deadline = time.monotonic() + HANG_SECS
         while self.live_nbytes and time.monotonic() < deadline:
             time.sleep(0.005)
         assert self.live_nbytes == 0
@@ -82,7 +80,7 @@ def gate(monkeypatch):
 
     def slow_pwrite(fd, data, offset):
         if threading.current_thread().name == 'xhf-writer':
-            assert opened.wait(TIMEOUT_SECS)
+            assert opened.wait(HANG_SECS)
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, 'pwrite', slow_pwrite)
@@ -178,7 +176,7 @@ def test_write_waits_for_room(tmp_path, memory, gate):
     waiting.join(0.3)
     assert waiting.is_alive()
     gate.set()
-    waiting.join(TIMEOUT_SECS)
+    waiting.join(HANG_SECS)
     assert not waiting.is_alive()
     writer.finish()
 
@@ -250,7 +248,7 @@ def test_nothing_waits_for_ever_behind_an_error(small_disk, memory, gate, no_res
     waiting = threading.Thread(target=write_more, daemon=True)
     waiting.start()
     gate.set()
-    waiting.join(TIMEOUT_SECS)
+    waiting.join(HANG_SECS)
     assert errors == [errno.ENOSPC]
     writer.abort()
 
@@ -269,7 +267,7 @@ def open_beyond_the_limit(folder: Path) -> None:
 
 def test_file_size_limit_surfaces_at_open(tmp_path):
     process = start_process(open_beyond_the_limit, tmp_path)
-    process.join(TIMEOUT_SECS)
+    process.join(HANG_SECS)
     assert process.exitcode == errno.EFBIG
 
 
