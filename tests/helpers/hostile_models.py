@@ -1,7 +1,7 @@
 """What a ``config.json`` and its neighbours can ask for, and one process that tries all of it on the commands.
 
-Run as a program: ``python -m tests.helpers.hostile_models FOLDER``. It imports what the commands import, then forks for
-each case: an import takes longer than a case.
+Run as a program: ``python -m tests.helpers.hostile_models FOLDER CASES``. It imports what the commands import, then
+forks for each case: an import takes longer than a case.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ def _measured(run: Any, args: list[str], folder: Path) -> Outcome:
     return Outcome(os.waitstatus_to_exitcode(code), out[-3000:], err[-3000:], cpu, peak)
 
 
-def main(folder: Path) -> None:
-    """Try all cases."""
+def main(folder: Path, *wanted: str) -> None:
+    """Try these cases."""
     import peft  # noqa: F401
     import torch
     import transformers
@@ -247,7 +247,9 @@ def main(folder: Path) -> None:
     model = LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     found = []
-    for number, (name, files) in enumerate(cases().items()):
+    known = cases()
+    for number, name in enumerate(wanted):
+        files = known[name]
         at = folder / str(number)
         _write(at / 'model', files, tensors)
         (at / 'checkpoint').mkdir()
@@ -267,4 +269,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == '__main__':
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
