@@ -8,7 +8,8 @@
     python tools/bench.py plan  [--ranks 1024] [--out DIR]
     python tools/bench.py ranks [--ranks 2 4 8 16 32] [--repeats 5] [--out DIR]
     python tools/bench.py verify [--billions 0.5] [--repeats 5] [--out DIR]
-    python tools/bench.py upload [--ranks 8] [--megabytes 640] [--uplink 40] [--repeats 5] [--out DIR]
+    python tools/bench.py upload [--ranks 8] [--megabytes 640] [--uplink 40] [--repeats 5] [--training-ranks 1]
+                                [--training-uplink 10] [--out DIR]
     python tools/bench.py out_dir [--ranks 8] [--billions 0.8] [--uplink 40] [--repeats 3] [--out DIR]
     python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
     python tools/bench.py all --out docs/bench
@@ -21,7 +22,8 @@ stall: for how long a save stops training, how fast training is beside one, and 
 plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
 ranks: calls of save_hf on 2,000 small tensors by 2 to 32 processes: what agreement costs, stage by stage.
 verify: verifying folders, against reading them.
-upload: a save to an object store, by all ranks and by rank 0 alone, each rank's uplink throttled.
+upload: a save to an object store, by all ranks and by rank 0 alone, each rank's uplink throttled; what of training an
+    upload takes.
 out_dir: the same without a disk, against gathering, saving and uploading on rank 0.
 convert: the conversion of a checkpoint, with xtuner's environment (bench/convert.py).
 all: one after the other, as by default, all that README and docs quote.

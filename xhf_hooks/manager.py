@@ -101,7 +101,9 @@ class CheckpointManager:
         self._process, self._thread = os.getpid(), threading.get_ident()
         self.newest: SaveTarget
         if isinstance(final, str):
-            self.newest = StoreFolder(final, options.max_keep_ckpts, options.backend_args)
+            self.newest = StoreFolder(
+                final, options.max_keep_ckpts, options.backend_args, beside_training=options.async_save
+            )
         else:
             self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts)
         suffixes = [*suffixes, *([_EXCEPTION] if options.save_on_exception else [])]

@@ -196,7 +196,18 @@ def _upload_table(measured: dict[str, Any]) -> str:
         f'{measured["nbytes"] / 1e6:.0f} MB, {measured["ranks"]} ranks, none of which can send more than '
         f'{uplink:.0f} MB/s (all together need {least:.2f} s):'
     )
-    return '\n'.join([head, '', *_rows(found, columns), ''])
+    beside = []
+    if 'training' in measured:  # not where there is no disk
+        training = measured['training']
+        slowed = [run['slowed_by'] for run in training['runs']]
+        processor = statistics.median(run['processor'] for run in training['runs'])
+        beside = [
+            '',
+            f'Training on {training["ranks"]} ranks is slowed by {statistics.median(slowed):.1%} of its iterations '
+            f'while an upload with {training["uplink_nbytes_per_sec"] / 1e6:.0f} MB/s is running (median of '
+            f'{len(slowed)}: {min(slowed):.1%} to {max(slowed):.1%}). Its threads take {processor:.1%} of a processor.',
+        ]
+    return '\n'.join([head, '', *_rows(found, columns), *beside, ''])
 
 
 def _verify_table(measured: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """A save to an object store: by all ranks beside each other, and by rank 0 with boto3's transfer manager.
 
-Each rank's uplink is throttled. The server is ``rclone serve s3``, on this machine, in memory.
+Each rank's uplink is throttled. The server is ``rclone serve s3``, on this machine, in memory. How much slower training
+is beside an upload is measured with few ranks and a slow uplink, which leave the server a processor.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ OURS = 'upload_to, all ranks'
 BOTO3 = "rank 0 uploads the folder with boto3's transfer manager"
 WAYS = (OURS, BOTO3)
 BUCKET, KEY, SECRET = 'bucket', 'benchkeybenchkey', 'benchsecretbenchsecret'
+_ENVIRONMENT = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_DEFAULT_REGION': 'us-east-1'}
 _FILES_PER_RANK = 2
-_PIECE_NBYTES = 64 * 1024
+#: What goes to the kernel at once: of smaller pieces, waiting costs more than sending.
+_PIECE_NBYTES = 256 * 1024
 _START_SECS = 40.0
+#: Uploads beside which ranks train, and how long each takes at least.
+_TRAINING_REPEATS, _UPLOAD_SECS = 10, 6.0
 #: An upload, until all of it is visible, and what follows when a run ends.
 _Way = tuple[Callable[[], None], Callable[[], None]]
 
@@ -44,11 +49,13 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument('--megabytes', type=int, default=640)
     parser.add_argument('--uplink', type=int, default=40, help='MB/s of each rank')
     parser.add_argument('--repeats', type=int, default=5)
+    parser.add_argument('--training-ranks', type=int, default=1, help='that train beside an upload')
+    parser.add_argument('--training-uplink', type=int, default=10, help='MB/s of each of them')
 
 
 def expected_secs(args: Namespace) -> float:
     """About how long it will take."""
-    return _START_SECS + sum(_expected(args))
+    return 2 * _START_SECS + sum(_expected(args)) + _TRAINING_REPEATS * 2 * _UPLOAD_SECS
 
 
 def _expected(args: Namespace) -> list[float]:
@@ -57,11 +64,16 @@ def _expected(args: Namespace) -> list[float]:
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Each way in turns, in random order.
+    """The uploads, and training beside one.
 
     Returns:
-        Seconds of every run, by way.
+        Seconds of every run, by way; of each upload beside training, the shares of iterations and of a processor.
     """
+    return {**_measure_uploads(args), 'training': _measure_training(args)}
+
+
+def _measure_uploads(args: Namespace) -> dict[str, Any]:
+    """Each way in turns, in random order."""
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, s3_server(Path(folder)) as endpoint:
         save = Path(folder, 'save')
@@ -112,6 +124,72 @@ def measure(args: Namespace) -> dict[str, Any]:
     return {'ranks': args.ranks, 'uplink_nbytes_per_sec': args.uplink * 10**6, 'nbytes': nbytes, 'runs': runs}
 
 
+def _measure_training(args: Namespace) -> dict[str, Any]:
+    """Iterations beside an upload, and as long without one, in turns."""
+    n_ranks, uplink = args.training_ranks, args.training_uplink * 10**6
+    memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder, s3_server(Path(folder)) as endpoint:
+        save = Path(folder, 'save')
+        _make_save(save, n_ranks * _FILES_PER_RANK, int(n_ranks * uplink * _UPLOAD_SECS))
+        context = multiprocessing.get_context('spawn')
+        together, results = context.Barrier(n_ranks), context.SimpleQueue()
+        ranks = [
+            context.Process(
+                target=_training_rank, args=(rank, n_ranks, endpoint, str(save), uplink, together, results), daemon=True
+            )
+            for rank in range(n_ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        taken = [results.get() for _ in range(n_ranks * _TRAINING_REPEATS)]
+        for rank in ranks:
+            rank.join()
+    return {'ranks': n_ranks, 'uplink_nbytes_per_sec': uplink, 'runs': taken}
+
+
+def _training_rank(
+    rank: int, n_ranks: int, endpoint: str, save: str, uplink: float, together: Barrier, results: Any
+) -> None:
+    """One process that trains; tells the shares of iterations and of a processor that each upload took."""
+    os.environ.update(_ENVIRONMENT)
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(64, 256)
+
+    def train(is_over: Callable[[], bool]) -> float:
+        """Iterations per second."""
+        began, n_done = time.perf_counter(), 0
+        while not is_over():
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            n_done += 1
+        return n_done / (time.perf_counter() - began)
+
+    def for_secs(secs: float) -> Callable[[], bool]:
+        deadline = time.perf_counter() + secs
+        return lambda: time.perf_counter() > deadline
+
+    with limited_sending(uplink):
+        train(for_secs(1.0))
+        for number in range(_TRAINING_REPEATS):
+            begin, is_over, end = _our_upload(rank, n_ranks, endpoint, Path(save), f's3://{BUCKET}/training-{number}')
+            together.wait()
+            before = train(for_secs(_UPLOAD_SECS / 2))
+            together.wait()
+            begin()
+            began, others = time.perf_counter(), time.process_time() - time.thread_time()
+            beside = train(is_over)
+            others = time.process_time() - time.thread_time() - others
+            processor = others / (time.perf_counter() - began)
+            together.wait()
+            after = train(for_secs(_UPLOAD_SECS / 2))
+            results.put({'slowed_by': 1 - beside / ((before + after) / 2), 'processor': processor})
+            end()
+
+
 def _rank(
     rank: int,
     n_ranks: int,
@@ -123,7 +201,7 @@ def _rank(
     results: Any,
 ) -> None:
     """One process of the run that saves."""
-    os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION='us-east-1')
+    os.environ.update(_ENVIRONMENT)
     all_processes, among_ranks = barriers
     prepare: dict[str, Callable[[int, int, str, Path, str], _Way]] = {OURS: _ours, BOTO3: _boto3}
     with limited_sending(uplink) as throttle:
@@ -140,9 +218,26 @@ def _rank(
 
 
 def _ours(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:
-    """What is done before training is done; what is done with a save is not yet."""
+    begin, is_over, end = _our_upload(rank, n_ranks, endpoint, save, url)
+
+    def upload() -> None:
+        begin()
+        is_over(3600.0)
+
+    return upload, end
+
+
+def _our_upload(
+    rank: int, n_ranks: int, endpoint: str, save: Path, url: str
+) -> tuple[Callable[[], None], Callable[..., bool], Callable[[], None]]:
+    """What is done before training is done; what is done with a save is not yet.
+
+    Returns:
+        What begins the upload, whether it ends within so many seconds, and what follows when a run ends.
+    """
     import logging
 
+    from xhf_hooks.concurrency.low_priority import lower_priority
     from xhf_hooks.planning.types import Step
     from xhf_hooks.stores import open_store
     from xhf_hooks.telemetry.log import RunLog
@@ -150,25 +245,28 @@ def _ours(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:
     from xhf_hooks.uploads.to_store import StoreDestination
     from xhf_hooks.uploads.upload_thread import UploadThread
 
-    destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1)
+    store = open_store(url, {'endpoint_url': endpoint}, prepare_thread=lower_priority)
+    destination = StoreDestination(store, 'hf_model', -1)
     if rank == 0:
         destination.claim()
     else:
         destination.require_usable()
     thread = UploadThread({'hf_model': destination}, RunLog(logging.getLogger('bench'), 'bench'), None)
 
-    def upload() -> None:
-        step = Step('iter', 1, 1)
-        thread.add(UploadJob(1, 'hf_model', 'hf_model_iter_1', step, save, rank, n_ranks), [])
-        thread.wait(3600.0)
-        if rank == 0 and thread.uploaded != ['hf_model_iter_1']:
+    def begin() -> None:
+        thread.add(UploadJob(1, 'hf_model', 'hf_model_iter_1', Step('iter', 1, 1), save, rank, n_ranks), [])
+
+    def is_over(within_secs: float = 0.0) -> bool:
+        over = thread.wait(within_secs)
+        if over and rank == 0 and thread.uploaded != ['hf_model_iter_1']:
             raise RuntimeError(f'not uploaded: {thread.failed}')
+        return over
 
     def end() -> None:
         thread.end()
         destination.release()
 
-    return upload, end
+    return begin, is_over, end
 
 
 def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:

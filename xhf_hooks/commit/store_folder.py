@@ -12,6 +12,7 @@ import numpy as np
 
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.target import SaveTarget, write_indexes
+from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import IncompleteError, StoreError, TargetError
 from xhf_hooks.files.memory_folder import MemoryFolder
@@ -37,6 +38,7 @@ class StoreFolder(SaveTarget):
         options: What its library takes.
         name: Of the saves.
         option: What the user gives the URL as, for messages.
+        beside_training: Training goes on during saves, and must not feel them.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class StoreFolder(SaveTarget):
         options: Mapping[str, Any] | None = None,
         name: str = NAME,
         option: str = 'out_dir',
+        beside_training: bool = False,
     ) -> None:
         super().__init__(f'{url}/{name}', max_keep)
+        self._prepare_thread = lower_priority if beside_training else None
         self._url, self._options, self._name, self._option = url, options, name, option
         self._number = 0
         self._prefix: str | None = None
@@ -60,7 +64,9 @@ class StoreFolder(SaveTarget):
     def _store(self) -> Store:
         """Of this process."""
         if self._opened is None:
-            self._opened = open_store(self._url, self._options, option=self._option)
+            self._opened = open_store(
+                self._url, self._options, option=self._option, prepare_thread=self._prepare_thread
+            )
         return self._opened
 
     def connect(self) -> None:
@@ -138,7 +144,8 @@ class StoreFolder(SaveTarget):
         return f'{self._url}/{token}'
 
     def beside(self, suffix: str) -> StoreFolder:
-        return StoreFolder(self._url, 1, self._options, f'{self._name}_{suffix}', self._option)
+        name, beside_training = f'{self._name}_{suffix}', self._prepare_thread is not None
+        return StoreFolder(self._url, 1, self._options, name, self._option, beside_training)
 
     def free_nbytes(self) -> None:
         return None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from xhf_hooks.errors import OptionError, StoreError
@@ -53,13 +57,21 @@ def checked_url(option: str, url: Any) -> str:
     return url.rstrip('/')
 
 
-def open_store(url: str, backend_args: Mapping[str, Any] | None = None, *, option: str = 'upload_to') -> Store:
+def open_store(
+    url: str,
+    backend_args: Mapping[str, Any] | None = None,
+    *,
+    option: str = 'upload_to',
+    prepare_thread: Callable[[], None] | None = None,
+) -> Store:
     """The store at a URL. Nothing is sent yet, except that some libraries look for credentials.
 
     Args:
         url: Such as ``'s3://bucket/run'``; any protocol that fsspec knows.
         backend_args: For the file system of that protocol, such as ``endpoint_url``.
         option: The user's option that the URL comes from, for messages.
+        prepare_thread: Called in a thread that then does all that is sent and received for such stores, where fsspec
+            has one for that. Otherwise it is fsspec's own, which others in this process may use.
 
     Raises:
         OptionError: It is no URL of a store.
@@ -74,8 +86,13 @@ def open_store(url: str, backend_args: Mapping[str, Any] | None = None, *, optio
     given = dict(backend_args or {})
     if protocol in ('s3', 's3a'):
         given['config_kwargs'] = {**_S3_CONFIG, **given.get('config_kwargs', {})}
+    own: dict[str, Any] = {}
     try:
-        file_system, root = fsspec.core.url_to_fs(url, **given, use_listings_cache=False, skip_instance_cache=True)
+        if prepare_thread is not None and fsspec.get_filesystem_class(protocol).async_impl:
+            own['loop'] = _loop(prepare_thread, os.getpid())
+        file_system, root = fsspec.core.url_to_fs(
+            url, **given, **own, use_listings_cache=False, skip_instance_cache=True
+        )
     except ImportError as error:
         extra = EXTRAS.get(protocol)
         how = f"pip install 'xhf_hooks[{extra}]'" if extra else f'install what fsspec needs for {protocol}://'
@@ -85,3 +102,16 @@ def open_store(url: str, backend_args: Mapping[str, Any] | None = None, *, optio
         raise StoreError(f'{url}: cannot be opened: {said}; look at {option} and backend_args') from None
     kind = S3Store if protocol in ('s3', 's3a') else Store
     return kind(file_system, root, without_secrets(url), given, option)
+
+
+@functools.cache
+def _loop(prepare_thread: Callable[[], None], process: int) -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own, one for all stores of a process, as fsspec's is."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        prepare_thread()
+        loop.run_forever()
+
+    threading.Thread(target=run, name='store-io', daemon=True).start()
+    return loop

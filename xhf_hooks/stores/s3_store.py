@@ -81,7 +81,7 @@ class S3Store(Store):
         if self._etags_are_md5 and etag != md5:
             raise StoreError(f'{self.url}/{key}: the store received other bytes: MD5 {etag}, sent were {md5}')
 
-    def checksums(self, parts: Iterable[bytes]) -> set[str]:
+    def checksums(self, parts: Iterable[bytes | bytearray]) -> set[str]:
         whole, digests = hashlib.md5(usedforsecurity=False), []
         for part in parts:
             whole.update(part)

@@ -8,13 +8,16 @@ from collections.abc import Callable
 
 
 class Senders:
-    """Run jobs that raise nothing. May be shared by objects that are written one after the other.
+    """Run jobs that raise nothing, in their order. Objects may share them.
 
     Args:
         count: How many threads.
+        prepare: Called in each before its first job. It must not raise.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, prepare: Callable[[], None] = lambda: None) -> None:
+        self._prepare = prepare
+        self.count = count
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f'xhf-store-{number}', daemon=True) for number in range(count)
@@ -35,6 +38,7 @@ class Senders:
         self._threads = []
 
     def _work(self) -> None:
+        self._prepare()
         while (job := self._jobs.get()) is not None:
             job()
             del job  # with what it holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ class Store:
         part_nbytes: int = PART_NBYTES,
         *,
         senders: Senders | None = None,
-        n_parts: int = PARTS_IN_MEMORY,
+        room: threading.Semaphore | None = None,
     ) -> StoredObject:
         """Begin an object that is written in order, part by part.
 
@@ -84,18 +85,19 @@ class Store:
             nbytes: Of the whole object, or an upper bound.
             part_nbytes: Of a part; :meth:`part_nbytes` says what it comes to.
             senders: Threads that send; None starts some now.
-            n_parts: How many parts are in memory.
+            room: For parts in memory; see :class:`.StoredObject`.
         """
         part_nbytes = self.part_nbytes(nbytes, part_nbytes)
         told = partial(self.told, key, 'write')
-        at_once = n_parts if self._sends_in_any_order else 1
-        return StoredObject(self._parts(key, part_nbytes), told, part_nbytes, at_once, senders, n_parts)
+        most_at_once = PARTS_IN_MEMORY if senders is None else senders.count
+        at_once = most_at_once if self._sends_in_any_order else 1
+        return StoredObject(self._parts(key, part_nbytes), told, part_nbytes, at_once, senders, room)
 
     def part_nbytes(self, nbytes: int, part_nbytes: int = PART_NBYTES) -> int:
         """Size of the parts of an object: more than is asked for where the store takes too few, or no small ones."""
         return max(part_nbytes, self.least_part_nbytes, -(-nbytes // self.most_parts))
 
-    def checksums(self, parts: Iterable[bytes]) -> set[str]:
+    def checksums(self, parts: Iterable[bytes | bytearray]) -> set[str]:
         """What this kind of store may tell as the checksum of an object that was sent in these parts; none: unknown."""
         return set()
 

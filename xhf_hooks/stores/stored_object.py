@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 PARTS_IN_MEMORY = 2
 
 
+class _DiscardedError(Exception):
+    """Nobody wants the object any more."""
+
+
 class Parts(Protocol):
     """How a store takes the parts of one object."""
 
@@ -34,13 +38,14 @@ class Parts(Protocol):
 
 
 class StoredObject:
-    """Written in order by one thread, sent by others; nobody sees it before :meth:`commit`.
+    """Written in order by one thread, sent by others; nobody sees it before :meth:`end`.
 
     Args:
         told: Makes what turns errors of libraries into ours; entered around each call of theirs.
         at_once: How many parts are sent at the same time; 1 sends them in their order.
         senders: They send; None starts some for this object.
-        n_parts: In memory, the one that is being filled included.
+        room: For parts in memory, the one that is being filled included; objects share it that are written one after
+            the other. None is room for :data:`PARTS_IN_MEMORY` of this one.
 
     Attributes:
         checksum: After :meth:`commit`, of what was sent, as this kind of store tells it; None where it tells none.
@@ -53,19 +58,20 @@ class StoredObject:
         part_nbytes: int,
         at_once: int,
         senders: Senders | None = None,
-        n_parts: int = PARTS_IN_MEMORY,
+        room: threading.Semaphore | None = None,
     ) -> None:
         self.part_nbytes, self.nbytes = part_nbytes, 0
         self.checksum: str | None = None
         self._parts, self._told, self._at_once = parts, told, at_once
-        self._own_senders = Senders(min(at_once, n_parts)) if senders is None else None
+        self._own_senders = Senders(at_once) if senders is None else None
         self._senders = senders or self._own_senders
-        self._room = threading.Semaphore(n_parts - 1)  # one is being filled
+        self._room = threading.Semaphore(PARTS_IN_MEMORY) if room is None else room
         self._lock = threading.Condition()
         self._todo: deque[tuple[int, bytearray]] = deque()
         self._n_sending = self._n_parts = 0
         self._error: Exception | None = None
-        self._filled = bytearray()
+        self._filled: bytearray | None = None  # it has taken room
+        self._is_ending = self._is_over = False
 
     def write(self, data: Buffer) -> None:
         """Take bytes; waits while there is no room for another part.
@@ -76,17 +82,23 @@ class StoredObject:
         view = memoryview(data).cast('B')
         self.nbytes += len(view)
         while len(view):
+            if self._filled is None:
+                self._room.acquire()
+                self._filled = bytearray()
+                self._raise()
             taken = min(len(view), self.part_nbytes - len(self._filled))
             self._filled += view[:taken]
             view = view[taken:]
             if len(self._filled) == self.part_nbytes:
-                with self._lock:
-                    self._todo.append((self._n_parts, self._filled))
-                    self._submit()
-                self._n_parts += 1
-                self._room.acquire()
-                self._filled = bytearray()
-                self._raise()
+                self._send_filled()
+
+    def end(self) -> None:
+        """All was written. The rest is sent and the object made visible meanwhile; :meth:`commit` waits for that."""
+        if self._n_parts and self._filled:
+            self._send_filled()
+        with self._lock:
+            self._is_ending = True
+            self._submit()
 
     def commit(self) -> None:
         """Send the rest and make the object visible.
@@ -94,48 +106,72 @@ class StoredObject:
         Raises:
             StoreError: Something was not sent; the object does not exist then.
         """
-        self._wait_until_sent()
-        try:
-            self._raise()
-            with self._told():
-                self.checksum = self._parts.finish(self._n_parts, self._filled)
-        except Exception:
-            self.discard()
-            raise
-        self._end()
+        if not self._is_ending:
+            self.end()
+        self._wait_until_over()
+        self._raise()
 
     def discard(self) -> None:
-        """Forget what was written. Nothing is raised: what stays is found as an unfinished upload."""
-        with self._lock:
-            self._todo.clear()
-        self._wait_until_sent()
-        self._end()
-        with contextlib.suppress(Exception), self._told():
-            self._parts.discard()
+        """Forget what was written; after :meth:`end` it may be too late for that.
 
-    def _end(self) -> None:
-        self._filled = bytearray()
+        Nothing is raised: what stays is found as an unfinished upload.
+        """
+        with self._lock:
+            self._error = self._error or _DiscardedError()
+            self._todo.clear()
+            while not self._is_ending and self._n_sending:
+                self._lock.wait()
+        if self._is_ending:
+            self._wait_until_over()
+        else:
+            self._forget()
+            self._close_senders()
+
+    def _wait_until_over(self) -> None:
+        with self._lock:
+            while not self._is_over:
+                self._lock.wait()
+        self._close_senders()
+
+    def _close_senders(self) -> None:
         if self._own_senders is not None:
             self._own_senders.close()
             self._own_senders = None
 
-    def _wait_until_sent(self) -> None:
-        with self._lock:
-            while self._todo or self._n_sending:
-                self._lock.wait()
+    def _forget(self) -> None:
+        self._give_room_back()
+        with contextlib.suppress(Exception), self._told():
+            self._parts.discard()
+
+    def _give_room_back(self) -> None:
+        filled, self._filled = self._filled, None
+        if filled is not None:
+            self._room.release()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
+    def _send_filled(self) -> None:
+        with self._lock:
+            self._todo.append((self._n_parts, self._filled))
+            self._n_parts += 1
+            self._filled = None
+            self._submit()
+
     def _submit(self) -> None:
         """Runs with the lock."""
         while self._todo and self._n_sending < self._at_once:
             self._n_sending += 1
-            self._senders.submit(partial(self._send, *self._todo.popleft()))
+            number, data = self._todo.popleft()
+            self._senders.submit(partial(self._send, number, [data]))
+            del data  # the job alone holds it
+        if self._is_ending and not self._todo and not self._n_sending:
+            self._senders.submit(self._finish)
 
-    def _send(self, number: int, data: bytearray) -> None:
-        """Runs on: a thread that sends."""
+    def _send(self, number: int, held: list[bytearray]) -> None:
+        """Runs on: a thread that sends. What is held is freed before its room is given back."""
+        data = held.pop()
         try:
             if self._error is None:
                 with self._told():
@@ -143,11 +179,26 @@ class StoredObject:
         except Exception as error:  # raised by write() or commit()
             self._error = error
         del data
+        self._room.release()
         with self._lock:
             self._n_sending -= 1
             self._submit()
             self._lock.notify_all()
-        self._room.release()
+
+    def _finish(self) -> None:
+        """Runs on: a thread that sends, once all parts are sent."""
+        try:
+            if self._error is None:
+                with self._told():
+                    self.checksum = self._parts.finish(self._n_parts, self._filled or bytearray())
+        except Exception as error:  # raised by commit()
+            self._error = error
+        if self._error is not None:
+            self._forget()
+        self._give_room_back()
+        with self._lock:
+            self._is_over = True
+            self._lock.notify_all()
 
 
 class SequentialParts:

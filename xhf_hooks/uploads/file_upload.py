@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import DamagedError, StoreError
 from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.integrity.manifest import FileRecord
-from xhf_hooks.stores import ObjectInfo, Store
-from xhf_hooks.stores.senders import Senders
-from xhf_hooks.uploads.bandwidth import Bandwidth
+from xhf_hooks.stores import Store
+from xhf_hooks.stores.stored_object import StoredObject
+from xhf_hooks.uploads.job import Means
 
 _READ_NBYTES = 1 << 20
 #: In memory: one is being filled, the others are being sent.
@@ -22,73 +23,83 @@ class Unwanted(Exception):
     """The upload of this save was given up while it was under way."""
 
 
-def upload_file(
-    store: Store,
-    key: str,
-    path: Path,
-    record: FileRecord,
-    senders: Senders,
-    bandwidth: Bandwidth,
-    is_wanted: Callable[[], bool],
-) -> int:
-    """Send a file, and look at what the store has then. Runs on: the thread of uploads.
+@dataclass(frozen=True)
+class FileUpload:
+    """A file, and where it goes. Used by: the thread of uploads.
 
-    Args:
+    Attributes:
         record: What the manifest says of it: other bytes are not sent.
-
-    Returns:
-        Bytes sent: 0 where the store has it already.
-
-    Raises:
-        StoreError: It was not stored.
-        DamagedError: The file is not what was saved.
-        Unwanted: Nobody wants it any more.
     """
-    part_nbytes = store.part_nbytes(record.nbytes)
-    if _is_there(store, store.info(key), path, record, part_nbytes):
-        return 0
-    made = store.create(key, record.nbytes, senders=senders, n_parts=PARTS_IN_MEMORY)
-    crc = 0
-    try:
-        for data in _read(path, _READ_NBYTES):
-            bandwidth.take(len(data), is_wanted)
-            if not is_wanted():
+
+    store: Store
+    key: str
+    path: Path
+    record: FileRecord
+
+    def is_there(self) -> bool:
+        """Sent before an answer was lost, or by another rank."""
+        found = self.store.info(self.key)
+        if found is None or found.nbytes != self.record.nbytes or found.checksum is None:
+            return False
+        return found.checksum in self.store.checksums(_read(self.path, self.store.part_nbytes(found.nbytes)))
+
+    def send(self, means: Means) -> StoredObject:
+        """Hand all of it to the threads that send; :meth:`require_stored` waits for them.
+
+        Raises:
+            StoreError: It was not stored.
+            DamagedError: The file is not what was saved.
+            Unwanted: Nobody wants it any more.
+        """
+        record, crc = self.record, 0
+        made = self.store.create(self.key, record.nbytes, senders=means.senders, room=means.room)
+        try:
+            for data in _read(self.path, _READ_NBYTES):
+                means.bandwidth.take(len(data), means.is_wanted)
+                if not means.is_wanted():
+                    raise Unwanted
+                crc = crc32(data, crc)
+                made.write(data)
+            if made.nbytes != record.nbytes or (record.crc32 is not None and crc != record.crc32):
+                raise DamagedError(
+                    f'{self.path}: not what was saved: expected {record.nbytes} bytes of CRC-32 '
+                    f'{to_hex(record.crc32 or 0)}, found {made.nbytes} of {to_hex(crc)}; it is not uploaded'
+                )
+            if not means.is_wanted():
                 raise Unwanted
-            crc = crc32(data, crc)
-            made.write(data)
-        if made.nbytes != record.nbytes or (record.crc32 is not None and crc != record.crc32):
-            raise DamagedError(
-                f'{path}: not what was saved: expected {record.nbytes} bytes of CRC-32 {to_hex(record.crc32 or 0)}, '
-                f'found {made.nbytes} of {to_hex(crc)}; it is not uploaded'
+            made.end()
+        except BaseException:
+            made.discard()
+            raise
+        return made
+
+    def require_stored(self, made: StoredObject) -> int:
+        """Wait, and look at what the store has then; returns bytes sent.
+
+        Raises:
+            StoreError: It was not stored.
+        """
+        made.commit()
+        found = self.store.info(self.key)
+        checksums = None if found is None or made.checksum is None else (found.checksum, made.checksum)
+        is_other = checksums is not None and ('-' in checksums[0]) == ('-' in checksums[1]) and len({*checksums}) > 1
+        if found is None or found.nbytes != made.nbytes or is_other:
+            self.store.delete([self.key])
+            raise StoreError(
+                f'{self.store.url}/{self.key}: expected {made.nbytes} bytes with {made.checksum}, found {found}'
             )
-        if not is_wanted():
-            raise Unwanted
-    except BaseException:
-        made.discard()
-        raise
-    made.commit()
-    found = store.info(key)
-    checksums = None if found is None or made.checksum is None else (found.checksum, made.checksum)
-    is_other = checksums is not None and ('-' in checksums[0]) == ('-' in checksums[1]) and len({*checksums}) > 1
-    if found is None or found.nbytes != record.nbytes or is_other:
-        store.delete([key])
-        raise StoreError(f'{store.url}/{key}: expected {record.nbytes} bytes with {made.checksum}, found {found}')
-    return record.nbytes
+        return made.nbytes
 
 
-def _is_there(store: Store, found: ObjectInfo | None, path: Path, record: FileRecord, part_nbytes: int) -> bool:
-    """Sent before an answer was lost, or by another rank."""
-    if found is None or found.nbytes != record.nbytes or found.checksum is None:
-        return False
-    return found.checksum in store.checksums(_read(path, part_nbytes))
-
-
-def _read(path: Path, nbytes: int) -> Iterator[bytes]:
+def _read(path: Path, nbytes: int) -> Iterator[bytearray]:
     with open(open_regular_fd(path), 'rb', buffering=0) as file:
         while True:
-            data = bytearray()
-            while len(data) < nbytes and (some := file.read(nbytes - len(data))):
-                data += some
-            if not data:
+            data = bytearray(nbytes)
+            view, found = memoryview(data), 0
+            while found < nbytes and (some := file.readinto(view[found:])):
+                found += some
+            if not found:
                 return
-            yield bytes(data)
+            view.release()
+            del data[found:]
+            yield data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,9 +65,14 @@ class UploadJob:
 
 @dataclass(frozen=True)
 class Means:
-    """What the thread of uploads sends with."""
+    """What the thread of uploads sends with.
+
+    Attributes:
+        room: For the parts that are in memory.
+    """
 
     senders: Senders
+    room: threading.Semaphore
     bandwidth: Bandwidth
     is_wanted: Callable[[], bool]
 

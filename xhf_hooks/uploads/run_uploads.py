@@ -10,6 +10,7 @@ from pathlib import Path
 
 from xhf_hooks.commit.checkpoint_folder import new_name
 from xhf_hooks.commit.kept_folder import KeptFolder
+from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.distributed.shared_filesystem import is_shared
@@ -54,7 +55,7 @@ def uploads_of_run(
             if options.upload_to.startswith(PREFIX):
                 destinations[final.name] = HubDestination(options.upload_to, final.name, is_first=final == finals[0])
                 continue
-            store = open_store(options.upload_to, options.backend_args)
+            store = open_store(options.upload_to, options.backend_args, prepare_thread=lower_priority)
             max_keep = options.upload_keep if final == finals[0] else 1
             destinations[final.name] = StoreDestination(store, final.name, max_keep)
     return RunUploads(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import Store
 from xhf_hooks.stores.publication import Publication, require_answer
 from xhf_hooks.stores.stored_folder import StoredFolder
-from xhf_hooks.uploads.file_upload import upload_file
+from xhf_hooks.stores.stored_object import StoredObject
+from xhf_hooks.uploads.file_upload import FileUpload
 from xhf_hooks.uploads.job import Means, UploadJob
+
+#: Files that are handed over and not yet looked for in the store.
+_MOST_UNDER_WAY = 2
 
 
 class StoreDestination:
@@ -40,13 +45,29 @@ class StoreDestination:
         return self._publication.new_prefix(step.label)
 
     def send(self, job: UploadJob, names: Sequence[str], means: Means) -> int:
-        if names and self._marked != job.place:
+        is_first = self._marked != job.place
+        if names and is_first:
             self._publication.begin(job.place)
             self._marked = job.place
-        send = partial(upload_file, senders=means.senders, bandwidth=means.bandwidth, is_wanted=means.is_wanted)
-        return sum(
-            send(self._store, f'{job.place}/{name}', job.folder / name, job.manifest.files[name]) for name in names
-        )
+        under_way: deque[tuple[FileUpload, StoredObject]] = deque()
+        nbytes = 0
+        try:
+            for name in names:
+                file = FileUpload(self._store, f'{job.place}/{name}', job.folder / name, job.manifest.files[name])
+                if not is_first and file.is_there():
+                    continue
+                under_way.append((file, file.send(means)))
+                while len(under_way) > _MOST_UNDER_WAY:  # the next one is being sent meanwhile
+                    nbytes += FileUpload.require_stored(*under_way.popleft())
+            while under_way:
+                nbytes += FileUpload.require_stored(*under_way.popleft())
+        finally:
+            for _, made in under_way:  # what has arrived need not be sent again
+                if not means.is_wanted():
+                    made.discard()
+                with contextlib.suppress(Exception):
+                    made.commit()
+        return nbytes
 
     def missing(self, job: UploadJob) -> list[str]:
         sizes = StoredFolder(self._store, job.place).sizes()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
 
+from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.text import size_text
 from xhf_hooks.stores.senders import Senders
@@ -29,10 +30,10 @@ _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 5.0
 
 
 class UploadThread:
-    """Works in the background until :meth:`end`; training adds jobs and gives them up. Waits for no other rank.
+    """Works in the background until :meth:`end`, at low priority; training adds jobs and gives them up.
 
-    Rank 0 sees in the store what other ranks have uploaded. What does not come, since a rank has died or cannot reach
-    the store, it uploads itself after a while.
+    It waits for no other rank: rank 0 sees in the store what others have uploaded. What does not come, since a rank has
+    died or cannot reach the store, it uploads itself after a while.
 
     Attributes:
         uploaded: Places of published saves.
@@ -52,7 +53,8 @@ class UploadThread:
         self._wake = threading.Event()
         self._ending = False
         self._bandwidth = Bandwidth(nbytes_per_sec)
-        self._senders = Senders(PARTS_IN_MEMORY)
+        self._senders = Senders(PARTS_IN_MEMORY, lower_priority)
+        self._room = threading.Semaphore(PARTS_IN_MEMORY)
         self._thread = threading.Thread(target=self._run, name='xhf-upload', daemon=True)
         self._thread.start()
 
@@ -96,6 +98,7 @@ class UploadThread:
         self._thread.join(timeout=self.patience_secs)  # it may be waiting for a store that hangs
 
     def _run(self) -> None:
+        lower_priority()
         while True:
             with self._changed:
                 while not self._jobs and not self._ending:
@@ -132,7 +135,7 @@ class UploadThread:
         began, destination = time.monotonic(), self._destinations[job.name]
         if not job.is_wanted:
             raise Unwanted
-        means = Means(self._senders, self._bandwidth, lambda: job.is_wanted)
+        means = Means(self._senders, self._room, self._bandwidth, lambda: job.is_wanted)
         self._try(job, what, lambda: destination.send(job, job.share, means))
         if job.rank != 0:
             return

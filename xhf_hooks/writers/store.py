@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import crc32
@@ -30,7 +31,7 @@ class StoreWriter(StreamWriter):
 
     def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
         super().__init__(pending_nbytes, fsync, beside_training=beside_training)
-        self._senders = Senders(PARTS_IN_MEMORY)
+        self._senders = Senders(PARTS_IN_MEMORY, lower_priority if beside_training else lambda: None)
 
     def create(self, plan: SavePlan, place: StoredFolder) -> dict[str, FileIdentity]:  # type: ignore[override]
         return {}  # an object is made by who sends it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
@@ -90,6 +91,42 @@ def test_a_save_is_uploaded_while_the_next_is_made(run, tmp_path):
         stored = run.store.list(f'{run.newest}/')
         assert {key.rpartition('/')[2]: run.store.get(key) for key in stored} == expected
     assert kept(tmp_path) == [] and run.prefixes() == ['hf_model_iter_1', 'hf_model_iter_2']
+
+
+def test_the_next_file_is_sent_while_one_is_made_visible(run, monkeypatch):
+    """Each answer to the last request of a file, but that of the last, waits for bytes of the next."""
+    commit_one(run.folder, 1)
+    n_files = len([*run.folder.final.iterdir()]) - 1  # the manifest goes another way
+    create, made, waited = run.store.create, [], []
+    next_one = [threading.Event() for _ in range(n_files + 1)]
+
+    def note(key, *args, **options):
+        stored, number = create(key, *args, **options), len(made)
+        made.append(key)
+        next_one[number].set()
+        if len(made) < n_files:
+            finish = stored._parts.finish
+
+            def wait(*rest):
+                if next_one[number + 1].wait(20.0):
+                    waited.append(key)
+                return finish(*rest)
+
+            stored._parts.finish = wait
+        return stored
+
+    monkeypatch.setattr(run.store, 'create', note)
+    run.uploads.offer(run.folder.final, iteration(1), Collective())
+    run.uploads.wait()
+    assert run.newest == 'hf_model_iter_1' and len(made) == n_files > 2 and waited == made[:-1]
+
+
+def test_its_threads_give_way_to_training(run):
+    run.save(1)
+    run.uploads.wait()
+    thread = run.uploads._thread
+    for one in (thread._thread, *thread._senders._threads):
+        assert os.getpriority(os.PRIO_PROCESS, one.native_id) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 class Away:
