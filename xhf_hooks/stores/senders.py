@@ -1,4 +1,4 @@
-"""Threads that send parts, started before they are needed: none can be started while the interpreter ends."""
+"""Threads that send parts. They start early, since none can be started while the interpreter ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Senders:
-    """Run jobs that raise nothing. May be shared by objects that are written one after the other.
+    """Run jobs that raise no errors. Objects that are written one after the other may share them.
 
     Args:
         count: How many threads.
@@ -23,7 +23,7 @@ class Senders:
             thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have it run by one of them."""
+        """Queue a job for one of the threads."""
         self._jobs.put(job)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An object on its way into a store: bytes in order, cut into parts, at most a few of them in memory."""
+"""Writes an object to a store: bytes in order, split into parts, only a few of which are in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from typing_extensions import Buffer
 
-#: Being filled or sent.
+#: Number of parts that are being filled or sent.
 PARTS_IN_MEMORY = 2
 
 
@@ -30,20 +30,20 @@ class Parts(Protocol):
         """Make the object visible, with a last part that may be empty; returns its checksum if there is one."""
 
     def discard(self) -> None:
-        """Forget all parts."""
+        """Discard all parts."""
 
 
 class StoredObject:
-    """Written in order by one thread, sent by others; nobody sees it before :meth:`commit`.
+    """An object that one thread writes in order and others send. It is not visible before :meth:`commit`.
 
     Args:
-        told: Makes what turns errors of libraries into ours; entered around each call of theirs.
-        at_once: How many parts are sent at the same time; 1 sends them in their order.
-        senders: They send; None starts some for this object.
-        n_parts: In memory, the one that is being filled included.
+        told: Returns a context that turns errors of libraries into StoreError; entered around each call of theirs.
+        at_once: How many parts are sent at the same time; 1 sends them in order.
+        senders: Threads that send; None starts some for this object.
+        n_parts: Number of parts in memory, including the one that is being filled.
 
     Attributes:
-        checksum: After :meth:`commit`, of what was sent, as this kind of store tells it; None where it tells none.
+        checksum: After :meth:`commit`, the store's checksum of what was sent; None if it reports none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StoredObject:
         self._filled = bytearray()
 
     def write(self, data: Buffer) -> None:
-        """Take bytes; waits while there is no room for another part.
+        """Accept bytes. Waits while there is no memory for another part.
 
         Raises:
             StoreError: An earlier part could not be sent.
@@ -92,7 +92,7 @@ class StoredObject:
         """Send the rest and make the object visible.
 
         Raises:
-            StoreError: Something was not sent; the object does not exist then.
+            StoreError: Something was not sent, so the object does not exist.
         """
         self._wait_until_sent()
         try:
@@ -105,7 +105,7 @@ class StoredObject:
         self._end()
 
     def discard(self) -> None:
-        """Forget what was written. Nothing is raised: what stays is found as an unfinished upload."""
+        """Discard what was written. Never raises: leftovers are found as unfinished uploads."""
         with self._lock:
             self._todo.clear()
         self._wait_until_sent()
@@ -129,7 +129,7 @@ class StoredObject:
             raise self._error
 
     def _submit(self) -> None:
-        """Runs with the lock."""
+        """Called with the lock held."""
         while self._todo and self._n_sending < self._at_once:
             self._n_sending += 1
             self._senders.submit(partial(self._send, *self._todo.popleft()))
@@ -151,7 +151,7 @@ class StoredObject:
 
 
 class SequentialParts:
-    """The parts of an object that fsspec writes in order, for stores of any kind."""
+    """Parts that fsspec writes in order, for any kind of store."""
 
     def __init__(self, file_system: AbstractFileSystem, path: str, part_nbytes: int, *, makes_folders: bool) -> None:
         self._fs, self._path, self._part_nbytes = file_system, path, part_nbytes
@@ -180,7 +180,7 @@ class SequentialParts:
             return
         from fsspec.spec import AbstractBufferedFile
 
-        if not isinstance(file, AbstractBufferedFile):  # a file of a file system: there since it was opened
+        if not isinstance(file, AbstractBufferedFile):  # a file of a file system, which exists since it was opened
             file.close()
             self._fs.rm_file(self._path)
             return

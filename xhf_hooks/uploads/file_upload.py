@@ -1,4 +1,4 @@
-"""One file of a kept folder into a store, unless it is there already."""
+"""Uploads a file of a kept folder to a store, unless it is there already."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from xhf_hooks.stores.senders import Senders
 from xhf_hooks.uploads.bandwidth import Bandwidth
 
 _READ_NBYTES = 1 << 20
-#: In memory: one is being filled, the others are being sent.
+#: Number of parts in memory: one is being filled, the others are being sent.
 PARTS_IN_MEMORY = 4
 
 
 class Unwanted(Exception):
-    """The upload of this save was given up while it was under way."""
+    """The upload of this save was cancelled while it was in progress."""
 
 
 def upload_file(
@@ -31,18 +31,18 @@ def upload_file(
     bandwidth: Bandwidth,
     is_wanted: Callable[[], bool],
 ) -> int:
-    """Send a file, and look at what the store has then. Runs on: the thread of uploads.
+    """Send a file and check what the store then has. Runs on: the upload thread.
 
     Args:
-        record: What the manifest says of it: other bytes are not sent.
+        record: Size and checksum in the manifest. A file that differs is not sent.
 
     Returns:
-        Bytes sent: 0 where the store has it already.
+        Bytes sent; 0 if the store already has the file.
 
     Raises:
         StoreError: It was not stored.
-        DamagedError: The file is not what was saved.
-        Unwanted: Nobody wants it any more.
+        DamagedError: The file differs from what was saved.
+        Unwanted: The upload was cancelled.
     """
     part_nbytes = store.part_nbytes(record.nbytes)
     if _is_there(store, store.info(key), path, record, part_nbytes):
@@ -77,7 +77,7 @@ def upload_file(
 
 
 def _is_there(store: Store, found: ObjectInfo | None, path: Path, record: FileRecord, part_nbytes: int) -> bool:
-    """Sent before an answer was lost, or by another rank."""
+    """Whether the file is in the store: sent by another rank, or before an answer was lost."""
     if found is None or found.nbytes != record.nbytes or found.checksum is None:
         return False
     return found.checksum in store.checksums(_read(path, part_nbytes))
