@@ -1,4 +1,4 @@
-"""The exceptions of this package. Every message says where, expected, found, remedy."""
+"""The exceptions of this package. A message says where the error is, what was expected and found, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class XhfError(Exception):
 
 
 class OptionError(XhfError, ValueError):
-    """An option has a bad value, or two options do not go together. Raised when the hook is built."""
+    """An option has an invalid value, or two options conflict. Raised when the hook is built."""
 
     def __init__(self, option: str, expected: str, found: object) -> None:
         super().__init__(f'option {option}: expected {expected}, found {found!r}')
@@ -16,15 +16,15 @@ class OptionError(XhfError, ValueError):
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """There is no option of this name; usually it is misspelt."""
+    """There is no such option; usually the name is misspelt."""
 
     def __init__(self, option: str, frontend: str, hint: str) -> None:
-        XhfError.__init__(self, f'option {option}: {frontend} has none of this name; {hint}')
+        XhfError.__init__(self, f'option {option}: {frontend} has no such option; {hint}')
         self.option = option
 
 
 class ModelError(XhfError):
-    """The trained model cannot be exported: not found, ambiguous, or unlike what loads it."""
+    """The trained model cannot be exported: not found, ambiguous, or not what ``from_pretrained`` would build."""
 
 
 class CheckpointError(XhfError):
@@ -40,11 +40,11 @@ class ConfigError(XhfError):
 
 
 class BaseModelError(XhfError):
-    """The model that training started from is missing, or the given one is another."""
+    """The base model, from which training started, is missing or is not the one that was used."""
 
 
 class DamagedError(XhfError):
-    """A file of a model folder is incomplete, malformed, or not what the folder says it is."""
+    """A file of a model folder is incomplete, malformed, or does not match the rest of the folder."""
 
 
 class PlanError(XhfError):
@@ -52,7 +52,7 @@ class PlanError(XhfError):
 
 
 class TensorError(XhfError):
-    """A gathered tensor is not what the plan promised (shape or dtype)."""
+    """A tensor does not have the shape or dtype that the plan expects."""
 
 
 class TargetError(XhfError):
@@ -60,7 +60,7 @@ class TargetError(XhfError):
 
 
 class StoreError(TargetError, OSError):
-    """An object store cannot be reached, refuses what it is asked for, or has lost something."""
+    """An object store cannot be reached, refuses a request, or has lost data."""
 
 
 class LimitError(XhfError):
@@ -68,7 +68,7 @@ class LimitError(XhfError):
 
 
 class IncompleteError(XhfError):
-    """A staging folder lacks something that was planned; it must not be committed."""
+    """A staging folder lacks something that was planned, so it must not be committed."""
 
 
 class RankLostError(XhfError):
@@ -76,7 +76,7 @@ class RankLostError(XhfError):
 
 
 class AgreedError(XhfError):
-    """The same error on every rank: what failed, in which stage and on which ranks.
+    """An error that all ranks raise together: what failed, in which stage and on which ranks.
 
     Attributes:
         stage (str): Stage of the save that failed, for example ``'write'``.

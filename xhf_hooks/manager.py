@@ -333,9 +333,9 @@ class CheckpointManager:
         options = self._options
         occasions = [] if when is None else [when]
         if isinstance(options, RunOptions):
-            occasions += ['when training ends'] * options.save_last
+            occasions += ['at the end of training'] * options.save_last
             best = [folder.name for suffix, folder in self.others.items() if suffix != _EXCEPTION]
-            occasions += [f'when the model is the best so far ({name})' for name in best]
+            occasions += [f'at a new best score ({name})' for name in best]
             occasions += ['after an exception'] * options.save_on_exception
             occasions += ['on demand'] * options.saves_on_demand
         return ', '.join(occasions)

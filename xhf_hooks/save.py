@@ -329,7 +329,7 @@ class Saver:
                 place = folder.place(token)
                 records, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
             if self._options.verify != 'off':
-                with clock.stage('look'):
+                with clock.stage('check'):
                     self._look(writer, collective)
             with clock.stage('receipts'):
                 records = collective.reduce(records, merge)
@@ -396,7 +396,7 @@ class Saver:
             # The next rank, or the one half way round: one of them is on another host, if there is another
             distances = sorted({1, max(1, collective.world_size // 2)})
             samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
-        with collective.stage('look'):
+        with collective.stage('check'):
             writer.look(samples)
             if self._options.verify == 'full':
                 writer.read_back()

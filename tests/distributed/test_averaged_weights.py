@@ -57,7 +57,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
 }
 #: Runs that must not begin: name to (options of `run`, in the message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    'zero3': (dict(stage=3), 'option ema: expected an EMAHook in a run whose parameters are not partitioned'),
+    'zero3': (dict(stage=3), 'option ema: expected unpartitioned parameters'),
     'zero3_persistent': (dict(stage=3, zero=dict(stage3_param_persistence_threshold=10**6)), 'partitioned by ZeRO-3'),
     'after_ours': (
         dict(stage=2, ema=dict(EMA, priority='LOWEST')),
@@ -235,7 +235,7 @@ def test_deepspeed_saves_the_average_at_each_step(finished, name):
     assert sum(not torch.equal(tensor, scored[key].to(tensor.dtype)) for key, tensor in live.items()) > 5
     log = (log_dir / f'{log_dir.name}.log').read_text()
     assert 'weights averaged by EMAHook (ExponentialMovingAverage)' in log
-    assert "DeepSpeed's checkpoints do not hold the averaged weights" in log
+    assert "DeepSpeed's checkpoints do not contain the averaged weights" in log
 
 
 @pytest.mark.parametrize('name', ['live_ddp', 'live_zero2', 'live_zero3'])

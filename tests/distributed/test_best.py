@@ -202,7 +202,7 @@ def test_the_best_of_an_earlier_timestamp_counts(finished):
     log_dirs = list(map(Path, check(finished[1], 'timestamps')[0]))
     assert len({log_dir.parent for log_dir in log_dirs}) == 1
     assert [best_in(log_dir) for log_dir in log_dirs] == [{'best': 4}, {}, {'best': 8}]
-    assert f'best acc so far is 0.9000, in {log_dirs[0] / "hf_model_best"} (iteration 4)' in log_of(log_dirs[1])
+    assert f'best acc so far: 0.9000, in {log_dirs[0] / "hf_model_best"} (iteration 4)' in log_of(log_dirs[1])
 
 
 def test_the_best_of_another_work_dir_counts(finished):
@@ -226,16 +226,16 @@ def test_a_new_run_competes_where_it_would_replace(finished):
 def test_a_score_of_which_the_folder_is_gone_counts(finished):
     first, second = map(Path, check(finished[1], 'gone')[0])
     assert (best_in(first), best_in(second)) == ({}, {})
-    assert 'best acc so far is 0.9000, as the checkpoint says; no folder is known that holds it' in log_of(second)
+    assert 'best acc so far: 0.9000, according to the checkpoint, but no saved folder has that score' in log_of(second)
 
 
 def test_a_folder_without_a_score(finished):
     """It is kept: by the score that the checkpoint knows, or else by not training at all."""
     _, second = check(finished[1], 'known_to_the_checkpoint')[0]
     assert best_in(finished[0] / 'known_to_the_checkpoint' / 'out') == {'best': 2}
-    assert 'holds no score' in log_of(second)
+    assert 'has no recorded score' in log_of(second)
     (message,) = {outcome[1] for outcome in check(finished[1], 'known_to_nobody')}
-    assert 'TargetError' in message and 'hf_model_best holds no score' in message and 'Move it away' in message
+    assert 'TargetError' in message and 'hf_model_best has no recorded score' in message and 'Move it away' in message
     assert best_in(finished[0] / 'known_to_nobody' / 'out') == {'best': 2}
 
 

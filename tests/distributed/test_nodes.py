@@ -120,4 +120,4 @@ def test_the_log_says_which_writer_needs_a_shared_one(apart, name, wanted):
     if wanted is None:
         assert 'not all ranks see' not in log
     else:
-        assert f'the writer is stream, not {wanted}' in log and 'Set out_dir to a folder on a shared file system' in log
+        assert f'the writer is stream, not {wanted}' in log and 'set out_dir to a folder on a shared file system' in log

@@ -71,7 +71,7 @@ def test_much_output_is_no_result(tmp_path):
 @pytest.mark.parametrize(
     ('command', 'message'),
     [
-        (['sh', '-c', 'echo the reason; exit 3'], 'exit status 3; its last line: the reason'),
+        (['sh', '-c', 'echo the reason; exit 3'], 'exit status 3; last line: the reason'),
         (['sh', '-c', 'kill -9 $$'], 'killed by signal 9'),
         (['/dev/null'], 'could not be started: .*Permission denied'),
     ],
@@ -239,7 +239,7 @@ def test_a_program_that_fails_is_a_line_in_the_log(finished):
     for step in (2, 4, 6):
         assert f'on_saved for hf_model, iter_{step} failed after ' in text
         assert (log_dir / 'hf_model_on_saved' / f'iter_{step}' / 'output.log').read_text() == 'the reason\n'
-    assert 'exit status 3; its last line: the reason' in text
+    assert 'exit status 3; last line: the reason' in text
     assert saves(log_dir) == {'hf_model': 6}
 
 
@@ -259,14 +259,14 @@ def test_a_function_that_a_config_names(finished):
 
 def test_a_function_that_fails_is_a_line_in_the_log(finished):
     log_dir = only(finished, 'function_fails')
-    assert log_text(log_dir).count('s, and training goes on: the reason') == 3
+    assert log_text(log_dir).count('s; training goes on: the reason') == 3
     assert saves(log_dir) == {'hf_model': 6}
 
 
 @pytest.mark.parametrize(
     ('name', 'message', 'looked_at'),
     [
-        ('too_long', 'on_saved has not ended within exit_wait_secs=3 s', [2]),
+        ('too_long', 'on_saved did not finish within exit_wait_secs=3 s', [2]),
         ('timeout', 'ended: out of time', [2, 6]),
     ],
 )

@@ -368,7 +368,7 @@ def test_the_log_says_where(ran):
 
 def test_the_best_of_an_earlier_run_stays(ran):
     log = check(ran[1], 'best')[0]['log']
-    assert f'the best acc so far is 0.9000, in {url_of("best")}/hf_model_best (iteration 4)' in log
+    assert f'best acc so far: 0.9000, in {url_of("best")}/hf_model_best (iteration 4)' in log
 
 
 def test_a_save_that_fails_leaves_the_one_before(ran):

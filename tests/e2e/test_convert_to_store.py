@@ -175,7 +175,7 @@ def test_a_dry_run_sends_nothing(trained, url, capsys):
 @pytest.mark.parametrize(
     ('out', 'status', 'expected'),
     [
-        ('hf://org/name', BAD_INPUT, 'the Hub is for upload_to'),
+        ('hf://org/name', BAD_INPUT, 'for the Hub, use upload_to'),
         (f's3://key:{SECRET}@{BUCKET}/run', BAD_INPUT, 'a URL without credentials'),
         ('gs://bucket/run', BAD_INPUT, "pip install 'xhf_hooks[gcs]'"),
         ('s3://no-such-bucket/run', FAILED, 's3://no-such-bucket/run'),

@@ -74,7 +74,7 @@ def test_it_is_tried_again(hub, run, caplog):
     threading.Timer(0.5, lambda: setattr(hub, 'refuses', False)).start()
     saved = run(1)
     assert hub.branches['main'].items() >= saved.items()
-    assert hub.commits == ['hf_model_iter_1'] and 'is tried again' in caplog.text and TOKEN not in caplog.text
+    assert hub.commits == ['hf_model_iter_1'] and 'will be retried' in caplog.text and TOKEN not in caplog.text
 
 
 def test_the_same_step_again_has_a_tag_of_its_own(hub):

@@ -107,7 +107,7 @@ def test_another_file_under_the_name_is_never_written_to(results, writer, verify
 @pytest.mark.parametrize('verify', ['sizes', 'full'])
 def test_writes_that_went_nowhere_are_missed_by_another_rank(results, writer, verify):
     root, message = reported(results, f'lost_writes_{writer}_{verify}')
-    assert "stage 'look' failed" in message and f'rank {LAST}:' not in message
+    assert "stage 'check' failed" in message and f'rank {LAST}:' not in message
     assert 'are not what this rank reads there' in message
     assert_whole(root / 'hf_model')
     assert filled_with(root / 'hf_model') == 1

@@ -12,7 +12,7 @@ from typing import Any
 from bench.ways import ACCELERATE, ASYNC, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER, name_of_ours
 
 #: The stages of a save whose cost ``ranks`` shows.
-STAGES = ('prepare', 'plan', 'staging', 'write', 'look', 'receipts', 'commit')
+STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'receipts', 'commit')
 _STREAM = f'{OURS}stream'
 _CONVERT = 'xhf-convert'
 Runs = dict[str, list[dict[str, float]]]

@@ -1,1 +1,1 @@
-"""The commands of the package; tools/ has a thin script for each."""
+"""The commands of the package."""

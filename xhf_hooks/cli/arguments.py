@@ -1,4 +1,4 @@
-"""Command-line parser that shows examples first, and argument types shared by the commands."""
+"""A command-line parser that shows examples first, and argument types that the commands share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from xhf_hooks.stores.open_store import is_url
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Prints examples before the options.
+    """An ArgumentParser whose help begins with examples.
 
     Args:
         examples: Command line to its description.
-        options: See argparse.
+        options: Arguments of ArgumentParser.
     """
 
     def __init__(self, *, examples: dict[str, str], **options: Any) -> None:

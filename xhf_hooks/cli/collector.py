@@ -16,10 +16,10 @@ _TRITON = 'triton._C.libtriton'
 
 @contextmanager
 def without_collector(*, freeze: bool = False) -> Iterator[None]:
-    """Imports create many objects and no garbage; collection would add about 20 % to their time.
+    """Turn the collector off in this block. Imports create many objects and no garbage; collection adds about 20 %.
 
     Args:
-        freeze: Exempt the imported objects from collection at exit, too, which saves a second; for short commands.
+        freeze: Also exempt the imported objects from collection at exit, which saves a second; for short commands.
     """
     was_enabled = gc.isenabled()
     gc.disable()

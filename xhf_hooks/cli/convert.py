@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, ChangedError, StoreError)
 _DTYPES = {'keep': None, **DTYPE_CODES}
-_MOST_NAMES = 20  # of written files, in one line
-_MOST_WORKERS = 16  # by default; each needs some MB, and more do not help
+_MOST_NAMES = 20  # number of written files to name in one line
+_MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
 
 
 _EXAMPLES = {

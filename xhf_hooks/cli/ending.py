@@ -5,10 +5,10 @@ from __future__ import annotations
 from xhf_hooks.cli.output import complain, lacks_memory, print_traceback
 from xhf_hooks.errors import XhfError
 
-#: Package to the extra that installs it.
+#: Optional package to the extra that installs it.
 _EXTRAS = {'mmengine': 'mmengine', 'deepspeed': 'deepspeed', 'accelerate': 'trainer', 'peft': 'peft'}
 _EXTRAS |= {'matplotlib': 'plot'}
-#: Of setup.py's install_requires: missing where a script of tools/ is run without installing.
+#: Required packages (install_requires of setup.py). They may be missing when a script of tools/ runs uninstalled.
 _REQUIRED = ('torch', 'numpy', 'transformers', 'safetensors', 'isal', 'huggingface_hub')
 
 
@@ -17,8 +17,8 @@ def explain(prog: str, error: BaseException, *, left: str = '', memory: str = ''
 
     Args:
         prog: The command's name in messages.
-        left: For interrupts and lack of memory: what was left on disk.
-        memory: For lack of memory: how to need less.
+        left: Added for interrupts and lack of memory: what is left on disk.
+        memory: Added for lack of memory: how to use less.
     """
     if isinstance(error, KeyboardInterrupt):
         complain(f'{prog}: interrupted{left}')

@@ -21,9 +21,9 @@ DONE, PARTLY, UNUSABLE = 0, 1, 2
 _EXAMPLES = {
     'work_dirs/run': "the run's last checkpoint, and every folder that the hook saved",
     'hf_model --tensors 20': 'the folder, and its 20 largest tensors',
-    'work_dirs/run/iter_500.pth --json': 'all that is known of a checkpoint, for programs',
+    'work_dirs/run/iter_500.pth --json': 'everything about a checkpoint, as JSON for other programs',
 }
-_MOST_CHARACTERS = 60  # of a tensor's name in a table
+_MOST_CHARACTERS = 60  # of a tensor name in the table
 
 
 def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
@@ -31,13 +31,13 @@ def parse_args(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser = CommandParser(
         prog=prog,
         examples=_EXAMPLES,
-        description='What is in a folder or checkpoint: model, step, tensors, dtypes, sizes, who wrote it.\n'
-        'No tensor is read, and nothing in it is executed. xhf verify tells whether it is whole.',
-        epilog='Exit status: 0 all was read; 1 some of it is damaged or could not be; 2 unusable.',
+        description='Show what is in a folder or checkpoint: model, step, tensors, dtypes, sizes, and what wrote it.\n'
+        'Reads no tensors and runs no code from it. To check that a folder is complete, use xhf verify.',
+        epilog='Exit status: 0 everything was read; 1 part of it is damaged or unreadable; 2 unusable input.',
     )
     parser.add_argument('path', metavar='PATH', type=Path, help='a model folder, a checkpoint, or a work_dir')
     parser.add_argument('--tensors', type=count, metavar='N', default=0, help='also list the N largest tensors')
-    parser.add_argument('--json', action='store_true', help='the result, with all tensors, as JSON')
+    parser.add_argument('--json', action='store_true', help='print the result, with all tensors, as JSON')
     return parser.parse_args(argv)
 
 

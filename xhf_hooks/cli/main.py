@@ -1,4 +1,4 @@
-"""``xhf``: all commands; ``xhf convert`` and ``xhf verify`` are also ``xhf-convert`` and ``xhf-verify``."""
+"""``xhf``: all commands. ``xhf-convert`` and ``xhf-verify`` are other names of ``xhf convert`` and ``xhf verify``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from xhf_hooks.cli.arguments import CommandParser
 from xhf_hooks.version import __version__
 
-#: Name, which is that of a module beside this one, and description.
+#: Name of a command, and of its module beside this one, to its description.
 _COMMANDS = {
     'convert': 'convert the checkpoint of a finished run into a Hugging Face folder',
     'verify': 'check that a folder is complete and unchanged, or compare two models',
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog='xhf',
         examples=_EXAMPLES,
-        description='Converts training checkpoints to Hugging Face folders, and checks and inspects both.',
+        description='Convert training checkpoints to Hugging Face folders; check and inspect both.',
         epilog='commands:\n'
         + '\n'.join(f'  {name:<10}{meaning}' for name, meaning in _COMMANDS.items())
         + '\n\n`xhf COMMAND --help` shows the options of a command.',

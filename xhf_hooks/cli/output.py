@@ -1,4 +1,4 @@
-"""Output of the commands, as single lines of plain text: names and values may come from untrusted files."""
+"""Prints the commands' output as single lines of plain text, since names and values may come from untrusted files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
 
-#: Longest line. The middle of longer ones is cut: the end says what to do.
+#: Longest line. Longer ones are cut in the middle, since the end says what to do.
 MOST_CHARACTERS = 1000
 _AT_THE_END = 300
 _MOST_TRACEBACK_LINES = 60
@@ -50,14 +50,14 @@ def print_traceback() -> None:
 
 @contextmanager
 def libraries_print_lines() -> Iterator[None]:
-    """Within it, log records and warnings of libraries are single lines, too: they quote files unescaped."""
+    """Make log records and warnings of libraries single lines, too: they quote files without escaping."""
     make, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
     def record(*args: Any, **options: Any) -> logging.LogRecord:
         made = make(*args, **options)
         try:
             made.msg, made.args = one_line(made.getMessage()), ()
-        except Exception:  # logging reports a message that does not fit its arguments
+        except Exception:  # the message does not fit its arguments; logging will report that
             made.msg, made.args = one_line(made.msg), ()
         if made.exc_info and made.exc_info[0] is not None:
             made.exc_text = '\n'.join(one_line(part) for part in traceback.format_exception_only(*made.exc_info[:2]))
@@ -77,7 +77,7 @@ def libraries_print_lines() -> Iterator[None]:
 
 @contextmanager
 def descriptors_silenced() -> Iterator[None]:
-    """Discard what native code prints: tokenizers quotes its files there."""
+    """Discard what native code prints; tokenizers, for example, quotes its files."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]
@@ -94,7 +94,7 @@ def descriptors_silenced() -> Iterator[None]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether the cause is lack of memory, which libraries report as many kinds of errors."""
+    """Whether an error is due to lack of memory, which libraries report in many ways."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, (MemoryError, SystemError)) or getattr(found, 'errno', None) == errno.ENOMEM:

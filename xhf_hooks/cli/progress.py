@@ -10,11 +10,11 @@ from xhf_hooks.format.text import size_text
 
 
 class Progress:
-    """Call it with bytes done and total bytes. A context manager that closes the bar.
+    """Shows progress when called with the bytes done and the total. A context manager, which closes the bar.
 
     Args:
-        label: Such as ``'converting'``.
-        line_every_secs: Interval of the lines without a terminal.
+        label: A word such as ``'converting'``.
+        line_every_secs: Seconds between lines without a terminal.
     """
 
     def __init__(self, label: str, line_every_secs: float = 10.0) -> None:
@@ -33,7 +33,7 @@ class Progress:
 
     def _tell(self, done: int, total: int) -> None:
         now = time.monotonic()
-        rate = (done - self._done_then) / max(now - self._told, 1e-9)  # recent rate: holes take no time
+        rate = (done - self._done_then) / max(now - self._told, 1e-9)  # the recent rate, since holes take no time
         self._told, self._done_then = now, done
         left = f'{duration_text((total - done) / rate)} left' if rate > 0 else 'waiting for the disk'
         share = 100 * done // max(total, 1)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
-        with redirect_stdout(sys.stderr), libraries_print_lines():  # keeps what libraries print out of the result
+        with redirect_stdout(sys.stderr), libraries_print_lines():  # standard output is for the result alone
             status, result = _check(args, prog) if args.b is None else _compare(args)
         if isinstance(result, dict):
             print(json.dumps(result, indent=2))
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
         return UNUSABLE
 
 
-#: Lines of text, or JSON.
+#: The result: lines of text, or JSON.
 _Result = list[str] | dict[str, Any]
 
 
@@ -115,7 +115,7 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
 
         loaded = load_and_run(args.a, trust_remote_code=args.trust_remote_code)
     elif args.load:
-        complain(f'{prog}: not loaded, since the folder is damaged')
+        complain(f'{prog}: the folder is damaged, so it was not loaded')
     good = report.is_good and (loaded is None or loaded.error is None)
     status = SAME if good else DIFFERENT
     if args.json:

@@ -1,8 +1,8 @@
-"""Gives a staging folder its final name, and cleans up after killed runs. Runs on: rank 0.
+"""Commits staging folders and cleans up after killed runs. Runs on: rank 0.
 
-At every instant the final name holds the old or the new checkpoint, complete. On Linux one call exchanges the two
-folders. Where that is not possible (NFS, MooseFS) the old one is first moved aside, under a name from which
-:meth:`CheckpointFolder.recover` restores it.
+On Linux, one system call exchanges the old and the new folder, so the final name always holds a complete checkpoint.
+Where that is not possible (NFS, MooseFS), the old folder is first moved aside, and :meth:`CheckpointFolder.recover`
+restores it if the run is killed in between.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
 #: Bytes that names beside the final one add: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
 _MOST_ADDED_TO_NAME = 24
-#: Bytes that paths below it add: ``/adapter/model-00001-of-00002.safetensors``, files of remote code.
+#: Bytes added by paths in the folder: ``/adapter/model-00001-of-00002.safetensors``, files of remote code.
 _MOST_ADDED_TO_PATH = 128
 
 
 class CheckpointFolder(SaveTarget):
     """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
 
-    Temporary folders get names that were never used before, so that no host has a stale entry for them. Before a folder
-    is changed, the server is asked what its name stands for (fresh_name.py).
+    Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
+    folder is changed, the server is asked what its name refers to (fresh_name.py).
 
     Args:
         final: The name of the newest committed save.
-        max_keep: How many saves are kept, the newest included; -1 keeps all.
-        fsync: Flush to the disk before the commit. Only a benchmark turns it off.
+        max_keep: How many saves to keep, including the newest; -1 keeps all.
+        fsync: Flush to the disk before the commit. Only the benchmark turns this off.
         elsewhere: How the user chooses another folder, for messages.
 
     Attributes:
         staging: The folder that is being filled, from :meth:`open_staging` on.
-        warnings: Of the last commit or recovery, for the log; :meth:`open_staging` clears them.
+        warnings: Warnings of the last commit or recovery, for the log; :meth:`open_staging` clears them.
     """
 
     def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
@@ -66,10 +66,10 @@ class CheckpointFolder(SaveTarget):
         self._archived: dict[str, Commit | None] = {}  # by name; read once
 
     def claim(self) -> None:
-        """Before training: make the parent, test that it can be written, lock, recover.
+        """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
 
         Raises:
-            TargetError: Not writable, a name too long, in use by another run, or holding something that is not ours.
+            TargetError: It is not writable, has too long a name, is in use by another run, or holds foreign files.
         """
         parent = self.final.parent
         try:
@@ -95,18 +95,22 @@ class CheckpointFolder(SaveTarget):
         excess = -min(name_room, path_room)
         if excess > 0:
             raise TargetError(
-                f'{self.final}: {excess} bytes too long for the names that a save adds to it: '
+                f'{self.final}: the path is {excess} bytes too long for the names that a save adds to it; '
                 f'{self.elsewhere} a shorter one'
             )
 
     def _refuse_foreign(self) -> Commit | None:
-        """The save under the final name now, if there is one."""
+        """The save that now has the final name, if any.
+
+        Raises:
+            TargetError: Something else has that name.
+        """
         final, found = self.final, look_up(self.final)
         if found is None:
             return None
         if not stat.S_ISDIR(found.st_mode):
             raise TargetError(
-                f'{final} is not a folder; a save would have to replace it. Remove it, or {self.elsewhere} another'
+                f'{final} is not a folder, and a save would replace it. Remove it, or {self.elsewhere} another'
             )
         commit = read_commit(final)
         if commit is None and any(final.iterdir()):
@@ -121,7 +125,7 @@ class CheckpointFolder(SaveTarget):
         for leftover in self._leftovers():
             self._recover(leftover)
         self._delete_discarded()
-        for kept in self._unless_live('kept'):  # kept_folder.py: nothing of this run reads yet
+        for kept in self._unless_live('kept'):  # nothing in this run reads yet (kept_folder.py)
             shutil.rmtree(kept, ignore_errors=True)
         for probe in self._beside('probe', 'shared', 'lock.clock'):
             probe.unlink(missing_ok=True)
@@ -129,7 +133,7 @@ class CheckpointFolder(SaveTarget):
         self._delete_outdated()
 
     def recover_if_dead(self) -> bool:
-        """:meth:`recover`, unless a live run holds, or may hold, the lock."""
+        """Call :meth:`recover`, unless a live run holds, or may hold, the lock."""
         if self._lock.acquire() is Answer.HELD:
             return False
         try:
@@ -143,7 +147,7 @@ class CheckpointFolder(SaveTarget):
             return
         saved, is_there = read_commit(leftover), look_up(self.final) is not None
         current = read_commit(self.final) if is_there else None
-        if saved is None:  # partial: the manifest is written last
+        if saved is None:  # incomplete, since the manifest is written last
             self._discard(leftover)
         elif not is_there:
             os.rename(leftover, self.final)
@@ -221,7 +225,7 @@ class CheckpointFolder(SaveTarget):
             return
         staged, current = read_commit(self.staging), read_commit(self.final)
         if staged and current and staged < current:
-            return  # the folders were swapped before the error: this is the old one, for open_staging() or recover()
+            return  # already exchanged: this is the old checkpoint, left to open_staging() or recover()
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def release(self) -> None:
@@ -235,11 +239,11 @@ class CheckpointFolder(SaveTarget):
             return
         displaced = self._replace_final(self.staging)
         _fsync(self.final.parent)
-        with contextlib.suppress(OSError):  # the new save is live; the next one recovers what is left
+        with contextlib.suppress(OSError):  # the new save is committed; the next one cleans up the rest
             self._tidy(displaced, old, new)
 
     def _replace_final(self, new: Path) -> Path:
-        """Give ``new`` the final name; returns where the old folder is now."""
+        """Give ``new`` the final name; returns the path where the old folder is now."""
         if exchange(new, self.final):
             return new
         aside = new_name(self.final, 'previous')
@@ -248,7 +252,7 @@ class CheckpointFolder(SaveTarget):
         return aside
 
     def _tidy(self, displaced: Path, old: Commit | None, new: Commit | None) -> None:
-        """Keep or delete a folder that is no longer the newest."""
+        """Archive or delete a folder that is no longer the newest."""
         if self.max_keep == 1 or old is None or (new is not None and old.step == new.step):
             self._discard(displaced)
         else:
@@ -263,7 +267,7 @@ class CheckpointFolder(SaveTarget):
         self._archived[name.name] = commit
 
     def _archives(self) -> dict[str, Commit]:
-        """Older saves by name; folders of others do not count."""
+        """Older saves by name, without foreign folders."""
         parent = self.final.parent
         names = retention.archives(self.final.name, os.listdir(parent))
         for name in names:
@@ -278,10 +282,10 @@ class CheckpointFolder(SaveTarget):
                     self._discard(self.final.with_name(name))
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder that :func:`look_up` has found, except for files that others put there.
+        """Delete a folder that :func:`look_up` has found, except for foreign files.
 
-        It is renamed first: a half-deleted folder must not look like a save. What cannot be deleted now, such as a file
-        that a reader holds open on NFS, stays under that name until a later save or run deletes it.
+        It is renamed first, since a half-deleted folder must not look like a save. What cannot be deleted now, such as
+        a file that a reader holds open on NFS, keeps that name until a later save or run deletes it.
         """
         self._delete_discarded()
         self._set_apart_others(folder)
@@ -309,7 +313,7 @@ class CheckpointFolder(SaveTarget):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _leftovers(self) -> list[Path]:
-        """Folders that were being filled or had been moved aside, unless a live run may be using them."""
+        """Staging folders and folders that were moved aside, unless a live run may be using them."""
         return self._unless_live('previous', 'staging')
 
     def _unless_live(self, *kinds: str) -> list[Path]:
@@ -319,22 +323,22 @@ class CheckpointFolder(SaveTarget):
         return [path for path in found if not self._lock.changed_lately(path)]
 
     def _beside(self, *kinds: str) -> list[Path]:
-        """Our hidden names beside the final one."""
+        """The hidden folders of these kinds beside the final one."""
         either = '|'.join(map(re.escape, kinds))
         pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({either})(-[0-9a-f]+)?')
         return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
 
 
 def new_name(final: Path, kind: str) -> Path:
-    """A name beside the final one that was never used before; :meth:`CheckpointFolder.recover` knows the kinds."""
+    """A name beside the final one that was never used before. :meth:`CheckpointFolder.recover` knows the kinds."""
     return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
 
 
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
-    """Recover or delete what killed runs left in the other timestamps of a work_dir; live runs hold their locks.
+    """Recover or delete what killed runs left under other timestamps of a work_dir. Skips live runs, by their locks.
 
     Returns:
-        What was recovered or deleted.
+        The paths that were recovered or deleted.
     """
     swept = []
     hidden = f'*/.{glob.escape(final_name)}'

@@ -21,10 +21,10 @@ class SaveTarget(ABC):
     training, for each save :meth:`open_staging`, and :meth:`commit` or :meth:`abandon`; :meth:`release` at the end.
 
     Attributes:
-        final: What the user knows it by; of two targets, equal only if they are one.
-        max_keep: How many saves are kept, the newest included; -1 keeps all.
-        fsync: Whether what is written is flushed before the commit.
-        warnings: Of the last commit or recovery, for the log; :meth:`open_staging` clears them.
+        final: The path or URL of the newest save. Two targets with the same one are the same.
+        max_keep: How many saves to keep, including the newest; -1 keeps all.
+        fsync: Whether files are flushed to the disk before the commit.
+        warnings: Warnings of the last commit or recovery, for the log; :meth:`open_staging` clears them.
     """
 
     final: Any
@@ -38,17 +38,17 @@ class SaveTarget(ABC):
         self._run_id = uuid.uuid4().hex
 
     def connect(self) -> None:  # noqa: B027
-        """Before training, see that this rank can write there, where each has a way of its own.
+        """Check before training that this rank can write there, if each rank has its own connection.
 
-        Runs on: all ranks but 0, which claims.
+        Runs on: all ranks but rank 0, which calls :meth:`claim`.
 
         Raises:
-            TargetError: It cannot.
+            TargetError: This rank cannot write there.
         """
 
     @abstractmethod
     def claim(self) -> None:
-        """Before training: see that saves can be written there, keep other runs out, clean up after killed ones.
+        """Before training, check that saves can be written there, lock it, and clean up after killed runs.
 
         Raises:
             TargetError: It cannot be used.
@@ -56,55 +56,55 @@ class SaveTarget(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let another run use it. Does nothing where it is not claimed."""
+        """Release the lock, so that another run can use the target. Does nothing if it is not claimed."""
 
     @property
     def name(self) -> str:
-        """The last part of what the user knows it by, such as ``hf_model_best``."""
+        """The last component of :attr:`final`, such as ``hf_model_best``."""
         return str(self.final).rpartition('/')[2]
 
     def release_forgotten(self) -> None:
-        """:meth:`release` by the garbage collector, in the middle of anything: returns at once."""
+        """:meth:`release`, as called by the garbage collector at any moment. Returns at once."""
         self.release()
 
     @abstractmethod
     def open_staging(self, step: Step | None = None) -> Path:
-        """Begin a save, or a rehearsal that ends with :meth:`abandon`.
+        """Begin a save, or a trial run that ends with :meth:`abandon`.
 
         Args:
-            step: Of the save.
+            step: The step of the save; None for a trial run.
 
         Returns:
-            An empty folder for the files around the weights.
+            An empty folder for the files beside the weights.
         """
 
     @property
     @abstractmethod
     def token(self) -> str:
-        """Tells other ranks which save has begun."""
+        """Identifies the current save to other ranks."""
 
     @abstractmethod
     def place(self, token: str) -> Any:
-        """What writers write to. Runs on: any rank."""
+        """Where writers write the save with this token. Runs on: any rank."""
 
     @abstractmethod
     def name_of(self, token: str) -> Path | str:
-        """What that save is found by when it is committed. Runs on: any rank."""
+        """The path or URL of that save after its commit. Runs on: any rank."""
 
     @abstractmethod
     def beside(self, suffix: str) -> SaveTarget:
-        """Another one for a single save, its name with a suffix, as of the best save."""
+        """Another target for a single save, with a suffix to its name, such as that of the best save."""
 
     @abstractmethod
     def free_nbytes(self) -> int | None:
-        """Free bytes there; None where there is no such number."""
+        """Free bytes there; None if that is unknown, as for stores."""
 
     @abstractmethod
     def require_room(self, nbytes: int) -> int | None:
-        """The same.
+        """Check the free space; returns it as :meth:`free_nbytes` does.
 
         Raises:
-            TargetError: Fewer than ``nbytes``.
+            TargetError: Fewer than ``nbytes`` bytes are free.
         """
 
     @abstractmethod
@@ -117,30 +117,30 @@ class SaveTarget(ABC):
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> list[WrittenTensor]:
-        """Check that the save is complete and make it the newest; only then delete older ones.
+        """Check that the save is complete, make it the newest, and only then delete older ones.
 
         Args:
-            records: What all ranks have written (receipts.py).
-            verify: One of VERIFY_LEVELS; with 'full', all bytes are read back and compared with the checksums taken
+            records: The receipts of all ranks (receipts.py).
+            verify: One of VERIFY_LEVELS. With 'full', every byte is read back and compared with the checksums taken
                 from memory.
-            threads: For reading back; None starts some.
+            threads: Threads that read back; None starts some.
 
         Raises:
-            IncompleteError: Something planned is missing.
-            OSError: It was refused; the previous save is still the newest.
+            IncompleteError: Something that was planned is missing.
+            OSError: The file system or the store reported an error; the previous save is still the newest.
         """
 
     def _numbered(self, facts: dict[str, Any], number: int) -> dict[str, Any]:
-        """For the manifest of the commit of that number."""
+        """The facts for the manifest, with the number of the commit."""
         return {**facts, 'commit': {'number': number, 'run': self._run_id}}
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove what a save that will not be committed has written. Never raises."""
+        """Remove what was written of a save that will not be committed. Never raises."""
 
 
 def write_indexes(plan: SavePlan, folder: Path) -> None:
-    """Which shard has which tensors, where a save has several."""
+    """Write the index files, which list the shard of each tensor. A save in a single file has none."""
     for name, index in plan.indexes.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')

@@ -1,1 +1,1 @@
-"""Threads: a background save, pools, the copy that training does not wait for."""
+"""Threads and memory of background saves."""

@@ -1,4 +1,4 @@
-"""One task at a time in a thread of its own; its outcome is collected later."""
+"""Runs one task at a time in a separate thread; its outcome is collected later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _POLL_SECS = 0.005
 
 
 class Background(Generic[T]):
-    """Runs one function beside the training loop. Used by: one thread, and signal handlers in it.
+    """Runs a function in the background of training. Used by: one thread, and signal handlers in it.
 
-    A handler may interrupt any of these methods and call another, so they poll a flag and take no lock: in a handler
-    that interrupts :meth:`threading.Thread.join`, a second join would deadlock. A forked child has no such thread, and
-    so no work.
+    A handler may interrupt any of these methods and call another one, so they poll a flag and take no lock. A handler
+    that interrupted :meth:`threading.Thread.join` and called it again would deadlock. A forked child does not have the
+    thread, and so no work.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,7 +30,7 @@ class Background(Generic[T]):
 
     @property
     def busy(self) -> bool:
-        """Whether work was started whose outcome was not collected yet."""
+        """Whether there is work whose outcome has not been collected."""
         return self._busy and self._process == os.getpid()
 
     @property
@@ -40,11 +40,11 @@ class Background(Generic[T]):
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has ended without an error."""
+        """Whether the work has ended without an error."""
         return self.done and self._error is None
 
     def start(self, work: Callable[[], T]) -> None:
-        """Begin; the outcome of earlier work must have been collected."""
+        """Start work. The outcome of earlier work must have been collected."""
         if self.busy:
             raise RuntimeError(f'{self._name}: the outcome of earlier work was not collected')
         self._value = self._error = None
@@ -54,7 +54,7 @@ class Background(Generic[T]):
         self._busy = True  # last: a handler that interrupts this must not wait for a thread that has not started
 
     def wait(self, timeout_secs: float = math.inf) -> bool:
-        """Wait for the end; whether it has come. The outcome is kept."""
+        """Wait for the end; returns whether the work has ended. The outcome is kept."""
         deadline = time.monotonic() + timeout_secs
         while self.busy and not self._ended and time.monotonic() < deadline:
             time.sleep(_POLL_SECS)

@@ -1,4 +1,4 @@
-"""Host memory that is used again as soon as nobody refers to it."""
+"""Host memory that is reused as soon as nothing refers to it."""
 
 from __future__ import annotations
 

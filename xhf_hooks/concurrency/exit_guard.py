@@ -1,4 +1,4 @@
-"""Lets a background save finish when the process is about to end: by an exception, SIGTERM or otherwise."""
+"""Lets a background save finish when the process is about to end, after an exception, SIGTERM or otherwise."""
 
 from __future__ import annotations
 

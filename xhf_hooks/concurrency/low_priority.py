@@ -1,4 +1,4 @@
-"""Threads that take the processor when training leaves it to them."""
+"""Gives threads a lower priority than training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NICER = 5
 
 
 def lower_priority() -> None:
-    """Of the calling thread, and of threads that it starts later; not of the process.
+    """Lower the priority of the calling thread, and of threads that it starts later, but not of the process.
 
     On Linux nice values belong to threads, and the priority at the disk follows from them (ioprio_set(2)). Where that
     is not so, or is refused, nothing happens. It cannot be taken back without privileges, so the thread should end

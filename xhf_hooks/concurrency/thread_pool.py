@@ -1,4 +1,4 @@
-"""Threads for many small jobs; results come in the order in which jobs end."""
+"""Threads for many small jobs. Results arrive in the order in which jobs finish."""
 
 from __future__ import annotations
 

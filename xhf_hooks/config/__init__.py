@@ -1,1 +1,1 @@
-"""Every option once: its name, type, default, meaning and check, and which frontends have it."""
+"""Defines every option once: name, type, default, meaning, check, and the frontends that have it."""

@@ -1,4 +1,4 @@
-"""What an option may be. A check returns the canonical value, or raises OptionError."""
+"""Checks of option values. Each returns the canonical value or raises OptionError."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
-#: What a command of ``on_saved`` may contain, in braces.
+#: Names that a command of ``on_saved`` may contain in braces.
 PLACEHOLDERS = ('path', 'step', 'label', 'name', 'output')
-#: That can ask for a save; the first two do nothing else.
+#: Signals that can request a save. The first two do nothing else; the others also end the process.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 
@@ -24,7 +24,7 @@ for _power, _letter in enumerate('KMGT', start=1):
     _SIZE_UNITS[f'{_letter}B'] = 10 ** (3 * _power)
     _SIZE_UNITS[f'{_letter}IB'] = 2 ** (10 * _power)
 
-#: Called with the option's name and what was given.
+#: Called with the name of the option and the given value.
 Check = Callable[[str, Any], Any]
 
 
@@ -33,7 +33,7 @@ def _is_int(value: Any) -> bool:
 
 
 def one_of(*choices: str | None) -> Check:
-    """One of a few words."""
+    """One of the given words."""
 
     def check(option: str, value: Any) -> Any:
         if value not in choices:
@@ -44,8 +44,8 @@ def one_of(*choices: str | None) -> Check:
 
 
 def at_least(least: int, *others: int | None) -> Check:
-    """A number, or one of ``others``."""
-    words = ', '.join([*map(str, others), 'or ' * bool(others) + f'a number of at least {least}'])
+    """An integer, or one of ``others``."""
+    words = ', '.join([*map(str, others), 'or ' * bool(others) + f'an integer of at least {least}'])
 
     def check(option: str, value: Any) -> Any:
         if not (value is None and None in others) and (not _is_int(value) or (value < least and value not in others)):
@@ -68,7 +68,7 @@ def optional_switch(option: str, value: Any) -> bool | None:
 
 
 def size(option: str, value: Any) -> int:
-    """A number of bytes, also as text such as ``'5GB'``; returns bytes."""
+    """A size in bytes, or text such as ``'5GB'``; returns bytes."""
     try:
         return parse_size(value)
     except ValueError:
@@ -76,38 +76,38 @@ def size(option: str, value: Any) -> int:
 
 
 def seconds(option: str, value: Any) -> float:
-    """A time of at least 0 s."""
+    """A non-negative number of seconds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise OptionError(option, 'seconds, at least 0', value)
+        raise OptionError(option, 'a number of seconds, at least 0', value)
     return float(value)
 
 
 def signal_names(option: str, value: Any) -> tuple[str, ...]:
-    """None, a name such as ``'SIGUSR1'``, or several; returns them all."""
+    """None, a name such as ``'SIGUSR1'``, or a list of names; returns a tuple."""
     names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name in SIGNALS for name in names):
-        raise OptionError(option, f'None, or some of {SIGNALS}', value)
+        raise OptionError(option, f'None, or one or more of {SIGNALS}', value)
     return tuple(dict.fromkeys(names))
 
 
 def command_or_function(option: str, value: Any) -> Any:
-    """None, a function, the MMEngine config of one, or a command; returns the arguments of a command."""
+    """None, a function, the MMEngine config of one, or a command; splits a command into its arguments."""
     if value is None or callable(value):
         return value
     if isinstance(value, dict):
         if 'type' not in value:
-            raise OptionError(option, 'a config with a type', value)
+            raise OptionError(option, 'a config with the key type', value)
         return value
     try:
         arguments = shlex.split(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise OptionError(option, f'a command whose quotes are closed ({error})', value) from None
+        raise OptionError(option, f'a command with closed quotes ({error})', value) from None
     is_command = isinstance(arguments, (list, tuple)) and all(isinstance(argument, str) for argument in arguments)
     if not is_command or not arguments or not arguments[0]:
-        raise OptionError(option, 'None, a command (a text, or a list of texts), a function, or its config', value)
+        raise OptionError(option, 'None, a command (a string or a list of strings), a function, or its config', value)
     for name in re.findall(r'(?<!\$){(\w+)}', ' '.join(arguments)):
         if name not in PLACEHOLDERS and (near := difflib.get_close_matches(name, PLACEHOLDERS, n=1)):
-            raise OptionError(option, f'no {{{name}}} (did you mean {{{near[0]}}}?)', value)
+            raise OptionError(option, f'{{{near[0]}}} in place of {{{name}}}', value)
     return tuple(arguments)
 
 
@@ -136,62 +136,62 @@ def folder_or_url(option: str, value: Any) -> Path | str | None:
 
     if not is_url(value):
         return folder(option, value)
-    if value.lower().startswith('hf://'):  # a commit for each file
-        raise OptionError(option, 'a folder, or the URL of an object store (the Hub is for upload_to)', value)
+    if value.lower().startswith('hf://'):  # the Hub would make a commit of each file
+        raise OptionError(option, 'a folder or the URL of an object store (for the Hub, use upload_to)', value)
     return checked_url(option, value)
 
 
 def store_url(option: str, value: Any) -> str | None:
-    """A URL of a store, or None."""
+    """The URL of a store, or None."""
     from xhf_hooks.stores.open_store import checked_url
 
     return None if value is None else checked_url(option, value)
 
 
 def optional_size(option: str, value: Any) -> int | None:
-    """A number of bytes, also as text, or None."""
+    """As :func:`size`, or None."""
     return None if value is None else size(option, value)
 
 
 def library_arguments(option: str, value: Any) -> dict[str, Any] | None:
-    """Arguments by name, for a library; a plain dict of it."""
+    """Keyword arguments for a library, or None; returns plain dicts."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise OptionError(option, 'a dict of arguments by name', value)
+        raise OptionError(option, 'a dict of keyword arguments', value)
     if not all(isinstance(name, str) for name in value) or {'backend', 'path_mapping'} & {*value}:
-        # names only: a value may be a secret
-        raise OptionError(option, "arguments of the store's library by name; the URL says which store", [*value])
+        # The message has the names only: a value may be a secret
+        raise OptionError(option, "keyword arguments of the store's library; the URL names the store", [*value])
     return {
         name: library_arguments(option, each) if isinstance(each, Mapping) else each for name, each in value.items()
     }
 
 
 def writer_name(option: str, value: Any) -> str:
-    """'auto', one of ours, or another registered one."""
+    """'auto' or the name of a registered writer."""
     from xhf_hooks.registry import WRITERS as REGISTERED
 
     return one_of(*dict.fromkeys([*WRITERS, *REGISTERED.module_dict]))(option, value)
 
 
 def dotted_path(option: str, value: Any) -> str | None:
-    """The path of a module; the exporter checks that the model has it."""
+    """The dotted path of a submodule; the exporter checks that the model has it."""
     if value is not None and (not isinstance(value, str) or not value):
         raise OptionError(option, 'None or a dotted path such as "llm"', value)
     return value
 
 
 def tokenizer_like(option: str, value: Any) -> Any:
-    """A tokenizer, or what one can be built from before the first step."""
+    """A tokenizer, or what it can be built from before the first step."""
     is_folder = isinstance(value, (str, Path)) and str(value) not in ('', '.')
     known = value is None or is_folder or hasattr(value, 'save_pretrained')
     if not known and not (isinstance(value, dict) and 'type' in value):
-        raise OptionError(option, 'a tokenizer, a config with a type, or a folder', value)
+        raise OptionError(option, 'a tokenizer, a config with the key type, or a folder', value)
     return value
 
 
 def anything(option: str, value: Any) -> Any:
-    """What is checked elsewhere."""
+    """Any value; it is checked where it is used."""
     return value
 
 

@@ -1,4 +1,4 @@
-"""How a frontend shows its options: in its docstring, and by refusing misspelt ones."""
+"""Gives a frontend its options: documents them in its docstring and refuses misspelt names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def require_known(frontend: str, given: Iterable[str], known: Iterable[str]) -> 
     """Refuse a misspelt option.
 
     Raises:
-        UnknownOptionError: It names the nearest one.
+        UnknownOptionError: There is no such option; the error suggests the closest name.
     """
     known = [name for name in known if name != 'self']
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f'did you mean {near[0]}?' if near else f'it has {", ".join(known)}'
+            hint = f'did you mean {near[0]}?' if near else f'its options are {", ".join(known)}'
             raise UnknownOptionError(name, frontend, hint)
 
 
@@ -39,7 +39,7 @@ def _own_fields(cls: type) -> list[Field[Any]]:
 
 
 def with_options(doc: str | None, options: type) -> str:
-    """The docstring with all options in its section ``Args``, before ``Returns`` and ``Examples``."""
+    """The docstring with all options in its ``Args`` section, which precedes ``Returns`` and ``Examples``."""
     lines = []
     for option in in_reading_order(options):
         meaning = f'{option.name} ({option.type}): {option.metadata["meaning"]} Defaults to {option.default!r}.'
@@ -58,7 +58,7 @@ _Class = TypeVar('_Class', bound=type)
 
 
 def frontend_function(options: type) -> Callable[[_Function], _Function]:
-    """Decorates a function that takes ``options`` by name: documents them, and refuses misspelt ones."""
+    """Decorator of a function that takes ``options`` as keywords: documents them and refuses misspelt names."""
 
     def decorate(function: _Function) -> _Function:
         checked = _refusing_misspelt(function, function.__name__)
@@ -69,7 +69,7 @@ def frontend_function(options: type) -> Callable[[_Function], _Function]:
 
 
 def frontend_class(cls: _Class) -> _Class:
-    """Decorates a class that inherits its options: documents them, and refuses misspelt ones."""
+    """Decorator of a class that inherits its options: documents them and refuses misspelt names."""
     cls.__init__ = _refusing_misspelt(cls.__init__, cls.__name__)  # type: ignore[misc]
     cls.__doc__ = with_options(cls.__doc__, cls)
     return cls

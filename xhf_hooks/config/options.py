@@ -1,8 +1,8 @@
 """The options of each frontend.
 
-The frontends are made of these classes: ``HFCheckpointHook`` is a :class:`HookOptions`, ``HFCheckpointCallback`` a
-:class:`CallbackOptions`, so that their signatures are the fields below. ``save_hf`` is a function; a test compares
-its signature with :class:`CallOptions`. The frontends' docstrings take the meaning of each option from here.
+``HFCheckpointHook`` inherits from :class:`HookOptions` and ``HFCheckpointCallback`` from :class:`CallbackOptions`, so
+their signatures are the fields below. ``save_hf`` is a function; a test compares its signature with
+:class:`CallOptions`. The docstrings of the frontends and docs/options.md take the meaning of each option from here.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _option(default: Any, meaning: str, check: Check) -> Any:
 
 
 class _Options:
-    """Base of the classes of options.
+    """Base of all option classes.
 
     Raises:
-        OptionError: A bad value, a bad combination, or an option that is not there.
+        OptionError: A value is invalid, two options conflict, or an option does not exist.
     """
 
     def __post_init__(self) -> None:
@@ -58,71 +58,74 @@ class _Options:
 
 @dataclass(eq=False)
 class SaveOptions(_Options):
-    """What is saved and how: for every frontend, and all that a :class:`xhf_hooks.save.Saver` needs.
+    """What is saved and how. Every frontend has these options; a :class:`xhf_hooks.save.Saver` needs no others.
 
-    Attributes hold checked values: sizes in bytes, safetensors dtypes.
+    Attributes hold checked values: sizes in bytes, dtypes as safetensors codes.
     """
 
     module: str | None = _option(
         None,
-        'Dotted path of the PreTrainedModel in the trained model. None: the model itself, ``llm``, or the only one '
-        'there is.',
+        'Dotted path of the PreTrainedModel inside the trained model. None: the model itself, ``llm``, or the only '
+        'PreTrainedModel.',
         dotted_path,
     )
     lora: str | None = _option(
         None,
-        "For a model with a LoRA adapter: 'adapter' (as peft saves it), 'merge' (a complete model with the adapter "
-        "merged into its weights) or 'both' (the merged model, with the adapter in ``hf_model/adapter``). None: "
-        "'adapter' where there is one; only its tensors are gathered. XTuner's reward models: None is 'merge', as "
-        "XTuner converts them, unless the base model is quantized; 'adapter' has the head in ``modules_to_save``.",
+        "For a model with a LoRA adapter: 'adapter' (the adapter alone, as peft saves it), 'merge' (the complete model "
+        "with the adapter merged into its weights) or 'both' (the merged model, and the adapter in "
+        "``hf_model/adapter``). None: 'adapter' if the model has one. For XTuner's reward models, None means 'merge', "
+        "as in XTuner's converter, unless the base model is quantized; 'adapter' puts the head into "
+        '``modules_to_save``.',
         one_of(None, *LORA_MODES),
     )
     llava_format: str | None = _option(
         None,
-        "For XTuner's LLaVAModel: 'xtuner' (its own layout, without frozen parts), 'xtuner_complete' (with them) or "
-        "'huggingface' (transformers' LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
+        "Layout for XTuner's LLaVAModel: 'xtuner' (XTuner's own, without frozen parts), 'xtuner_complete' (XTuner's "
+        "own, with frozen parts) or 'huggingface' (transformers' LlavaForConditionalGeneration, complete, adapters "
+        "merged). None: 'xtuner'.",
         one_of(None, *LLAVA_FORMATS),
     )
     tokenizer: Any = _option(
         None,
-        'A tokenizer, its MMEngine config, or its folder. None: the one of the run (``cfg.tokenizer``, or '
-        "Trainer's ``processing_class``), else the base model's own files, else none, with a warning.",
+        "A tokenizer, its MMEngine config, or its folder. None: the run's own (``cfg.tokenizer``, or Trainer's "
+        "``processing_class``), else a copy of the base model's files. If there is neither, a warning says so.",
         tokenizer_like,
     )
     dtype: str | None = _option(
         None,
-        "'float32' (the fp32 master weights where there are any), 'bfloat16' or 'float16'. None: as trained.",
+        "'float32' (the fp32 master weights where they exist), 'bfloat16' or 'float16'. None: the dtype of training.",
         dtype_code,
     )
     max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', size)
     bucket_size: int | str = _option(
-        '128MB', 'How much is gathered and written at once; peak extra memory is about one bucket.', size
+        '128MB', 'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.', size
     )
     writer: str = _option(
         'auto',
-        "'positional' (every rank writes its local shards), 'parallel' (each file has one writer, to which the others "
-        'send theirs; no more ranks write than there are files, and a smaller ``max_shard_size`` makes more), '
-        "'stream' (the others send theirs to rank 0, which writes), 'gather' (every rank receives every tensor, and "
-        "rank 0 writes) or 'auto': 'positional' where all ranks see the folder, else 'stream'. The files are the same.",
+        "'positional': every rank writes its own slices into the files. 'parallel': each file has one writer, and the "
+        "other ranks send it their slices; a smaller ``max_shard_size`` gives more files, so more writers. 'stream': "
+        "rank 0 writes everything, and the other ranks send it their slices. 'gather': every rank receives every "
+        "tensor, and rank 0 writes. 'auto': 'positional' if all ranks see the folder, else 'stream'. All writers "
+        'produce the same files.',
         writer_name,
     )
     verify: str = _option(
         'sizes',
-        "What is checked before a save is committed. 'off': that every byte was written. 'sizes': also file sizes, "
-        "headers, and samples of what each rank has written, read by another rank. 'full': also all bytes, read back "
+        "What is checked before a save is committed. 'off': every byte was written. 'sizes': also the file sizes, the "
+        "headers, and samples of each rank's writes, which another rank reads back. 'full': also every byte, read back "
         'from the disk and compared with checksums taken from memory.',
         one_of(*VERIFY_LEVELS),
     )
     max_keep_ckpts: int = _option(
         1,
-        'How many saves to keep, the newest included; the older ones are named ``hf_model_iter_500`` or '
+        'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500`` or '
         '``hf_model_epoch_2``. -1 keeps all.',
         at_least(1, -1),
     )
     backend_args: dict[str, Any] | None = _option(
         None,
-        'For the library of the store that ``out_dir`` or ``upload_to`` names, such as '
-        "``dict(endpoint_url='https://...')``. Credentials belong where that library looks for them, not here.",
+        'Keyword arguments for the library of the store in ``out_dir`` or ``upload_to``, such as '
+        "``dict(endpoint_url='https://...')``. Keep credentials where that library looks for them, not here.",
         library_arguments,
     )
 
@@ -137,7 +140,7 @@ class SaveOptions(_Options):
 
 @dataclass(eq=False)
 class CallOptions(SaveOptions):
-    """Of ``save_hf``: the caller waits, and gets errors raised."""
+    """Options of ``save_hf``, which blocks until the save is committed and raises its errors."""
 
     async_save: ClassVar[bool] = False
     async_busy: ClassVar[str] = 'wait'
@@ -154,95 +157,103 @@ class CallOptions(SaveOptions):
     upload_nbytes_per_sec: ClassVar[int | None] = None
 
     step: int | None = _option(
-        None, 'Optimizer steps done. Needed when several saves are kept: it names the older ones.', at_least(0, None)
+        None,
+        'Number of finished optimizer steps. Required when several saves are kept: the older ones are named after it.',
+        at_least(0, None),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.step is None and self.max_keep_ckpts != 1:
-            raise OptionError('step', 'a number of at least 0 (None only when max_keep_ckpts is 1)', None)
+            raise OptionError('step', 'an integer of at least 0 (None only when max_keep_ckpts is 1)', None)
 
 
 @dataclass(eq=False)
 class RunOptions(SaveOptions):
-    """Of hook and callback: how all saves of a run are made."""
+    """Options that the hook and the callback share."""
 
     out_dir: str | Path | None = field(
         default=None,
         metadata={
-            'meaning': 'Folder of the newest save. None: ``hf_model`` in the folder of the run '
-            "(MMEngine's ``work_dir/<timestamp>``, Trainer's ``output_dir``). Or a URL such as ``s3://bucket/run``: "
-            'every rank sends the files that it owns straight from memory to the object store, and nothing is written '
-            'to a disk.',
+            'meaning': "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's "
+            "``work_dir/<timestamp>``, Trainer's ``output_dir``). With a URL such as ``s3://bucket/run``, each rank "
+            'uploads its files from memory, and nothing is written to disk.',
             'check': folder_or_url,
         },
     )
-    save_last: bool = _option(True, 'Save when training ends, whatever is due.', switch)
+    save_last: bool = _option(True, 'Also save when training ends.', switch)
     async_save: bool = _option(
         False,
-        'Copy what is to be saved to host memory, as many bytes on each rank as it writes, and write it while training '
-        'goes on.',
+        'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
+        'large as what that rank writes.',
         switch,
     )
     async_busy: str = _option(
-        'wait', "'wait' or 'skip' a save that is due while the one before is being written.", one_of('wait', 'skip')
+        'wait',
+        "What to do when a save is due and the previous one is still being written: 'wait' for it, or 'skip' the new "
+        'one.',
+        one_of('wait', 'skip'),
     )
     save_on_signal: str | Sequence[str] | None = _option(
         None,
-        "Signals to any rank that make all ranks save at the end of the iteration or of the validation: 'SIGUSR1', "
-        "'SIGUSR2', and those that end a process, which they then do after the save: 'SIGTERM' (preemption), 'SIGINT', "
-        "'SIGHUP', 'SIGXCPU'. One or several.",
+        'A signal, or a list of signals, that requests a save. Sent to any rank, it makes all ranks save at the end of '
+        "the current iteration or validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' (preemption), "
+        "'SIGINT', 'SIGHUP' and 'SIGXCPU' end the process once the save is committed.",
         signal_names,
     )
     save_on_file: bool = _option(
         False,
-        'Save, as on a signal, when a file ``save_now`` appears in the work_dir (Trainer: in ``output_dir``), which is '
-        'deleted then.',
+        'Save, as on a signal, when a file named ``save_now`` appears in the work_dir (Trainer: in ``output_dir``). '
+        'The file is then deleted.',
         switch,
     )
     save_on_exception: bool = _option(
         False,
-        'When an exception that nobody catches ends all ranks, save the weights as they are in memory then to '
+        'When an uncaught exception ends training on all ranks, save the weights that are in memory to '
         '``hf_model_exception``.',
         switch,
     )
     on_saved: str | Sequence[str] | dict[str, Any] | Callable[..., Any] | None = _option(
         None,
-        'What rank 0 does after each save, beside training: a command, in which ``{path}`` is the saved folder, '
-        '``{step}`` the iteration, ``{label}`` such as ``iter_500``, ``{name}`` such as ``hf_model`` and ``{output}`` '
-        'a folder for its results; or a function of path and iteration; or the config that MMEngine builds one from. '
-        'Numbers that come of it go to the visualizer.',
+        'A command or function that rank 0 runs after each save, while training goes on. In a command, ``{path}`` is '
+        'the saved folder, ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, ``{name}`` the folder '
+        'name such as ``hf_model``, and ``{output}`` a folder for results. A function gets the path and the iteration; '
+        'it may be given as an MMEngine config. Numbers that it returns or prints go to the visualizer.',
         command_or_function,
     )
-    on_saved_timeout_secs: float = _option(3600, 'After this time the command of ``on_saved`` is ended.', seconds)
+    on_saved_timeout_secs: float = _option(3600, 'Time limit of the ``on_saved`` command.', seconds)
     on_saved_queue: str = _option(
         'newest',
-        "Where saves come faster than ``on_saved`` is done: 'newest', the others are left out, or 'all', and each "
-        'folder is kept until its turn has come.',
+        "When saves come faster than ``on_saved`` finishes: 'newest' takes the newest save next and skips the others; "
+        "'all' takes every save in turn and keeps its folder until then.",
         one_of('newest', 'all'),
     )
     exit_wait_secs: float = _option(
         600,
-        'How long the end of the process (an exception, SIGTERM) waits for a save that is being written, or for the '
-        'one that ``save_on_signal`` makes; and the end of training for ``on_saved``. torchrun '
-        'follows SIGTERM with SIGKILL after 30 s whatever is set here, unless it is started with '
-        '``--shutdown-timeout`` (torch 2.13 has it; older ones always kill after 30 s).',
+        'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress or for the one '
+        'that ``save_on_signal`` requests, and how long the end of training waits for ``on_saved``. torchrun sends '
+        'SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         seconds,
     )
     upload_to: str | None = _option(
         None,
-        "Where each committed save is uploaded, beside training: a URL such as 's3://bucket/run' (gs, az, oss and all "
-        'else that fsspec knows). Each save has a prefix of its own there, ``hf_model_iter_500``; ``hf_model.json`` '
-        "names the newest. Or 'hf://organization/name', a repository of the Hub: each save is a commit and a tag.",
+        "Upload each committed save in the background: to a URL such as 's3://bucket/run' (gs, az, oss and whatever "
+        'else fsspec supports), where each save has a prefix of its own (``hf_model_iter_500``) and ``hf_model.json`` '
+        "names the newest; or to a repository of the Hub, 'hf://organization/name', where each save is a commit and a "
+        'tag.',
         store_url,
     )
     upload_keep: int = _option(
-        -1, 'How many saves to keep where ``upload_to`` leads, the newest included. -1 keeps all.', at_least(1, -1)
+        -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', at_least(1, -1)
     )
     upload_limit: int | str | None = _option(
-        None, "What a rank may upload per second, such as '40MB'. None: as fast as it goes.", optional_size
+        None, "Upload rate of each rank per second, at most, such as '40MB'. None: no limit.", optional_size
     )
-    on_error: str = _option('continue', "'continue' or 'raise', when a save fails.", one_of('continue', 'raise'))
+    on_error: str = _option(
+        'continue',
+        "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
+        one_of('continue', 'raise'),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,7 +263,7 @@ class RunOptions(SaveOptions):
         if to_store and self.upload_to is not None:
             raise OptionError('upload_to', 'None when out_dir is a URL', self.upload_to)
         if to_store and self.on_saved is not None:
-            raise OptionError('on_saved', 'None when out_dir is a URL: it reads a folder', self.on_saved)
+            raise OptionError('on_saved', 'None when out_dir is a URL, since on_saved needs a folder', self.on_saved)
         if self.on_saved_queue != 'newest' and self.on_saved is None:
             raise OptionError('on_saved_queue', "'newest' when on_saved is None", self.on_saved_queue)
         if self.upload_to is None:
@@ -260,7 +271,7 @@ class RunOptions(SaveOptions):
                 if getattr(self, option) != default:
                     raise OptionError(option, f'{default} when upload_to is None', getattr(self, option))
             if self.backend_args is not None and not to_store:
-                raise OptionError('backend_args', 'None without a URL as upload_to or out_dir', [*self.backend_args])
+                raise OptionError('backend_args', 'None unless upload_to or out_dir is a URL', [*self.backend_args])
         elif self.upload_to.startswith('hf://'):
             for option, default in (('upload_keep', -1), ('upload_limit', None), ('backend_args', None)):
                 if getattr(self, option) != default:
@@ -272,44 +283,44 @@ class RunOptions(SaveOptions):
 
     @property
     def saves_on_demand(self) -> bool:
-        """Whether there may be saves that no schedule knows of."""
+        """Whether saves may be requested while training runs."""
         return bool(self.save_on_signal) or self.save_on_file
 
 
 @dataclass(eq=False)
 class HookOptions(RunOptions):
-    """Of ``HFCheckpointHook``; names are MMEngine's own where it has one."""
+    """Options of ``HFCheckpointHook``, named as in MMEngine where it has the same option."""
 
     interval: int | None = _option(
         None,
-        "Save every so many epochs or iterations; -1: only at the end. None: as the run's own CheckpointHook.",
+        "Number of epochs or iterations between saves; -1 saves only at the end. None: as in the run's CheckpointHook.",
         at_least(1, None, -1),
     )
     by_epoch: bool | None = _option(
         None,
-        'Whether ``interval`` counts epochs. None: it counts what the train loop counts, epochs in '
-        'EpochBasedTrainLoop and iterations in IterBasedTrainLoop.',
+        'Whether ``interval`` counts epochs or iterations. None: as the train loop does, epochs in EpochBasedTrainLoop '
+        'and iterations in IterBasedTrainLoop.',
         optional_switch,
     )
-    save_begin: int = _option(0, 'Epoch or iteration at which saving begins.', at_least(0))
+    save_begin: int = _option(0, 'The epoch or iteration of the first save.', at_least(0))
     save_best: str | list[str] | None = _option(
         None,
-        'As in CheckpointHook; writes ``hf_model_best`` (``hf_model_best_<metric>`` for several). What is in that '
-        'folder, and in those of the runs that a resumed checkpoint comes from, is only replaced or followed by a '
-        'better one.',
+        'As in CheckpointHook. The best model goes to ``hf_model_best``, or with several metrics to '
+        '``hf_model_best_<metric>``. A save there must beat the best so far, including that of the run that this one '
+        'was resumed from.',
         anything,
     )
     rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', anything)
     chat_template: bool = _option(
         True,
-        "When the run's config names an XTuner prompt template, give the saved tokenizer the chat template that "
-        'writes dialogues as training had them, and generation_config its stop words.',
+        "If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that formats "
+        'dialogues as in training, and generation_config gets its stop words.',
         switch,
     )
     ema: bool = _option(
         True,
-        'Where the run has an EMAHook, save the weights that it averages, as CheckpointHook does and validation '
-        'scores. False: the live ones.',
+        'If the run has an EMAHook, save its averaged weights, which are the ones that validation scores and that '
+        'CheckpointHook saves. False: save the live weights.',
         switch,
     )
 
@@ -319,7 +330,7 @@ class HookOptions(RunOptions):
             raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
         saves_anyway = self.save_last or self.save_best is not None or self.saves_on_demand
         if self.interval == -1 and not saves_anyway:
-            expected = 'a number, or save_last or save_best: otherwise nothing is ever saved'
+            expected = 'a positive number, or save_last or save_best: otherwise nothing is ever saved'
             raise OptionError('interval', expected, self.interval)
         if self.rule is not None and self.save_best is None:
             raise OptionError('rule', 'None when save_best is None', self.rule)
@@ -327,7 +338,7 @@ class HookOptions(RunOptions):
 
 @dataclass(eq=False)
 class CallbackOptions(RunOptions):
-    """Of ``HFCheckpointCallback``; names are those of TrainingArguments where it has one."""
+    """Options of ``HFCheckpointCallback``, named as in TrainingArguments where it has the same option."""
 
     save_strategy: str | None = _option(
         None,
@@ -336,7 +347,7 @@ class CallbackOptions(RunOptions):
     )
     save_steps: int | None = _option(
         None,
-        "With ``save_strategy='steps'``, how often. None: as in TrainingArguments.",
+        "With ``save_strategy='steps'``, the number of steps between saves. None: as in TrainingArguments.",
         at_least(1, None),
     )
 

@@ -29,7 +29,7 @@ from xhf_hooks.errors import OptionError, TensorError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
-from xhf_hooks.format.text import size_text, some
+from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.planning.planner import make_plan
@@ -177,7 +177,7 @@ class Conversion:
         facts, plan = self._checkpoint.facts, self.plan
         engine = str(facts.get('engine'))
         if facts.get('zero_stage') is not None:
-            engine += f' ZeRO-{facts["zero_stage"]}, {facts.get("world_size")} rank(s)'
+            engine += f' ZeRO-{facts["zero_stage"]}, {counted(facts["world_size"], "rank")}'
         which = f' (the {self._weights} weights)' if self.averages else ''
         iteration = 'unknown' if self._checkpoint.iteration is None else self._checkpoint.iteration
         return [

@@ -32,7 +32,6 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
         tokenizer = exporter.base_tokenizer()
     if tokenizer is not None:
         return tokenizer, []
-    warning = (
-        f'no tokenizer will be written: neither the run nor the base model {exporter.base_dir!r} has one; set tokenizer'
-    )
+    base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
+    warning = f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer'
     return None, [warning]

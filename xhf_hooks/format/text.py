@@ -17,6 +17,11 @@ def size_text(nbytes: int) -> str:
     return f'{size:.2f} {_UNITS[unit]}' if size < 10 else f'{size:.3g} {_UNITS[unit]}'
 
 
+def counted(n: int, noun: str) -> str:
+    """Such as ``'1 tensor'`` or ``'2,000 tensors'``."""
+    return f'{n:,} {noun}{"" if n == 1 else "s"}'
+
+
 def some(names: Sequence[str], shown: int = 3) -> str:
     """The first few names and the number of the others."""
     names = [name[:120] for name in names]

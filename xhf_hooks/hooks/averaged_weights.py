@@ -1,4 +1,4 @@
-"""Which weights of a run are saved: those averaged by MMEngine's EMAHook, or the live ones."""
+"""Chooses the weights to save: those averaged by MMEngine's EMAHook, or the live ones."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _OR_LIVE = 'or set ema=False to save the live weights'
 
 
 def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, ema: bool, log: RunLog) -> Unwrapped:
-    """The trained model, read from the copy that an EMAHook averages, if the run has one. Runs on: all ranks.
+    """The trained model; if the run has an EMAHook, with its averaged weights. Runs on: all ranks.
 
-    Between iterations that copy is what validation scores and what CheckpointHook writes as ``state_dict``; before the
-    averaging begins it equals the live model (mmengine ``hooks/ema_hook.py``). It is read in place; nothing is swapped.
+    EMAHook keeps the averaged weights in a copy of the model. Validation scores that copy, and CheckpointHook saves it
+    as ``state_dict``; before averaging begins it equals the live model (mmengine ``hooks/ema_hook.py``). It is read in
+    place; nothing is swapped.
 
     Args:
-        hooks: Of the run, in call order.
+        hooks: The run's hooks, in call order.
         own: The hook that saves.
-        ema: The option: False leaves the model as it is.
+        ema: The option ``ema``; False returns the live model.
 
     Raises:
-        OptionError: The averaged weights cannot be read when ``own`` is called; the same on all ranks.
+        OptionError: The averaged weights cannot be read when ``own`` is called. The same on all ranks.
     """
     averaging = [hook for hook in hooks if isinstance(hook, EMAHook)]
     for hook in averaging:
-        if hooks.index(hook) > hooks.index(own):  # after validation it would find them swapped
+        if hooks.index(hook) > hooks.index(own):  # after validation the weights would still be swapped
             raise OptionError(
                 'custom_hooks',
                 f'EMAHook before {type(own).__name__}: leave both at their default priorities',
@@ -46,16 +47,16 @@ def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, em
     if source in (Zero3Source, Fsdp1Source, Fsdp2Source):
         raise OptionError(
             'ema',
-            f'an EMAHook in a run whose parameters are not partitioned, as in DDP and at ZeRO-0 to 2 (its copy of '
-            f'partitioned ones is empty): leave EMAHook out, {_OR_LIVE}',
+            f'unpartitioned parameters, as in DDP and at ZeRO-0 to 2, since EMAHook copies partitioned ones as empty '
+            f'tensors; remove EMAHook, {_OR_LIVE}',
             f'parameters partitioned by {_ENGINES[source]}',
         )
     averaged = averaging[0].ema_model
     log.info(f'saving the weights averaged by EMAHook ({type(averaged).__name__})')
     if unwrapped.engine is not None:
         log.warning(
-            "DeepSpeed's checkpoints do not hold the averaged weights, so a resumed run begins a new average "
-            'with the live ones'
+            "DeepSpeed's checkpoints do not contain the averaged weights, so a resumed run starts a new average from "
+            'the live ones'
         )
-    # The average has no fp32 master weights, whatever the engine has
+    # The averaged weights have no fp32 masters, even if the engine has some
     return replace(unwrapped, root=averaged.module, facts={**unwrapped.facts, 'weights': 'averaged'}, engine=None)

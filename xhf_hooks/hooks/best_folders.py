@@ -1,4 +1,4 @@
-"""Folders of best saves, and the scores in their manifests."""
+"""Finds the folders of best saves and the scores in their manifests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME
 
 @dataclass(frozen=True)
 class BestFolder:
-    """A committed folder of the best save by a metric.
+    """The committed best save by a metric.
 
     Attributes:
-        path: The name that its target has (commit/target.py); of a store, a URL.
-        metric: None where the manifest has no score, as those of earlier versions of this package.
+        path: Its folder, or its URL in a store.
+        metric: None if the manifest has no score, as with earlier versions of this package.
     """
 
     path: Path | str
@@ -30,13 +30,13 @@ class BestFolder:
 
 
 def describe_best(metric: str, score: float, rule: str) -> dict[str, Any]:
-    """The score, for the manifest of a best save; NaN and infinity as text."""
+    """The score as recorded in the manifest of a best save; NaN and infinity as text."""
     value = float(score)
     return {'best': {'metric': metric, 'score': value if math.isfinite(value) else str(value), 'rule': rule}}
 
 
 def find_best_folders(finals: Iterable[Path]) -> list[BestFolder]:
-    """The best folders, such as ``hf_model_best``, beside those of newest saves. Runs on: rank 0."""
+    """The best folders, such as ``hf_model_best``, beside the given newest saves. Runs on: rank 0."""
     found = []
     for final in finals:
         for path in sorted(final.parent.glob(f'{glob.escape(final.name)}_best*/{MANIFEST_NAME}')):
@@ -49,7 +49,7 @@ def find_best_folders(finals: Iterable[Path]) -> list[BestFolder]:
 
 
 def find_best_in_store(targets: Iterable[StoreFolder]) -> list[BestFolder]:
-    """Those of a run whose saves go to a store. Runs on: rank 0.
+    """The best saves of a run that saves to a store. Runs on: rank 0.
 
     Raises:
         StoreError: The store cannot be read.
@@ -60,7 +60,7 @@ def find_best_in_store(targets: Iterable[StoreFolder]) -> list[BestFolder]:
 
 
 def _described(path: Path | str, manifest: bytes) -> BestFolder | None:
-    """None where it is not a manifest of ours."""
+    """The best save that a manifest describes; None if this package did not write the manifest."""
     try:
         content = json.loads(manifest)
         iteration, best = int(content['iteration']), content.get('best')

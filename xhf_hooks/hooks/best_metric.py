@@ -1,4 +1,4 @@
-"""Finds the best validation results so far, by the rules of MMEngine's CheckpointHook."""
+"""Keeps track of the best validation results, by the rules of MMEngine's CheckpointHook."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mmengine.logging import MessageHub
 from xhf_hooks.errors import OptionError, TargetError
 from xhf_hooks.hooks.best_folders import BestFolder, describe_best
 
-#: In the message hub: the folders of the newest saves of this run and of those that it was resumed from.
+#: Key in the message hub: folders of the newest saves of this run and of the runs that it was resumed from.
 _FOLDERS_KEY = 'hf_checkpoint_folders'
-_NOWHERE = 'as the checkpoint says; no folder is known that holds it'
+_NOWHERE = 'according to the checkpoint, but no saved folder has that score'
 
 
 class BestMetric(CheckpointHook):
     """The part of CheckpointHook that understands ``save_best`` and ``rule``; it saves nothing itself.
 
-    Scores are in the message hub, which MMEngine's checkpoints carry, and in the manifests of the folders. A checkpoint
-    may be older than the best save, so the better score of both counts.
+    Scores are recorded in the message hub, which is part of MMEngine's checkpoints, and in the manifests of the
+    folders. A checkpoint may be older than the best save, so the better of the two scores counts.
     """
 
     def __init__(self, save_best: str | list[str], rule: str | list[str] | None) -> None:
         if not save_best:
-            raise OptionError('save_best', 'None, a metric or several', save_best)
+            raise OptionError('save_best', 'None, a metric or a list of metrics', save_best)
         try:
             super().__init__(interval=-1, save_best=save_best, rule=rule)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
@@ -35,22 +35,22 @@ class BestMetric(CheckpointHook):
         self._newest: Path | str | None = None
 
     def begin(self, newest: Path | str, known: Sequence[BestFolder], hub: MessageHub) -> list[str]:
-        """Learn of the best folders before training. Runs on: all ranks, with the same result.
+        """Take over the scores of known best folders before training. Runs on: all ranks, with the same result.
 
         Args:
-            newest: Folder of the newest save, or its name in a store; those of the best are named after it.
-            known: Best folders beside it, and beside those of :func:`earlier_folders`.
+            newest: Folder of the newest save, or its URL in a store. Folders of best saves are named after it.
+            known: Best folders beside it and beside :func:`earlier_folders`.
 
         Returns:
             Log messages.
 
         Raises:
-            TargetError: A folder that would be replaced is of another metric, or its score is not known.
+            TargetError: A folder that would be replaced belongs to another metric, or has no known score.
         """
         self._newest, self._known = newest, known
         folders = [*earlier_folders(hub), *([newest] if isinstance(newest, Path) else [])]
         hub.update_info(_FOLDERS_KEY, [*dict.fromkeys(map(str, folders))])
-        if self.key_indicators == ['auto']:  # the metric is told by the first validation
+        if self.key_indicators == ['auto']:  # the first validation determines the metric
             return []
         return [line for metric in self.key_indicators for line in self._count_known(metric, hub)]
 
@@ -59,7 +59,7 @@ class BestMetric(CheckpointHook):
 
         Raises:
             OptionError: A metric of ``save_best`` is not among the results.
-            TargetError: As :meth:`begin`, for a metric that was not known then.
+            TargetError: As for :meth:`begin`, if the metric was not known then.
         """
         if self.key_indicators == ['auto']:
             first = next(iter(metrics))
@@ -77,23 +77,23 @@ class BestMetric(CheckpointHook):
         return better
 
     def remember(self, metric: str, score: float, hub: MessageHub) -> None:
-        """The save of this score is committed."""
+        """Record the score of a committed save."""
         hub.update_info(_score_key(metric), score)
 
     def facts(self, metric: str, score: float) -> dict[str, Any]:
-        """For the manifest of the save with this score."""
+        """What the manifest of a save records about its score."""
         return describe_best(metric, score, self._rule(metric))
 
     def folder_suffixes(self) -> list[str]:
-        """All that :meth:`folder_suffix` can give."""
+        """All possible results of :meth:`folder_suffix`."""
         return [self.folder_suffix(metric) for metric in self.key_indicators]
 
     def folder_suffix(self, metric: str) -> str:
-        """``best``, or with several metrics ``best_<metric>``."""
+        """``best``, or ``best_<metric>`` if there are several metrics."""
         return 'best' if len(self.key_indicators) == 1 else f'best_{metric}'.replace('/', '_')
 
     def _count_known(self, metric: str, hub: MessageHub) -> list[str]:
-        """Put the better score of folders and message hub into the hub; returns log messages."""
+        """Record the better of the folders' and the message hub's scores in the hub; returns log messages."""
         lines = self._check_own(metric, hub)
         holder = None
         for folder in self._known:
@@ -103,7 +103,7 @@ class BestMetric(CheckpointHook):
         if _score_key(metric) not in hub.runtime_info:
             return lines
         where = f'in {holder.path} (iteration {holder.iteration})' if holder else _NOWHERE
-        return [*lines, f'the best {metric} so far is {float(self._best(metric, hub)):.4f}, {where}']
+        return [*lines, f'best {metric} so far: {float(self._best(metric, hub)):.4f}, {where}']
 
     def _check_own(self, metric: str, hub: MessageHub) -> list[str]:
         """Refuse to replace a folder whose score cannot be compared; returns log messages."""
@@ -113,12 +113,12 @@ class BestMetric(CheckpointHook):
                 continue
             if folder.metric is not None:
                 raise TargetError(
-                    f'{own} is the best save by {folder.metric!r}, not by {metric!r}, which would replace it. '
-                    f'Move it away or set out_dir'
+                    f'{own} holds the best save by {folder.metric!r}, and a save by {metric!r} would replace it. '
+                    f'Move it away, or set out_dir'
                 )
             if _score_key(metric) not in hub.runtime_info:
-                raise TargetError(f'{own} holds no score to compare with. Move it away or set out_dir')
-            return [f'{own} holds no score: that of the checkpoint is taken for it']
+                raise TargetError(f'{own} has no recorded score to compare with. Move it away, or set out_dir')
+            return [f'{own} has no recorded score; the one in the checkpoint is used']
         return []
 
     def _own(self, metric: str) -> Path | str | None:
@@ -135,7 +135,7 @@ class BestMetric(CheckpointHook):
 
 
 def earlier_folders(hub: MessageHub) -> list[Path]:
-    """Folders of the newest saves of the runs that this one was resumed from; they may be gone."""
+    """Folders of the newest saves of the runs that this run was resumed from. They may no longer exist."""
     return [Path(folder) for folder in hub.runtime_info.get(_FOLDERS_KEY, ())]
 
 

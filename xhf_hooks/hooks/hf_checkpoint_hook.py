@@ -1,4 +1,4 @@
-"""The hook: ``custom_hooks = [dict(type='HFCheckpointHook')]``."""
+"""MMEngine's hook: ``custom_hooks = [dict(type='HFCheckpointHook')]``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry.log import RunLog, scalars
 
 
-@HOOKS.register_module(force=True)  # takes the place of the package's function, which imports this
+@HOOKS.register_module(force=True)  # replaces the function of the package that imports this module on demand
 @frontend_class
 class HFCheckpointHook(HookOptions, RunFrontend, Hook):
-    """Save the model as a Hugging Face folder while it trains, at any DeepSpeed ZeRO stage.
+    """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
-    Before the first step it plans the whole save from metadata, and raises if anything is wrong with it. If a save
-    fails later, the error is logged and training goes on.
+    Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
+    later, the error is logged and training goes on.
 
     Examples:
         >>> custom_imports = dict(imports=['xhf_hooks'])
@@ -50,7 +50,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         """Check that saves will work. Runs on: all ranks.
 
         Raises:
-            XhfError: They will not; the same on every rank.
+            XhfError: A save would fail. The same on every rank.
         """
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
@@ -114,12 +114,12 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.close()
 
     def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
-        if self._saves.must_tell_after:  # whether it was saved decides what the best is
+        if self._saves.must_tell_after:  # the best score depends on whether the previous save succeeded
             self._saves.collect()
         try:
             improved = self._best.improved(metrics, runner.message_hub)
         except XhfError as error:
-            self._saves.handle(error, 'finding the best save')
+            self._saves.handle(error, 'comparing scores')
             return
         for metric, score in improved.items():
             folder = self._saves.others[self._best.folder_suffix(metric)]
@@ -128,7 +128,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember, facts=facts)
 
     def _learn_of_best(self, runner: Any) -> None:
-        """Read the scores of the best folders: the resumed checkpoint may be older. Runs on: all ranks."""
+        """Read the scores of the best folders, since the resumed checkpoint may be older. Runs on: all ranks."""
         collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
         try:
             with collective.stage('preflight'):
@@ -146,7 +146,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         return [*find_best_folders(earlier), *find_best_in_store(in_store)]
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
-        """A save of the best score is committed."""
+        """Record the score of a committed best save."""
         self._best.remember(metric, score, runner.message_hub)
         self._log.info(f'best {metric} so far, {score:.4f}')
 
@@ -155,7 +155,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             runner.visualizer.add_scalars(scalars(committed), step=committed.step.iteration)
 
     def _step(self, runner: Any, epochs: int) -> Step:
-        """The step of a save, in epochs where both schedule and train loop count them."""
+        """The step of a save, in epochs if both the schedule and the train loop count epochs."""
         return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
 
 
@@ -165,7 +165,7 @@ def _visualize_result(runner: Any, result: Result) -> None:
 
 
 def _wrappers() -> tuple[type, ...]:
-    """The model wrappers registered with MMEngine and in its child scopes; each holds the model as ``module``."""
+    """All model wrappers registered with MMEngine and its child scopes. Each holds the model as ``module``."""
     found = list(MODEL_WRAPPERS.module_dict.values())
     for child in MODEL_WRAPPERS.children.values():
         found += child.module_dict.values()

@@ -1,4 +1,4 @@
-"""When to save."""
+"""Decides when a save is due."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every ``interval`` epochs or iterations from ``save_begin`` on, as MMEngine's CheckpointHook counts them.
+    """A save every ``interval`` epochs or iterations from ``save_begin`` on, counted as MMEngine's CheckpointHook does.
 
-    An ``interval`` of -1 is never.
+    An ``interval`` of -1 means never.
     """
 
     interval: int
@@ -23,7 +23,7 @@ class Schedule:
         return self.by_epoch and self._is_due(epochs_done)
 
     def next_due(self, done: int) -> int | None:
-        """The first count after ``done`` at which a save is due; None is never."""
+        """The first count after ``done`` at which a save is due; None if there is none."""
         if self.interval <= 0:
             return None
         if done < self.save_begin:

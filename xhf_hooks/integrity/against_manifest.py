@@ -11,7 +11,7 @@ from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format import checksum
 from xhf_hooks.format.safetensors import Header
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.checksums import FileSums, FileToRead, sum_files
 from xhf_hooks.integrity.file_reader import FileReader, OpenReader
 from xhf_hooks.integrity.findings import Findings
@@ -84,7 +84,8 @@ def compare_files(
     if only is None and manifest.has_checksums:
         _look_for_others(content, manifest, findings)
     if len(findings.found) == before:
-        findings.ok('files', f'{len(manifest.files)} files have the sizes in {MANIFEST_NAME} ({manifest.label})')
+        n_files = counted(len(manifest.files), 'file')
+        findings.ok('files', f'{n_files} with the sizes in {MANIFEST_NAME} ({manifest.label})')
 
 
 def _look_for_others(content: FolderContent, manifest: Manifest, findings: Findings) -> None:
@@ -160,7 +161,7 @@ def compare_sums(content: FolderContent, manifest: Manifest, sums: Mapping[str, 
             tensor for tensor, crc in found.tensors.items() if tensor in tensors and tensors[tensor].crc32 != crc
         ]
         if changed:
-            findings.problem('checksums', f'{name}: {len(changed)} tensors have changed: {some(changed)}')
+            findings.problem('checksums', f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}')
         elif found.crc32 != record.crc32 and content.files[name] == record.nbytes:
             is_weights = name.endswith(WEIGHTS_SUFFIX)
             where = ' outside of its tensors' if is_weights and found.tensors else ''
@@ -171,4 +172,4 @@ def compare_sums(content: FolderContent, manifest: Manifest, sums: Mapping[str, 
             )
         n_files, n_tensors = n_files + 1, n_tensors + len(tensors)
     if manifest.has_checksums and not findings.has_problem('checksums'):
-        findings.ok('checksums', f'{n_files} files and {n_tensors} tensors are unchanged')
+        findings.ok('checksums', f'{counted(n_files, "file")} and {counted(n_tensors, "tensor")}, all unchanged')

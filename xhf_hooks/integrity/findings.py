@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.format.text import size_text
+from xhf_hooks.format.text import counted, size_text
 
 OK, PROBLEM, UNCHECKED, NOTE = 'ok', 'problem', 'unchecked', 'note'
 _ORDER = (OK, NOTE, UNCHECKED, PROBLEM)
@@ -100,6 +100,7 @@ class FolderReport:
                 lines.append(Finding(kind, check, f'and {len(group) - _SHOWN} more').line())
         return [
             *lines,
-            f'{self.path}: {verdict} ({self.n_files} files, {self.n_tensors} tensors, {size_text(self.nbytes)} '
+            f'{self.path}: {verdict} ({counted(self.n_files, "file")}, {counted(self.n_tensors, "tensor")}, '
+            f'{size_text(self.nbytes)} '
             f'in {self.seconds:.1f} s{rate})',
         ]

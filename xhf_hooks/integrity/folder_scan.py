@@ -13,7 +13,7 @@ from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.regular_files import special_kind
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import Header, HeaderEntry, read_header
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.findings import Findings
 
 WEIGHTS_SUFFIX = '.safetensors'
@@ -181,10 +181,10 @@ def read_headers(content: FolderContent, findings: Findings, only: Collection[st
         n_tensors += len(folder.headers[file].entries)
         misaligned += folder.headers[file].misaligned
     if misaligned:
-        findings.note('headers', f'{len(misaligned)} tensors are misaligned in their file: {some(misaligned)}')
+        findings.note('headers', f'{counted(len(misaligned), "tensor")} misaligned in the file: {some(misaligned)}')
     if not findings.has_problem('headers'):
         n_files = sum(len(folder.headers) for folder in folders.values())
-        findings.ok('headers', f'{n_tensors} tensors in {n_files} files, without gaps')
+        findings.ok('headers', f'{counted(n_tensors, "tensor")} in {counted(n_files, "file")}, without gaps')
     return list(folders.values())
 
 

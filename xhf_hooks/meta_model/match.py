@@ -10,7 +10,7 @@ from torch import nn
 
 from xhf_hooks.errors import BaseModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.build import MetaModel
 from xhf_hooks.model.tensors import module_tensors, names_by_identity
 from xhf_hooks.planning.types import TensorSpec
@@ -63,12 +63,12 @@ def match_checkpoint(
     notes += _judge(meta_model, other_shape, [name for name in spec_of if name not in known])
     if base.lacking:
         raise BaseModelError(
-            f'the model of {meta_model.described_by} has {len(base.lacking)} tensors that the checkpoint lacks '
-            f'({some(base.lacking)}), and there are no safetensors to read them from; if this is the trained model, '
+            f'the model of {meta_model.described_by} has {counted(len(base.lacking), "tensor")} that the checkpoint '
+            f'lacks ({some(base.lacking)}), and no safetensors to read them from; if this is the trained model, '
             f'{_REMEDY}, with its weights'
         )
     if base.n_found:
-        notes.append(f'{base.n_found} tensors are not in the checkpoint and are read from {base.folders}')
+        notes.append(f'{counted(base.n_found, "tensor")} not in the checkpoint, read from {base.folders}')
     return JoinedSource(tensors), notes
 
 
@@ -180,5 +180,5 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
             f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}; {_REMEDY}'
         )
     if unexpected:
-        return [f'{len(unexpected)} tensors of the checkpoint are not part of the model: {some(unexpected)}']
+        return [f'{counted(len(unexpected), "tensor")} of the checkpoint not in the model: {some(unexpected)}']
     return []

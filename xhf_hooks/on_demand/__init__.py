@@ -1,1 +1,1 @@
-"""Saves that a signal or a file asks for while a run trains: who asks, and at which iteration all ranks save."""
+"""Saves that a signal, a file or an exception requests, and how ranks agree on the iteration of the save."""

@@ -1,27 +1,26 @@
-"""All ranks learn at which point of training they save, once one of them asks, without a collective in training.
+"""Lets ranks agree on the point of training at which all of them save, without a collective in training.
 
 Each rank has a thread that reads a counter in the process group's key-value store twice a second. A *point* is a
-number that grows as training goes on; all ranks pass the same points in the same order, each at its own time. A round
-of the agreement, in the store's keys of that round:
+number that grows during training; all ranks pass the same points in the same order, each at its own time. A round of
+the agreement uses these keys of the store:
 
-1. *asked*: a rank that wants a save adds 1; every thread sees it.
-2. *here*: every thread adds 1 and waits until all have. Training goes on. Where a rank has died or left, nothing more
-   happens.
-3. *held*: every thread closes a gate, which its training thread waits at before it passes another point, and then tells
-   the last point that was passed.
-4. *target*: when all have, rank 0 writes the highest of these points, plus 1. Every thread reads it, then opens its
-   gate. The rank saves at the first point that is not below the target.
+1. *asked*: a rank that wants a save adds 1, and every thread sees it.
+2. *here*: every thread adds 1 and waits until all have. Training goes on. If a rank has died or left, the round ends
+   here.
+3. *held*: every thread closes its gate, at which the training thread waits before it passes another point, and then
+   reports the last point that was passed.
+4. *target*: when all have reported, rank 0 writes the highest of these points, plus 1. Every thread reads it and opens
+   its gate. Each rank saves at the first point that is not below the target.
 
-Why all ranks save at the same point: the target is written once (a compare-and-set), so it is the same for all. It is
-computed from what was told behind closed gates, which open when the target is known. So when a rank learns of it, all
-the points that this rank has passed are below the target, and so are those of the others. The first common point that
-is not below it is ahead of every rank, and is the same one, as all ranks pass the same points. A rank begins the next
-round only after it has passed that point.
+All ranks save at the same point. The target is written once (compare-and-set), so it is the same for all. It is
+computed from points reported behind closed gates, which open only when the target is known, so every point that any
+rank has passed by then is below it. The first point not below it is therefore ahead of every rank, and it is the same
+one for all, since all pass the same points. A rank begins the next round only after it has passed that point.
 
-Why no rank waits for ever: between closing and opening a gate threads wait for threads alone, never for training, which
-may stand still in a collective whose peer is at its gate. If one does not answer, because its process has died just
-then, another cancels the round after a while, with the same compare-and-set: the target or the cancellation counts,
-whichever came first, for all. A rank that leaves in step 2 cancels the round at once.
+No rank waits forever. While gates are closed, threads wait only for other threads, never for training, which may be
+inside a collective whose peer is at its gate. If a thread does not answer, because its process has just died, another
+one cancels the round after a time limit, with the same compare-and-set: the target or the cancellation counts for all,
+whichever came first. A rank that leaves in step 2 cancels the round at once.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from torch.distributed import Store
 from xhf_hooks.errors import RankLostError
 
 _POLL_SECS = 0.5
-#: While the gates are closed.
+#: Seconds between reads of the store while the gates are closed.
 _HELD_POLL_SECS = 0.005
-#: For how long gates are closed at most. All threads have just answered: one that does not now has died.
+#: Longest time that gates stay closed. All threads have just answered, so one that no longer does has died.
 _HELD_SECS = 30.0
-#: In place of a target.
+#: Written in place of a target when a round is cancelled.
 _CANCELLED = -1
 
 
@@ -47,9 +46,9 @@ class SaveAgreement:
     """Agrees with the other ranks on the point of a save. Runs on: all ranks.
 
     Args:
-        store: That all ranks reach, under a prefix of this run.
-        is_wanted: Whether this rank wants a save. Called by the thread, several times a second.
-        on_lost: Called by the thread when the store can no longer be reached.
+        store: A store that all ranks reach, with a prefix for this run.
+        is_wanted: Returns whether this rank wants a save. The thread calls it several times a second.
+        on_lost: The thread calls it when the store can no longer be reached.
     """
 
     def __init__(
@@ -77,10 +76,10 @@ class SaveAgreement:
         """Whether all ranks save at this point. Runs on: the training thread of all ranks, at each common point.
 
         Args:
-            point: At least 1. One that is not above those before does not count.
+            point: At least 1. A point that is not above all earlier ones is ignored.
 
         Raises:
-            RankLostError: The store went away when the ranks were about to agree: others may have begun to save.
+            RankLostError: The store was lost while the ranks were agreeing, so others may have begun to save.
         """
         with self._gate:
             while self._is_closed:
@@ -98,7 +97,7 @@ class SaveAgreement:
             return True
 
     def close(self) -> None:
-        """End the thread. Needs no other rank; waits for them no longer than gates may be closed."""
+        """End the thread. Needs no other rank, and waits no longer than gates may stay closed."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -156,10 +155,10 @@ class SaveAgreement:
             time.sleep(_HELD_POLL_SECS)
 
     def _decide(self, name: str, target: int) -> int:
-        """Write the outcome of a round, if there is none; returns the one that counts."""
-        self._store.add(f'{name}/target', 0)  # makes the key
+        """Write the outcome of a round unless there is one already; returns the one that counts."""
+        self._store.add(f'{name}/target', 0)  # creates the key
         return int(self._store.compare_set(f'{name}/target', '0', str(target)))
 
     def _pause(self, secs: float) -> bool:
-        """False where the thread is to end."""
+        """Sleep; returns False if the thread must end."""
         return not self._stop.wait(secs)

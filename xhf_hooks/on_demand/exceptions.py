@@ -1,8 +1,8 @@
-"""A save after an exception that nobody catches: whether all ranks have come to that, and so can make it.
+"""Decides whether all ranks have an uncaught exception, and so can save together before the run ends.
 
-Ranks raise at different instants, or one alone, while the others wait for it in a collective of training. So nothing
-collective may begin before all are known to be here. They agree through the process group's key-value store, within a
-time limit; the first decision counts for all, by a compare-and-set.
+Ranks raise at different times, or only one does, while the others wait for it in a collective of training. No
+collective may begin before all ranks are known to have raised. They agree through the process group's key-value store,
+within a time limit. The first decision counts for all (compare-and-set).
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.on_demand.save_requests import own_store
 from xhf_hooks.telemetry.log import RunLog
 
-#: For how long a rank that has raised waits for the others.
+#: How long a rank that has raised waits for the others.
 WAIT_SECS = 30.0
 _POLL_SECS = 0.05
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class Decision(enum.IntEnum):
-    """What ranks that have raised decide."""
+    """What the ranks that have raised decide."""
 
     SAVE = 1
-    #: Not all ranks came in time.
+    #: Not all ranks raised in time.
     SOME_ARE_MISSING = 2
-    #: They did, but after different numbers of iterations.
+    #: All did, but after different numbers of iterations.
     STEPS_DIFFER = 3
 
 
 _WHY_NOT = {
-    Decision.SOME_ARE_MISSING: f'not all ranks had one within {WAIT_SECS:.0f} s',
-    Decision.STEPS_DIFFER: 'ranks had it after different numbers of iterations',
+    Decision.SOME_ARE_MISSING: f'not all ranks raised one within {WAIT_SECS:.0f} s',
+    Decision.STEPS_DIFFER: 'ranks raised it after different numbers of iterations',
 }
 
 
 def decide(store: dist.Store, rank: int, world_size: int, iteration: int, wait_secs: float) -> Decision:
-    """Wait for the other ranks. Runs on: every rank that has raised; the same decision for all.
+    """Wait for the other ranks and decide. Runs on: every rank that has raised, with the same result.
 
     Args:
-        store: Under a prefix of this run; once used, it is of no more use.
-        iteration: That this rank has done.
+        store: A store with a prefix for this run. It cannot be used again.
+        iteration: Number of iterations that this rank has finished.
     """
     store.set(f'iteration/{rank}', str(iteration))
     here, deadline = store.add('here', 1), time.monotonic() + wait_secs
-    while not (made := store.add('decision', 0)):  # makes the key, too
+    while not (made := store.add('decision', 0)):  # also creates the key
         decision = None
         if here == world_size:
             others = {int(store.get(f'iteration/{other}')) for other in range(world_size)}
@@ -69,18 +69,18 @@ def decide(store: dist.Store, rank: int, world_size: int, iteration: int, wait_s
 
 
 class UncaughtExceptions:
-    """Calls a function when an exception is about to end the process of every rank, before Python reports it.
+    """Calls a function when an uncaught exception is about to end every rank, before Python reports it.
 
-    Not for exceptions that somebody catches (a notebook, a sweep): the model is still in memory then. Nor for Ctrl-C
-    and exits, nor for errors of this package's own saves. Runs on: all ranks must build it, in the same order, in the
+    Exceptions that are caught (in a notebook or a sweep) do not count, since the model stays in memory. Neither do
+    Ctrl-C, exits, and errors of this package's own saves. Runs on: all ranks must build it, in the same order, in the
     main thread.
 
     Args:
-        iterations_done: By this rank; None before the first.
-        save: Called on all ranks with the exception. What it raises is logged.
+        iterations_done: Returns the number of iterations that this rank has finished; None before the first.
+        save: Called on all ranks with the exception. Its errors are logged.
 
     Raises:
-        AgreedError: The ranks cannot agree; the same on all ranks.
+        AgreedError: The ranks cannot agree. The same on all ranks.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class UncaughtExceptions:
         sys.excepthook = self._handle
 
     def close(self) -> None:
-        """Restore the previous hook; where another has come since, it stays."""
+        """Restore the previous ``sys.excepthook``, unless another one has been set since."""
         self._is_open = False
         if sys.excepthook == self._handle:
             sys.excepthook = self._before
@@ -111,7 +111,7 @@ class UncaughtExceptions:
             is_open, self._is_open = self._is_open and os.getpid() == self._process, False
             if is_open and isinstance(error, Exception) and not isinstance(error, XhfError):
                 self._save_if_agreed(error)
-        except Exception as another:  # the first one counts
+        except Exception as another:  # the original exception is the one to report
             self._log.error(f'the weights were not saved after the exception: {type(another).__name__}: {another}')
         finally:
             self._before(kind, error, where)
@@ -121,7 +121,7 @@ class UncaughtExceptions:
         if done is None:
             return
         text = f'{type(error).__name__}: {error}'
-        self._log.error(f'training ends by {text[:300]}; the weights are saved if it is so on all ranks')
+        self._log.error(f'training ends with {text[:300]}; the weights are saved if all ranks raise an exception')
         decision = decide(self._store, self._rank, self._world_size, done, WAIT_SECS)
         if decision is Decision.SAVE:
             self._save(error)

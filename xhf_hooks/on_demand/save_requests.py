@@ -1,4 +1,4 @@
-"""Who may ask for a save while a run trains: a signal to any rank, or a file."""
+"""Requests for a save during training: a signal to any rank, or a file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from xhf_hooks.on_demand.agreement import SaveAgreement
 from xhf_hooks.on_demand.signals import SignalRequests
 from xhf_hooks.telemetry.log import RunLog
 
-#: Above all points of a run; after it there is no other.
+#: Above all points of a run; the point after training.
 _END = sys.maxsize // 4
 
 
 class SaveRequests:
-    """The requests of one run, agreed by all ranks. Runs on: all ranks must build it, in the same order.
+    """The save requests of one run, on which all ranks agree. Runs on: all ranks must build it, in the same order.
 
     Args:
-        signals: Names of those that ask.
-        file: Rank 0 deletes it and asks, where it appears; None is no file.
-        wait_secs: How long a signal that ends the process waits for a save.
+        signals: Names of the signals that request a save.
+        file: When this file appears, rank 0 deletes it and requests a save. None: no file.
+        wait_secs: How long a signal that ends the process waits for the save.
 
     Raises:
-        AgreedError: The ranks cannot agree on saves, or signals cannot be handled; the same on all ranks.
+        AgreedError: The ranks cannot agree on saves, or signals cannot be handled. The same on all ranks.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SaveRequests:
 
     @property
     def must_end(self) -> bool:
-        """Whether a signal to this rank waits for a save to end the process."""
+        """Whether a signal to this rank will end the process after the save."""
         return self._signals.must_end
 
     def is_due(self, iterations_done: int, *, validated: bool = False) -> bool:
@@ -61,20 +61,20 @@ class SaveRequests:
         Costs no communication.
 
         Raises:
-            RankLostError: The process group's store went away at the wrong instant.
+            RankLostError: The process group's store was lost while the ranks were agreeing.
         """
         return self._take_if_due(2 * iterations_done + validated)
 
     def is_due_at_end(self) -> bool:
-        """As :meth:`is_due`, when training has ended; none is due later."""
+        """As :meth:`is_due`, at the end of training. No save is due afterwards."""
         return self._take_if_due(_END)
 
     def end_process(self) -> None:
-        """Let a signal that waits take its effect: the save is made, or there will be none."""
+        """Let a pending signal take effect: the save is made, or there will be none."""
         self._signals.end()
 
     def close(self) -> None:
-        """End the thread, restore the handlers. Needs no other rank. A signal may wait for :meth:`end_process` yet."""
+        """End the thread, restore handlers. Needs no other rank. A signal may still wait for :meth:`end_process`."""
         if os.getpid() == self._process:
             self._agreement.close()
         self._signals.close()
@@ -88,12 +88,12 @@ class SaveRequests:
 
     def _is_wanted(self) -> bool:
         if self._signals.end_when_late():
-            self._log.error('no save was made in the time that exit_wait_secs gives: the process ends without')
+            self._log.error('no save was made within exit_wait_secs; the process ends without one')
         self._look_for_file()
         asked = self._signals.asked or ('the file save_now' if self._file_asks else None)
         if asked is not None and asked != self._told:
             self._told = asked
-            self._log.warning(f'{asked}: all ranks save at the end of the iteration')
+            self._log.warning(f'{asked}: all ranks will save at the end of the iteration')
         return asked is not None
 
     def _look_for_file(self) -> None:
@@ -105,17 +105,17 @@ class SaveRequests:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._log.error(f'{self._file} cannot be deleted, and is not looked at any more: {error}')
+            self._log.error(f'{self._file} cannot be deleted and is ignored from now on: {error}')
             self._file = None
 
     def _on_lost(self, error: Exception) -> None:
         self._signals.stop_waiting()
         if self._told is not None:
-            self._log.error(f'{self._told} asked for a save, but ranks cannot agree on it: {error}')
+            self._log.error(f'{self._told} requested a save, but the ranks cannot agree on it: {error}')
 
 
 def own_store(world_size: int) -> dist.Store:
-    """A connection of its own: what the training thread waits for on its own connection must not hold up this one.
+    """A separate connection to the process group's store, which the training thread's requests cannot block.
 
     Raises:
         OptionError: There is no store.
@@ -127,6 +127,6 @@ def own_store(world_size: int) -> dist.Store:
     except (ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
             'save_on_signal, save_on_file, save_on_exception',
-            f'none of them where torch.distributed has no store ({error})',
+            f'none of them, since torch.distributed has no store here ({error})',
             True,
         ) from error

@@ -1,4 +1,4 @@
-"""Signals that ask for a save; those that end a process do so after it."""
+"""Signals that request a save. Those that end a process do so after the save."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalRequests:
-    """Remembers that a signal asked for a save, and lets it take its effect afterwards.
+    """Records that a signal requested a save, and lets the signal take effect afterwards.
 
-    After SIGUSR1 and SIGUSR2 training goes on; a handler that the user had is called, too. Any other signal does after
-    the save what it would have done at once: end the process, or call the user's handler. It does so without a save
-    where there is none within ``wait_secs``. A forked child (a worker of a data loader) is not ended by the former
-    kind, and by the latter as ever.
+    After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
+    effect after the save: it ends the process or calls the user's handler. If no save is made within ``wait_secs``, it
+    takes effect without one. In a forked child, such as a data loader worker, SIGUSR1 and SIGUSR2 do nothing, and the
+    others take effect at once.
 
-    Python calls handlers in the main thread, between any two instructions: they set attributes and take no lock.
+    Python may call handlers in the main thread between any two instructions, so they only set attributes and take no
+    lock.
 
     Args:
-        names: Such as ``'SIGTERM'``.
-        wait_secs: How long a signal that ends the process waits for a save.
+        names: Signal names such as ``'SIGTERM'``.
+        wait_secs: How long a signal that ends the process waits for the save.
 
     Raises:
         OptionError: Training is not in the main thread.
@@ -36,13 +37,13 @@ class SignalRequests:
 
     def __init__(self, names: Sequence[str], wait_secs: float) -> None:
         if names and threading.current_thread() is not threading.main_thread():
-            raise OptionError('save_on_signal', 'None where training is not in the main thread', names)
+            raise OptionError('save_on_signal', 'None, since training is not in the main thread', names)
         self._wait_secs, self._process = wait_secs, os.getpid()
         self._asked: signal.Signals | None = None
         self._ending: signal.Signals | None = None
         self._ending_since = 0.0
         self._is_late = False
-        self._waits = True  # signals that end the process wait for a save
+        self._waits = True  # whether signals that end the process wait for a save
         self._before: dict[signal.Signals, Any] = {}
         for number in map(signal.Signals.__getitem__, names):
             self._before[number] = signal.getsignal(number)
@@ -50,20 +51,20 @@ class SignalRequests:
 
     @property
     def asked(self) -> str | None:
-        """The signal that asks for a save, if one does."""
+        """The name of the signal that requests a save, if any."""
         return None if self._asked is None else self._asked.name
 
     @property
     def must_end(self) -> bool:
-        """Whether a signal waits for a save to end the process."""
+        """Whether a signal will end the process after the save."""
         return self._ending is not None
 
     def take(self) -> None:
-        """The save that was asked for begins."""
+        """Called when the requested save begins."""
         self._asked = None
 
     def end(self) -> None:
-        """Let a signal that waits take its effect. Runs on: the main thread."""
+        """Let a pending signal take effect. Runs on: the main thread."""
         number, self._ending, self._is_late = self._ending, None, False
         if number is None:
             return
@@ -75,12 +76,12 @@ class SignalRequests:
             os.kill(os.getpid(), number)
         else:
             before(number, sys._getframe())
-            if self._waits:  # the handler lets training go on
+            if self._waits:  # the user's handler lets training go on
                 self._before[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
 
     def end_when_late(self) -> bool:
-        """Let a signal that has waited long enough take its effect; whether that is so. Runs on: any thread."""
+        """Let a signal that has waited too long take effect; returns whether there is one. Runs on: any thread."""
         number = self._ending
         if number is None or self._is_late or time.monotonic() - self._ending_since <= self._wait_secs:
             return False
@@ -95,7 +96,7 @@ class SignalRequests:
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Restore the previous handlers. Runs on: the main thread, or it leaves them."""
+        """Restore the previous handlers. Does nothing outside the main thread."""
         self._waits = False
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return

@@ -1,1 +1,1 @@
-"""What is done after each save, beside training: a command, or a function."""
+"""Runs a command or a function after each save, while training goes on."""

@@ -1,4 +1,4 @@
-"""What is done after each save, checked before training."""
+"""Resolves the option ``on_saved`` to a command or a function before training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 from xhf_hooks.registry import type_in_config
 
-#: Called with the folder of a save and its iteration; may return numbers by name.
+#: Called with the folder and the iteration of a save; may return numbers by name.
 Function = Callable[[Path, int], Mapping[str, Any] | None]
 Action = tuple[str, ...] | Function
 
@@ -19,15 +19,15 @@ Action = tuple[str, ...] | Function
 def resolve_action(option: Any) -> Action:
     """The command or function that the option ``on_saved`` names. Runs on: rank 0.
 
-    A config (``dict(type='my_package.evaluate', limit=100)``) names a function, which also gets its other arguments;
-    or a class, an object of which is called.
+    A config (``dict(type='my_package.evaluate', limit=100)``) names a function, which also receives the other
+    arguments, or a class, of which an instance is built and called.
 
     Raises:
-        OptionError: There is no such program or function, or it cannot be called.
+        OptionError: There is no such program or function, or it is not callable.
     """
     if isinstance(option, tuple):
         if shutil.which(option[0]) is None:
-            raise OptionError('on_saved', 'a program that is on the PATH of rank 0, or its full path', option[0])
+            raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', option[0])
         return option
     if not isinstance(option, Mapping):
         return option
@@ -35,5 +35,5 @@ def resolve_action(option: Any) -> Action:
     arguments = {name: value for name, value in option.items() if name != 'type'}
     function = found(**arguments) if isinstance(found, type) else found and partial(found, **arguments)
     if not callable(function):
-        raise OptionError('on_saved', 'the type of something that can be called with a path and an iteration', option)
+        raise OptionError('on_saved', 'a type that can be called with a path and an iteration', option)
     return function

@@ -1,4 +1,4 @@
-"""The saves of a run that something is done after: one after another, in a thread of rank 0."""
+"""Runs the ``on_saved`` action for one save after another, in a thread of rank 0."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry.log import RunLog
 
 LOG_NAME = 'output.log'
-#: Beyond what the supervisor takes to end a command.
+#: More than the supervisor needs to end a command.
 _END_SECS = 15.0
-#: Between two looks of other ranks at whether all is done.
+#: Seconds between two checks of the other ranks whether everything is done.
 _LOOK_SECS = 5.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers that came of a save.
+    """The numbers that ``on_saved`` returned for a save.
 
     Attributes:
-        name: Of the save's folder, such as ``hf_model``.
+        name: Name of the save's folder, such as ``hf_model``.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Result:
     numbers: Mapping[str, float]
 
     def scalars(self) -> dict[str, float]:
-        """By names for a visualizer, such as ``on_saved/hf_model/accuracy``."""
+        """The numbers with names for a visualizer, such as ``on_saved/hf_model/accuracy``."""
         return {f'on_saved/{self.name}/{name}': value for name, value in self.numbers.items()}
 
 
@@ -58,14 +58,14 @@ class _Save:
 
 
 class AfterSaves:
-    """Does something after each save. Runs on: rank 0; built, asked and closed by the training thread.
+    """Runs an action after each save. Runs on: rank 0; the training thread builds, queries and closes it.
 
-    Nothing that fails here is an error of training: it is a line in the log.
+    Failures are logged and never stop training.
 
     Args:
         action: A command with placeholders (:func:`fill_in`), or a function.
-        keeps_all: Every save gets its turn. Otherwise the newest of each name that waits replaces the one before.
-        timeout_secs: For a command. A function cannot be ended.
+        keeps_all: Run it for every save. Otherwise a new save replaces a waiting one of the same name.
+        timeout_secs: Time limit of a command. A function cannot be ended.
     """
 
     def __init__(self, action: Action, log: RunLog, *, timeout_secs: float, keeps_all: bool) -> None:
@@ -77,18 +77,18 @@ class AfterSaves:
         self._running: RunningCommand | None = None
         self._closed = False
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        # A daemon: what it does is ended by close(), or waited for by the end of training, for a bounded time
+        # A daemon: close() ends its work, or the end of training waits for it for a limited time
         self._thread = threading.Thread(target=self._run, name='xhf-on-saved', daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def committed(self, save: CommittedCheckpoint) -> None:
-        """A save is committed, and its folder is still there: the next save has not begun."""
+        """Queue a committed save. Called while its folder still exists, before the next save begins."""
         folder = Path(save.path)  # never the URL of a store, which the options refuse
         try:
             kept = KeptFolder.keep(folder)
         except (XhfError, OSError) as error:
-            self._log.error(f'on_saved for {folder.name}, {save.step.label}, is left out: {error}')
+            self._log.error(f'on_saved for {folder.name}, {save.step.label}, was skipped: {error}')
             return
         output = folder.with_name(f'{folder.name}_on_saved') / save.step.label
         new = _Save(folder.name, save.step, kept, output)
@@ -97,23 +97,23 @@ class AfterSaves:
             self._waiting = [old for old in self._waiting if old not in superseded] + [new]
             self._change.notify_all()
         for old in superseded:
-            self._log.info(f'{old.what} is left out: a newer save is there, and one before is still being looked at')
+            self._log.info(f'{old.what} was skipped: there is a newer save, and an earlier one is not finished yet')
             old.kept.release()
 
     def results(self) -> list[Result]:
-        """Those that have come since the last call."""
+        """The results since the last call."""
         found = []
         while not self._results.empty():
             found.append(self._results.get())
         return found
 
     def wait(self, secs: float) -> bool:
-        """Wait until nothing is left to do; whether that is so."""
+        """Wait until nothing is left to do; returns False if time ran out."""
         with self._change:
             return self._change.wait_for(lambda: self._now is None and not self._waiting, secs)
 
     def close(self) -> None:
-        """End what is running, drop what waits, keep no folder. Does nothing in a forked child."""
+        """End what is running, drop what is waiting, release all folders. Does nothing in a forked child."""
         if os.getpid() != self._process or self._closed:
             return
         atexit.unregister(self.close)
@@ -125,12 +125,12 @@ class AfterSaves:
                 self._running.end()
             self._change.notify_all()
         for save in dropped:
-            self._log.warning(f'{save.what} is left out: training has ended')
+            self._log.warning(f'{save.what} was skipped: training has ended')
             save.kept.release()
         if now is not None and not callable(self._action):
             self._thread.join(_END_SECS)
         elif now is not None:
-            self._log.warning(f'{now.what} is still running, and is not waited for; what it reads stays until then')
+            self._log.warning(f'{now.what} is still running; training ends without it, and its folder is kept')
 
     def _run(self) -> None:
         while (save := self._next()) is not None:
@@ -139,8 +139,8 @@ class AfterSaves:
                 self._do(save, began)
             except Exception as error:
                 self._log.error(
-                    f'{save.what} failed after {time.monotonic() - began:.1f} s, and training goes on: {error}'
-                    + ('' if callable(self._action) else f'. Its output: {save.output / LOG_NAME}')
+                    f'{save.what} failed after {time.monotonic() - began:.1f} s; training goes on: {error}'
+                    + ('' if callable(self._action) else f'. Its output is in {save.output / LOG_NAME}')
                 )
             save.kept.release()
             with self._change:
@@ -148,7 +148,7 @@ class AfterSaves:
                 self._change.notify_all()
 
     def _next(self) -> _Save | None:
-        """The next save; None when closed."""
+        """Wait for the next save; None when closed."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
@@ -185,7 +185,7 @@ class AfterSaves:
 
 
 def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog) -> AfterSaves | None:
-    """What the option ``on_saved`` asks for; None where it asks for nothing. Runs on: rank 0.
+    """The runner of the option ``on_saved``; None if it is not set. Runs on: rank 0.
 
     Raises:
         OptionError: There is no such program or function.
@@ -197,9 +197,9 @@ def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog) -> AfterS
 
 
 def wait_for_all(on_rank_0: AfterSaves | None, collective: Collective, secs: float, log: RunLog) -> None:
-    """When training has ended, wait until nothing is left to do. Runs on: all ranks.
+    """After training, wait until nothing is left to do. Runs on: all ranks.
 
-    The others wait on gloo, a little while at a time: what follows training may be a collective of NCCL.
+    The other ranks wait on gloo, a short time at a time, since an NCCL collective may follow training.
 
     Raises:
         RankLostError: A rank did not take part.
@@ -209,7 +209,7 @@ def wait_for_all(on_rank_0: AfterSaves | None, collective: Collective, secs: flo
         left_secs = deadline - time.monotonic()
         waits = on_rank_0 is not None and not on_rank_0.wait(max(0.0, min(_LOOK_SECS, left_secs)))
         if waits and left_secs <= _LOOK_SECS:
-            log.error(f'on_saved has not ended within exit_wait_secs={secs:g} s')
+            log.error(f'on_saved did not finish within exit_wait_secs={secs:g} s')
             waits = False
         if not collective.broadcast(waits):
             return

@@ -1,4 +1,4 @@
-"""A command for one save: what it is called with, and how it is run."""
+"""Runs a command for one save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xhf_hooks.on_saved.environment import without_ranks
 from xhf_hooks.on_saved.results import scalars_in
 
 _PLACEHOLDER = re.compile('|'.join(re.escape(f'{{{name}}}') for name in PLACEHOLDERS))
-#: Beyond the limit: what the supervisor takes to end a command, and a busy machine.
+#: Added to the time limit: what the supervisor needs to end a command on a busy machine.
 _END_SECS = 30.0
 
 
@@ -26,15 +26,15 @@ class CommandError(XhfError):
 
 
 def fill_in(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """The arguments with the values of their placeholders, such as ``{path}``; other braces stay."""
+    """The arguments with placeholders such as ``{path}`` replaced by their values; other braces stay."""
     return [_PLACEHOLDER.sub(lambda found: str(values[found[0][1:-1]]), argument) for argument in command]
 
 
 class RunningCommand:
-    """One run of a command. Used by: the thread that runs it, and one that may end it.
+    """A running command. Used by: the thread that runs it, and another one that may end it.
 
     Args:
-        log: The output is appended to it.
+        log: File to which its output is appended.
     """
 
     def __init__(self, command: Sequence[str], log: Path, timeout_secs: float) -> None:
@@ -46,35 +46,35 @@ class RunningCommand:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=without_ranks(os.environ),
-            start_new_session=True,  # Ctrl-C and what else is sent to the rank's group is not for it
+            start_new_session=True,  # Ctrl-C and other signals to the rank's process group must not reach it
         )
 
     def wait(self) -> dict[str, float]:
-        """Wait for the end; the numbers of its last line, if that is a JSON object.
+        """Wait for the end; returns the numbers of the last line, if that is a JSON object.
 
         Raises:
-            CommandError: It could not be started, failed, was out of time, or was ended by :meth:`end`.
+            CommandError: It could not be started, failed, exceeded its time limit, or was ended by :meth:`end`.
         """
         try:
             told, _ = self._process.communicate(timeout=self._timeout_secs + _END_SECS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # and the command, by the kernel
+            self._process.kill()  # the kernel then kills the command
             told, _ = self._process.communicate()
         try:
             result = json.loads(told)
         except ValueError:
-            raise CommandError(f'what looks after it has ended with {self._process.returncode}') from None
+            raise CommandError(f'its supervisor ended with status {self._process.returncode}') from None
         if result['error'] is not None:
             raise CommandError(f'it could not be started: {result["error"]}')
         if result['stopped'] is not None:
             raise CommandError(f'ended: {result["stopped"]}')
         if result['status']:
-            last = f'; its last line: {result["last_line"][:200]}' if result['last_line'] else ''
+            last = f'; last line: {result["last_line"][:200]}' if result['last_line'] else ''
             raise CommandError(f'{_status(result["status"])}{last}')
         return scalars_in(result['last_line'])
 
     def end(self) -> None:
-        """End it, with all that it has started; :meth:`wait` tells of it."""
+        """End it with all processes that it started; :meth:`wait` then raises."""
         self._process.terminate()
 
 

@@ -1,11 +1,11 @@
-"""The environment of a command that a rank starts: that of the rank, without what makes it a rank."""
+"""The environment of a command that a rank starts: the rank's own, without the variables that make it a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: What torchrun, deepspeed, accelerate, MPI and SLURM's srun tell a rank. A program that finds them takes itself for
-#: one, and waits for the others.
+#: Variables that torchrun, deepspeed, accelerate, MPI and SLURM's srun set for a rank. A program that finds them would
+#: act as a rank and wait for the others.
 _OF_A_RANK = {
     *('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'NODE_RANK'),
     *('ROLE_RANK', 'ROLE_WORLD_SIZE', 'ROLE_NAME', 'CROSS_RANK', 'CROSS_SIZE', 'LOCAL_SIZE', 'MASTER_ADDR'),
@@ -16,7 +16,7 @@ _PREFIXES_OF_A_RANK = ('TORCHELASTIC_', 'ACCELERATE_', 'FSDP_', 'OMPI_', 'PMI_',
 
 
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are left; among them those that the user sets, such as CUDA_VISIBLE_DEVICES."""
+    """The environment without these variables. Those that the user sets stay, such as CUDA_VISIBLE_DEVICES."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,4 +1,4 @@
-"""Numbers that a command or a function returns, as scalars for a visualizer."""
+"""Turns what a command or function returns into scalars for a visualizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: More are no result, but a dump.
+#: More numbers than this are not a result but a dump.
 _MOST = 1000
 
 
 def scalars_in(line: str) -> dict[str, float]:
-    """The numbers of a line that is a JSON object, by name; none where it is something else."""
+    """The numbers in a line that is a JSON object, by name; empty for other lines."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -21,7 +21,7 @@ def scalars_in(line: str) -> dict[str, float]:
 
 
 def numbers(found: Mapping[Any, Any]) -> dict[str, float]:
-    """All finite numbers; nested names are joined by slashes. None where there are too many."""
+    """All finite numbers; nested names are joined by slashes. Empty if there are too many."""
     flat = dict(_flat(found, ''))
     return flat if len(flat) <= _MOST else {}
 
@@ -32,7 +32,7 @@ def _flat(found: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
             yield from _flat(value, f'{prefix}{name}/')
             continue
         try:
-            number = float(value)  # numpy's and torch's, too
+            number = float(value)  # also numbers of numpy and torch
         except (TypeError, ValueError, OverflowError, RuntimeError):
             continue
         if not isinstance(value, (str, bytes)) and math.isfinite(number):

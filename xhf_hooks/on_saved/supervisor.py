@@ -1,12 +1,12 @@
-"""Runs one command, and ends with it all that it started: a program of its own, that needs nothing of this package.
+"""Runs a command and, when it ends, kills all processes that it started. A standalone program.
 
     python -I -S supervisor.py '{"timeout_secs": 3600, "log": "output.log", "parent": 4711}' COMMAND...
 
-Why not the rank itself: what is to be done in a child before it runs the command (nice and the like) would run Python
-in a fork of a process with many threads, which may deadlock. And the rank may be killed; this program sees that.
+The rank does not start the command itself: setting its priority would run Python in a fork of a process with many
+threads, which may deadlock. This program also notices when the rank is killed.
 
-When the command has ended, is out of time, SIGTERM has come, or the rank has died, no process that descends from the
-command is left: those that left its group are adopted by this program (PR_SET_CHILD_SUBREAPER) and killed, too.
+It ends when the command ends or exceeds its time limit, on SIGTERM, and when the rank dies. No descendant of the
+command is left then: those that left its process group are adopted by this program (PR_SET_CHILD_SUBREAPER) and killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import time
 from typing import IO, Any
 
 _NICE = 10
-#: The kernel then takes the command's memory before that of training.
+#: When memory runs out, the kernel kills the command before training.
 _OOM_SCORE = 500
 _POLL_SECS = 0.2
-#: Between SIGTERM and SIGKILL.
+#: Seconds between SIGTERM and SIGKILL.
 _GRACE_SECS = 5.0
-#: Of the last line; longer ones are cut, and are no result.
+#: Longest last line. A longer one is cut and is not a result.
 _MOST_LINE_NBYTES = 2**20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class _Command:
-    """The running command, its output, and why it has to end."""
+    """The running command, its output, and the reason to end it."""
 
     def __init__(self, command: list[str], log: IO[bytes], *, timeout_secs: float, parent: int) -> None:
         self._log, self._parent = log, parent
@@ -57,7 +57,7 @@ class _Command:
         self._selector.register(self._output, selectors.EVENT_READ)
 
     def run(self) -> int:
-        """Wait for the end, or bring it about; the exit status."""
+        """Wait until the command ends, or end it; returns the exit status."""
         while self._process.poll() is None and not self._must_stop():
             self._copy_output(_POLL_SECS)
         if self._process.returncode is None and self.stopped != 'the run has ended':
@@ -84,13 +84,13 @@ class _Command:
         self.stopped = 'training has ended'
 
     def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # already ended
             os.killpg(self._process.pid, number)
 
     def _copy_output(self, wait_secs: float) -> bool:
-        """Copy what has come to the log, and remember the last line; whether anything came."""
+        """Copy new output to the log and keep the last line; returns whether there was any."""
         if not self._selector.get_map():
-            time.sleep(wait_secs)  # the command has closed its output, and runs on
+            time.sleep(wait_secs)  # the command has closed its output but is still running
             return False
         if not self._selector.select(wait_secs):
             return False
@@ -115,7 +115,7 @@ class _Command:
 
 
 def main() -> None:
-    """Prints what came of it, in JSON."""
+    """Run the command and print the result as JSON."""
     setup, command = json.loads(sys.argv[1]), sys.argv[2:]
     _be_modest()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _be_modest() -> None:
-    """Training goes first."""
+    """Lower the priority, so that training goes first."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:
@@ -153,7 +153,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill all children until there are none: those of a killed one become ours."""
+    """Kill children until there are none left; the children of a killed one become ours."""
     deadline = time.monotonic() + _GRACE_SECS
     while time.monotonic() < deadline:
         for child in _children():

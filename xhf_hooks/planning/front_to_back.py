@@ -1,8 +1,8 @@
-"""Files that their owner writes from the first byte to the last, as an object store takes them.
+"""Plans files that their owner writes from the first byte to the last, as object stores require.
 
-What is sent comes before what is gathered, so a file has the one or the other. What is sent comes in the order of the
-file, cut into consecutive elements. What is made together (``combine``) comes together, and waits for its turn in its
-owner's memory: :func:`most_waiting_nbytes` says how much of it there ever is.
+All sent tensors arrive before any gathered one, so a file holds only sent or only gathered tensors. Sent tensors arrive
+in file order, as consecutive elements. Tensors made by one ``combine`` arrive together, and wait in the owner's memory
+until the file gets to them; :func:`most_waiting_nbytes` bounds how much waits at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from xhf_hooks.planning.types import Group, OutputFile, Placement, Portion, SavePlan
 
-#: Less than that at once is more rounds than bytes.
+#: Smaller rounds would cost more in round trips than they save in memory.
 _LEAST_AT_ONCE_NBYTES = 4 * 2**20
 
 
 def files_to_gather(groups: Sequence[Group], may_travel: Sequence[bool]) -> set[str]:
-    """Files with anything that is gathered, and those that share a group with them."""
+    """Files that hold a gathered tensor, and files that share a group with such a file."""
     found: set[str] = set()
     left = [{place.file for place in group.placements} for group in groups]
     gathered = [not may for may in may_travel]
@@ -31,19 +31,19 @@ def files_to_gather(groups: Sequence[Group], may_travel: Sequence[bool]) -> set[
 
 
 def in_file_order(portions: Iterable[Portion], files: Sequence[OutputFile]) -> list[Portion]:
-    """File after file, each from its beginning."""
+    """Portions sorted by file, and within each file by offset."""
     number_of = {file.name: number for number, file in enumerate(files)}
     return sorted(portions, key=lambda portion: (number_of[portion.placement.file], portion.placement.offset))
 
 
 def most_at_once(round_nbytes: int, portions: Sequence[Portion]) -> int:
-    """What an owner gets at once: one rank may have all that all owners get next, and must hold it."""
+    """Bytes that an owner may receive per round, small enough for one rank that sends to all owners at once."""
     n_owners = len({portion.placement.owner for portion in portions}) or 1
     return min(round_nbytes, max(round_nbytes // n_owners, _LEAST_AT_ONCE_NBYTES))
 
 
 def most_waiting_nbytes(plan: SavePlan, owner: int) -> int:
-    """Bytes that wait at once in the owner's memory, at most, because something before them is not there yet."""
+    """Most bytes that ever wait in the owner's memory because bytes before them have not arrived."""
     position = {file.name: len(file.header) for file in plan.files}
     waiting: dict[tuple[str, int], Placement] = {}
     held = most = 0

@@ -1,7 +1,7 @@
-"""Planning: entries become files, byte offsets, buckets and an index. No torch, no tensor.
+"""Turns entries into files, byte offsets, buckets and an index, without torch or tensors.
 
-Files, their names and the index are those of ``save_pretrained`` (huggingface_hub's
-``split_state_dict_into_shards_factory`` decides); offsets inside a file are those of safetensors.
+File names, the split into files and the index are those of ``save_pretrained`` (huggingface_hub's
+``split_state_dict_into_shards_factory``). Offsets within a file are those that safetensors chooses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from xhf_hooks.planning.types import (
     TensorSpec,
 )
 
-#: Beyond so many ranks a tensor is gathered, not sent, of which each has fewer bytes than that.
+#: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
 _FEW_RANKS, _LEAST_SLICE_NBYTES = 16, 4096
 
 
@@ -60,34 +60,34 @@ def make_plan(
     Runs on: all ranks, with the same result.
 
     Args:
-        entries: What goes out, in the order in which ``save_pretrained`` would write it.
-        specs: What the source holds.
-        n_parameters: For ``total_parameters`` of the index; None leaves it out (transformers < 5). By folder where
+        entries: The output tensors, in the order in which ``save_pretrained`` would write them.
+        specs: The tensors of the source.
+        n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
             the file sets hold different models.
-        n_writers: Ranks that write what they are sent and what is gathered.
-        share_files: Several ranks may write into one file. Otherwise each file has one owner.
-        sliced: Tensors of which every rank has, and is to write, a slice. What must be made of them is gathered
-            all the same.
-        spread: Tensors of which every rank has a slice or all, and who has what. Of those that are not to be written
-            in slices, every rank sends its own to the owner; with the same exception.
-        share_copies: It sends, too, its share of what the owner has as well. Otherwise the owner reads all of that.
-        round_nbytes: What an owner gets at once of these.
-        front_to_back: The owner of a file gets its bytes in their order (front_to_back.py).
+        n_writers: Number of ranks that write sent and gathered tensors.
+        share_files: Let several ranks write into one file. Otherwise each file has one owner.
+        sliced: Tensors of which every rank writes its own slice. Outputs that need whole tensors are still gathered.
+        spread: Which elements of a tensor each rank holds. Tensors in ``spread`` but not in ``sliced`` are sent to
+            the owner of the output, slice by slice. Outputs that need whole tensors are still gathered.
+        share_copies: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
+            copy and nothing is sent.
+        round_nbytes: Most bytes that an owner receives in one round.
+        front_to_back: Deliver the bytes of each file in file order (front_to_back.py).
 
     Raises:
-        PlanError: Two entries have one name, or an entry reads a tensor that the source lacks.
+        PlanError: Two entries have the same name, or an entry reads a tensor that the source lacks.
     """
     spec_of = {spec.name: spec for spec in specs}
     sets: dict[FileSet, dict[str, ExportEntry]] = {}
     for entry in entries:
         if entry.hf_name in sets.setdefault(entry.file_set, {}):
-            raise PlanError(f'two tensors would be written under one name: {entry.hf_name}')
+            raise PlanError(f'two tensors would be written under the same name: {entry.hf_name}')
         unknown = [name for name in entry.reads if name not in spec_of]
         if unknown:
-            raise PlanError(f'{entry.hf_name} needs {unknown}, which the model does not have')
+            raise PlanError(f'{entry.hf_name} is made from {unknown}, which the model does not have')
         sets[entry.file_set][entry.hf_name] = entry
     if not sets:
-        raise PlanError('there is nothing to save: the exporter named no tensor')
+        raise PlanError('nothing to save: the exporter lists no tensors')
 
     files: list[OutputFile] = []
     groups: list[Group] = []
@@ -115,10 +115,10 @@ def make_plan(
 def _by_road(
     groups: list[Group], sliced: Collection[str], mixed: Collection[str]
 ) -> tuple[list[Group], list[Group], list[Group]]:
-    """Those of which ranks write their slices; those of which they send them, one for each output; all others.
+    """Split groups into sliced ones, sent ones (one for each output) and gathered ones.
 
     Args:
-        mixed: Files for which nothing is sent.
+        mixed: Files whose tensors are not sent.
     """
     written: list[Group] = []
     sent: list[Group] = []
@@ -142,7 +142,7 @@ def _may_travel(group: Group) -> bool:
 
 
 def _is_worth_sending(spread: Spread, nbytes: int) -> bool:
-    """Not a slice of a few bytes from each of very many ranks: what the owner does for one grows with their number."""
+    """False for tiny slices from very many ranks: the owner's work grows with the number of slices."""
     n_holders = len(spread.holders)
     return n_holders <= _FEW_RANKS or nbytes >= n_holders * _LEAST_SLICE_NBYTES
 
@@ -177,7 +177,7 @@ def _lay_out(
 def _group(
     placements: list[Placement], entry_of: dict[str, ExportEntry], spec_of: dict[str, TensorSpec]
 ) -> list[Group]:
-    """Placements in file order, those of one ``combine`` together where the first of them stands."""
+    """Groups in file order; placements made by one ``combine`` form one group, at the position of the first."""
     members: dict[object, list[Placement]] = {}
     for placement in placements:
         combine = entry_of[placement.hf_name].combine
@@ -200,23 +200,23 @@ def _check_group(
 ) -> None:
     if combine is None and (len(reads) != 1 or math.prod(reads[0].shape) != math.prod(together[0].shape)):
         raise PlanError(
-            f'{together[0].hf_name} {together[0].shape}: expected one read of as many elements, '
+            f'{together[0].hf_name} {together[0].shape}: expected one source tensor with as many elements, '
             f'found {[(spec.name, spec.shape) for spec in reads]}'
         )
     for placement in together:
         if entry_of[placement.hf_name].reads != entry_of[together[0].hf_name].reads:
-            raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, from other reads')
+            raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, but from other tensors')
         numel, end = math.prod(reads[0].shape), placement.run.stop
         if placement.source_offset is not None and (len(reads) != 1 or end > numel):
-            raise PlanError(f'{placement.hf_name}: expected a run of the elements of one read, found {end} of {numel}')
+            raise PlanError(f'{placement.hf_name}: ends at element {end} of a source tensor with {numel} elements')
 
 
 def _choose_owners(
     groups: list[Group], files: list[OutputFile], n_writers: int, *, share_files: bool
 ) -> dict[Placement, int]:
-    """The rank that writes each output tensor: that of its file, so that a file has one writer.
+    """The rank that writes each output tensor. All tensors of a file have the same owner.
 
-    With ``share_files``, and fewer files than ranks, each group has an owner of its own.
+    If ``share_files`` is set and there are fewer files than ranks, owners are chosen by group instead.
     """
     if share_files and len(files) < n_writers:
         nbytes = [sum(place.nbytes for place in group.placements) for group in groups]
@@ -226,7 +226,7 @@ def _choose_owners(
     for place in (place for group in groups for place in group.placements):
         to_write[place.file] += place.nbytes
     n_owners = min(n_writers, len(files))
-    # Apart from each other: ranks of one host share its network and its memory
+    # Spread owners over the hosts: ranks on one host share its network and memory
     ranks = [number * n_writers // n_owners for number in range(n_owners)]
     largest_first = sorted(to_write, key=to_write.__getitem__, reverse=True)
     owners = _balanced([to_write[name] for name in largest_first], ranks)
@@ -235,7 +235,7 @@ def _choose_owners(
 
 
 def _balanced(nbytes: Iterable[int], ranks: Sequence[int]) -> list[int]:
-    """For each of these a rank: the one that has fewest bytes so far."""
+    """Assign each item to the rank that has the fewest bytes so far."""
     loads = [(0, rank) for rank in ranks]
     owners = []
     for more in nbytes:
@@ -265,7 +265,7 @@ def _portions(groups: list[Group], owner_of: Mapping[Placement, int], *, share_c
 
 
 def _in_turns(groups: list[Group]) -> list[Group]:
-    """In an order in which all owners have something to write all the time."""
+    """Groups interleaved by owner, so that all owners are kept busy."""
     of_owner: dict[int, deque[Group]] = {}
     for group in groups:
         of_owner.setdefault(group.placements[0].owner, deque()).append(group)
@@ -280,7 +280,7 @@ def _in_turns(groups: list[Group]) -> list[Group]:
 
 
 def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]:
-    """Consecutive groups up to ``bucket_nbytes`` of reads; a larger group is a bucket of its own."""
+    """Buckets of consecutive groups that read up to ``bucket_nbytes``; a larger group gets its own bucket."""
     buckets: list[Bucket] = []
     filling: list[Group] = []
     filled = 0
@@ -327,7 +327,7 @@ def _describe_portion(portion: Portion) -> str:
 
 
 def describe_group(group: Group) -> str:
-    """What is read, where it goes, and who writes it. Equal lines mean equal work."""
+    """A line that says what is read, where it goes, and who writes it. Equal lines mean equal work."""
     return (
         f'{[(s.name, s.shape, s.dtype) for s in group.reads]} -> '
         f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset) for p in group.placements]} '
@@ -336,7 +336,7 @@ def describe_group(group: Group) -> str:
 
 
 def describe_plan(plan: SavePlan) -> list[str]:
-    """The whole plan as lines, for naming the first difference between two ranks."""
+    """The whole plan as lines, for reporting the first difference between two ranks."""
     lines = [f'{file.name}: {file.nbytes} bytes' for file in plan.files]
     lines += ['in slices', *(describe_group(group) for group in plan.sliced)]
     for at_once in plan.rounds:

@@ -1,4 +1,4 @@
-"""Which rank sends which elements of which tensor to whom, and when: from metadata alone, the same on every rank."""
+"""Plans which rank sends which elements to which owner, and when. Uses metadata alone, so all ranks plan the same."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xhf_hooks.planning.types import Portion, Round
 
 
 def fill_rounds(portions: Sequence[Portion], round_nbytes: int, *, in_order: bool = False) -> tuple[Round, ...]:
-    """Rounds in which no owner gets more than ``round_nbytes``, and each gets something while there is any for it.
+    """Fill rounds in which no owner receives more than ``round_nbytes``, and every unfinished owner receives something.
 
-    What is larger is cut, each rank's slice of it; so every rank sends something of it all the time.
+    A larger portion is split within each rank's slice, so that every rank sends part of it in every round.
 
     Args:
-        in_order: Cut it into consecutive elements instead, as an owner must get it that cannot seek.
+        in_order: Split it into consecutive elements instead, for owners that cannot seek.
     """
     of_owner: dict[int, list[tuple[Portion, ...]]] = {}
     for owner in sorted({portion.placement.owner for portion in portions}):

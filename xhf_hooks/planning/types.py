@@ -1,7 +1,7 @@
-"""The frozen records that flow through a save, in the order in which they appear.
+"""The frozen records of a save, in the order in which they are made.
 
-Only names, numbers and text live here: no tensor, no torch. Dtypes are the codes of the
-safetensors format (``'BF16'``, ``'F32'``, ``'I64'`` ...), see :mod:`xhf_hooks.format.safetensors`.
+They hold names, numbers and text, never tensors. Dtypes are safetensors codes (``'BF16'``, ``'F32'``, ``'I64'`` ...),
+see :mod:`xhf_hooks.format.safetensors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 
-#: Turns the gathered tensors of a :class:`Group` (source name -> tensor) into its outputs (HF name -> tensor).
+#: Makes the outputs of a :class:`Group` (HF name -> tensor) from its gathered tensors (source name -> tensor).
 Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -23,9 +23,9 @@ class TensorSpec:
     """A full, unpartitioned tensor of a source.
 
     Attributes:
-        aliases: The other names of the same parameter (tied weights), found by identity.
-        has_master: Whether an fp32 master copy exists, as it does for trained 16-bit parameters.
-        master_lost: A 16-bit tensor of a checkpoint that was trained, or may have been, and has none there.
+        aliases: Other names of the same parameter (tied weights), found by identity.
+        has_master: Whether an fp32 master copy exists, as for trained 16-bit parameters.
+        master_lost: Whether a 16-bit tensor was, or may have been, trained, but its checkpoint has no master of it.
     """
 
     name: str
@@ -42,10 +42,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files that one loader reads together; a save splits, names and indexes each set on its own.
+    """Files that one loader reads together. A save splits, names and indexes each set separately.
 
     Attributes:
-        folder: Relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
+        folder: Path relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
         stem: ``'model'`` gives ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on.
         may_split: Whether the loader accepts several files and an index.
     """
@@ -55,20 +55,20 @@ class FileSet:
     may_split: bool = True
 
     def path(self, name: str) -> str:
-        """A file of the set, relative to the checkpoint."""
+        """The path of a file of the set, relative to the checkpoint."""
         return f'{self.folder}/{name}' if self.folder else name
 
 
 @dataclass(frozen=True)
 class ExportEntry:
-    """A tensor that goes out: its name and shape in the folder, and what must be read to make it.
+    """An output tensor: its name and shape in the folder, and the source tensors it is made from.
 
-    Entries that come out of one ``combine`` share the object, and are made together. ``None`` means
-    that the single read is the entry, apart from the dtype.
+    Entries with the same ``combine`` object are made together. If ``combine`` is None, the entry is the single source
+    tensor, cast to the output dtype.
 
     Attributes:
-        source_offset: Where ``combine`` only cuts a run of elements out of the single read, as an expert out of fused
-            ones: the element with which it begins. None: what ``combine`` makes must be made.
+        source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
+            source tensor, such as one expert out of fused experts. None if ``combine`` must be called.
     """
 
     hf_name: str
@@ -90,7 +90,8 @@ class Placement:
 
     Attributes:
         owner: The rank that writes it, unless every rank writes its own slice.
-        source_offset: The element of the group's only read with which it begins; None if it is no run of elements.
+        source_offset: Index of its first element in the group's only source tensor; None if its elements are not
+            consecutive there.
     """
 
     hf_name: str
@@ -104,17 +105,17 @@ class Placement:
 
     @property
     def run(self) -> range:
-        """Its elements among those of the group's only read, if it is a run of them."""
+        """Its elements in the group's only source tensor, if they are consecutive there."""
         first = self.source_offset or 0
         return range(first, first + math.prod(self.shape))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that must be gathered together, because the outputs are made of all of them.
+    """Source tensors that are needed together to make the outputs in ``placements``.
 
     Attributes:
-        spread: Of the only read, where each rank has a part of it or all.
+        spread: Which elements of the only source tensor each rank holds; None if that is not known.
     """
 
     reads: tuple[TensorSpec, ...]
@@ -124,14 +125,14 @@ class Group:
 
     @property
     def portions(self) -> list[Portion]:
-        """Each output, with what each rank has of it; none where that is not known."""
+        """Each output with the elements that each rank holds; empty if ``spread`` is None."""
         if self.spread is None:
             return []
         return [Portion(self.reads[0], place, self.spread.within(place.run)) for place in self.placements]
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether any slice of any output can be made of the same slice of the only read."""
+        """Whether each slice of an output is a slice of the only source tensor."""
         return all(placement.source_offset is not None for placement in self.placements)
 
     @property
@@ -141,7 +142,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Groups that are gathered at once."""
+    """Groups that are gathered together."""
 
     groups: tuple[Group, ...]
 
@@ -156,16 +157,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Spread:
-    """Which elements of a tensor each rank has: consecutive ones, rank 0 the first.
+    """Which consecutive elements of a tensor each rank holds, in rank order.
 
-    Every engine cuts something flat into equal parts: a parameter (ZeRO-3), rows (FSDP2), or a flat buffer in which
-    the tensor is one of many (FSDP1, the fp32 masters of ZeRO 1 and 2).
+    Every engine splits something flat into equal parts: a parameter (ZeRO-3), rows (FSDP2), or a flat buffer that
+    holds many tensors (FSDP1, the fp32 masters of ZeRO-1 and 2).
 
     Attributes:
-        numel: Elements of the tensor.
-        each: Elements of what is cut that a rank has.
-        skipped: Elements of what is cut that lie before this tensor.
-        on_every_rank: Every rank has all of the tensor; these are their shares where all write or send.
+        numel: Number of elements of the tensor.
+        each: Number of elements of the flat buffer on each rank.
+        skipped: Number of elements of the flat buffer before this tensor.
+        on_every_rank: Every rank holds the whole tensor; the ranges are the shares that ranks write or send.
     """
 
     numel: int
@@ -174,35 +175,35 @@ class Spread:
     on_every_rank: bool = False
 
     def held_by(self, rank: int) -> range:
-        """The elements of the tensor that a rank has."""
+        """The elements of the tensor that a rank holds."""
         first = rank * self.each - self.skipped
         start, end = (min(max(0, at), self.numel) for at in (first, first + self.each))
         return range(start, end)
 
     @property
     def holders(self) -> range:
-        """The ranks that have any."""
+        """The ranks that hold any elements."""
         if not self.numel:
             return range(0)
         return range(self.skipped // self.each, -(-(self.skipped + self.numel) // self.each))
 
     def within(self, run: range) -> Spread:
-        """That of a run of its elements, counted from the beginning of the run."""
+        """The spread of a range of the elements, counted from the start of the range."""
         return replace(self, numel=len(run), skipped=self.skipped + run.start)
 
     def read_by(self, rank: int) -> Spread:
-        """All of it is what this rank has."""
+        """A spread in which this rank holds everything."""
         return Spread(self.numel, max(1, self.numel), rank * max(1, self.numel))
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What travels to the owner of an output tensor at once: of each rank's elements, part ``number`` of ``count``.
+    """What is sent to the owner of an output tensor in one round: part ``number`` of ``count`` of each rank's elements.
 
     Attributes:
-        read: What the tensor is a run of elements of.
-        spread: Of the elements of the placement.
-        run: Instead of a part of what each rank has, these elements, whoever has them.
+        read: The source tensor that contains the output's elements.
+        spread: Which elements of the placement each rank holds.
+        run: If set, the portion is these elements, whichever ranks hold them.
     """
 
     read: TensorSpec
@@ -214,11 +215,11 @@ class Portion:
 
     @property
     def holders(self) -> range:
-        """The ranks that something comes from, and perhaps others."""
+        """The ranks that send something, and possibly some that do not."""
         return self.spread.holders if self.run is None else self.spread.within(self.run).holders
 
     def held_by(self, rank: int) -> range:
-        """The elements of the placement that come from a rank."""
+        """The elements of the placement that a rank sends."""
         held = self.spread.held_by(rank)
         if self.run is not None:
             start = min(max(held.start, self.run.start), self.run.stop)
@@ -227,12 +228,12 @@ class Portion:
         return range(start, end)
 
     def nbytes_of(self, rank: int) -> int:
-        """How many bytes come from a rank, cast."""
+        """Bytes that a rank sends, after the cast."""
         return len(self.held_by(rank)) * self.width
 
     @property
     def most_nbytes(self) -> int:
-        """No less than what comes from all ranks, without a look at each."""
+        """An upper bound of the bytes from all ranks, computed without a loop over ranks."""
         if self.run is not None:
             return len(self.run) * self.width
         rounded = len(self.spread.holders) * self.width if self.count > 1 else 0
@@ -240,15 +241,15 @@ class Portion:
 
     @property
     def width(self) -> int:
-        """Bytes of an element in the file."""
+        """Bytes per element in the file."""
         return DTYPE_NBYTES[self.placement.dtype]
 
 
 @dataclass(frozen=True)
 class Round:
-    """Portions that travel at once: from each rank one message to each owner.
+    """Portions that are sent together, as one message from each rank to each owner.
 
-    A message is what :meth:`message` lists, one after the other.
+    A message is the concatenation of what :meth:`message` lists.
     """
 
     portions: tuple[Portion, ...]
@@ -259,15 +260,15 @@ class Round:
         return sorted({portion.placement.owner for portion in self.portions})
 
     def for_owner(self, owner: int) -> list[Portion]:
-        """What an owner gets."""
+        """The portions that an owner receives."""
         return [portion for portion in self.portions if portion.placement.owner == owner]
 
     def message(self, sender: int, owner: int) -> list[Portion]:
-        """Portions of which a rank sends something to an owner, in their order in the message."""
+        """The portions in the message from a rank to an owner, in order."""
         return [portion for portion in self.for_owner(owner) if portion.held_by(sender)]
 
     def outgoing(self, sender: int) -> dict[int, int]:
-        """Bytes of the message from a rank to each other rank that gets one."""
+        """Receiving rank to the bytes of the message that ``sender`` sends it."""
         nbytes: dict[int, int] = {}
         for portion in self.portions:
             owner, found = portion.placement.owner, portion.nbytes_of(sender)
@@ -276,7 +277,7 @@ class Round:
         return nbytes
 
     def incoming(self, owner: int) -> dict[int, int]:
-        """Bytes of the message to a rank from each other rank that sends one."""
+        """Sending rank to the bytes of its message to ``owner``."""
         nbytes: dict[int, int] = {}
         for portion in self.for_owner(owner):
             for sender in portion.holders:
@@ -286,7 +287,7 @@ class Round:
         return nbytes
 
     def most_incoming_nbytes(self, owner: int) -> int:
-        """No less than all of these together, without a look at each rank."""
+        """An upper bound of the sum of :meth:`incoming`, computed without a loop over ranks."""
         found = 0
         for portion in self.for_owner(owner):
             found += portion.most_nbytes - portion.nbytes_of(owner)
@@ -295,7 +296,7 @@ class Round:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One safetensors file, named relative to the checkpoint: its header bytes and whole size."""
+    """A safetensors file: its path relative to the checkpoint, its header and its size."""
 
     name: str
     header: bytes
@@ -304,14 +305,14 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Everything about a save that can be known before a tensor is touched.
+    """Everything about a save that is known before a tensor is read.
 
     Attributes:
-        sliced: Groups in runs of which every rank writes its own slice; they need no gathering.
-        rounds: What ranks have in slices that travel to an owner.
-        buckets: All other groups.
-        indexes: Content of each index file (``model.safetensors.index.json``); a set of one file has none.
-        digest: Hash of all the above; equal on all ranks, or the save does not start.
+        sliced: Groups of which every rank writes its own slice.
+        rounds: Portions that ranks send to their owners.
+        buckets: Groups that must be gathered.
+        indexes: Content of each index file (``model.safetensors.index.json``); a single file has none.
+        digest: Hash of all the above. A save starts only if it is equal on all ranks.
     """
 
     files: tuple[OutputFile, ...]
@@ -323,12 +324,12 @@ class SavePlan:
 
     @property
     def sent(self) -> list[Placement]:
-        """What travels to its owner."""
+        """The placements that are sent to their owners."""
         return [p.placement for at_once in self.rounds for p in at_once.portions if p.number == 0]
 
     @property
     def gathered(self) -> list[Group]:
-        """The groups of all buckets."""
+        """All groups that are gathered."""
         return [group for bucket in self.buckets for group in bucket.groups]
 
     @property
@@ -347,11 +348,11 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes of one placement, in host memory, on the rank that writes them.
+    """Bytes of one placement, in host memory on the rank that writes them.
 
     Attributes:
-        start: Where in the placement they begin, in bytes.
-        overflows: Finite elements that a cast made infinite.
+        start: Offset of the first byte in the placement.
+        overflows: Number of finite elements that the cast made infinite.
     """
 
     placement: Placement
@@ -365,9 +366,9 @@ class WriteReceipt:
     """Consecutive bytes of one tensor that one rank has written.
 
     Attributes:
-        start: Where in the tensor they begin, in bytes.
-        crc32: Of the bytes, taken from memory before they were written.
-        non_finite: NaN and infinite values among them.
+        start: Offset of the first byte in the tensor.
+        crc32: Checksum of the bytes, taken from memory before they were written.
+        non_finite: Number of NaN and infinite values.
     """
 
     file: str
@@ -380,7 +381,7 @@ class WriteReceipt:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """All of a placement, written: CRC-32 of its bytes and count of its NaN and infinite values."""
+    """A completely written placement: CRC-32 of its bytes and number of its NaN and infinite values."""
 
     placement: Placement
     crc32: int
@@ -389,7 +390,7 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What a save belongs to: ``number`` iterations or epochs, and always the iterations done."""
+    """The point in training that a save belongs to: ``number`` epochs or iterations, and the finished iterations."""
 
     unit: str
     number: int
@@ -402,15 +403,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save cost. Memory is the extra anonymous memory of the busiest rank, in bytes.
+    """The cost of a save. Memory is the extra anonymous memory of the busiest rank, in bytes.
 
     Attributes:
-        seconds: From its begin to its commit; of ``save_hf`` from the call on.
-        stalled_secs: For how long training stood still; less than ``seconds`` for a save in the background.
-        stage_secs: Seconds by stage, in their order, waiting for other ranks included. The first of ``save_hf`` is
-            'prepare': connecting, planning, claiming the folder, a trial of the files around the weights.
-        free_before_nbytes: Free on the disk when the save began, on rank 0.
-        free_after_nbytes: And when it was committed, and older ones deleted.
+        seconds: Time from the start of the save (of ``save_hf``: from the call) to its commit.
+        stalled_secs: How long training stood still; less than ``seconds`` for a background save.
+        stage_secs: Seconds by stage, in order, including the time spent waiting for other ranks. ``save_hf`` begins
+            with 'prepare': connect the ranks, plan, lock the folder, and try out the files beside the weights.
+        free_before_nbytes: Free disk space at the start of the save, on rank 0.
+        free_after_nbytes: Free disk space after the commit and the deletion of older saves, on rank 0.
     """
 
     nbytes: int
@@ -429,10 +430,10 @@ class SaveCost:
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed save, and what the log should say about it.
+    """A committed save, with what the log reports about it.
 
     Attributes:
-        path: Its folder; its URL where it is in a store.
+        path: Its folder, or its URL in an object store.
     """
 
     path: Path | str

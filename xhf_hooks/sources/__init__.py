@@ -1,4 +1,4 @@
-"""Where tensors come from. Importing this package registers the built-in sources, the most special last."""
+"""Sources of tensors. Importing this package registers the built-in ones, the most specific last."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ __all__ = ['Fsdp1Source', 'Fsdp2Source', 'ModuleSource', 'Source', 'Zero3Source'
 
 
 def source_for(model: nn.Module) -> Source:
-    """The source of a live model: the one registered last among those that accept it. Runs on: all ranks."""
+    """The source for a live model: the last registered one that accepts it. Runs on: all ranks."""
     accepting = [cls for cls in SOURCES.module_dict.values() if cls.accepts(model)]
     return accepting[-1](model)

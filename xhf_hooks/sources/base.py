@@ -1,4 +1,4 @@
-"""What a source offers."""
+"""The interface of sources."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one rank has of a tensor: consecutive elements, in row-major order, from number ``start`` on."""
+    """The elements of a tensor that one rank holds: consecutive in row-major order, the first with index ``start``."""
 
     start: int
     elements: torch.Tensor
 
 
 class Source(ABC):
-    """Tensors by name, whole or this rank's slices of them, whatever way they are spread over ranks.
+    """Gives tensors by name, either whole or as this rank's slice, however they are partitioned.
 
-    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`, then any number of
-    :meth:`local_shard`, then inside one :meth:`opened` any number of :meth:`gathered`, one at a time.
+    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`; then :meth:`local_shard` any number
+    of times; then, inside one :meth:`opened`, :meth:`gathered` any number of times, one at a time.
 
     Attributes:
-        memory_factor: About how many times its bytes reading a bucket takes; for telling the user beforehand.
+        memory_factor: Approximate memory needed to gather a bucket, as a multiple of its size. For the log.
     """
 
     memory_factor = 1
@@ -47,36 +47,36 @@ class Source(ABC):
 
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
-        """Every tensor that a state dict would hold, with its full shape. Touches no data."""
+        """Every tensor of the state dict, with its full shape. Reads no data."""
 
     def require_readable(self, names: Collection[str]) -> None:
-        """Refuse what would not be saved as it was trained. Called when a save is planned, on all ranks.
+        """Refuse tensors that cannot be saved as trained. Called on all ranks when a save is planned.
 
         Raises:
-            ModelError: One of them cannot be read.
+            ModelError: One of the tensors cannot be read.
         """
         return None
 
     def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
-        """Tensors of which :meth:`local_shard` works, and what each rank has of them. Runs on: all ranks.
+        """Tensors that :meth:`local_shard` can read, and the elements that each rank holds. Runs on: all ranks.
 
-        The same on every rank, as long as the specs are; a failure is remembered. Touches no data.
+        The result is the same on every rank if the specs are. A failure is remembered. Reads no data.
         """
         return {}
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
-        """What this rank has of a tensor: its slice, or all. Without communication.
+        """This rank's slice of a tensor, or all of it. Does not communicate.
 
         The elements may alias live memory.
 
         Raises:
-            TensorError: The tensor is not spread as it should be.
+            TensorError: The tensor is not partitioned as expected.
         """
         raise NotImplementedError
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Bring the model into a state in which it can be read, and back. Runs on: all ranks."""
+        """Put the model into a state in which it can be read, and restore it afterwards. Runs on: all ranks."""
         yield
 
     @abstractmethod
@@ -86,11 +86,11 @@ class Source(ABC):
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Whole tensors. Runs on: all ranks, with the same names.
 
-        The tensors may alias live memory: they are not to be written to. On a GPU they are valid inside
-        the block only; on the CPU for as long as they are referred to, while training is not going on.
+        The tensors may alias live memory, so callers must not write to them. On a GPU they are valid only inside the
+        block; on the CPU, until training goes on.
 
         Args:
-            wanted: Those of ``names`` that this rank is given; the others it only helps to gather.
-            use_fp32_master: Give the fp32 master copy of those that have one.
+            wanted: The names that this rank receives. It only helps to gather the others.
+            use_fp32_master: Return the fp32 master copies where they exist.
         """
         yield {}

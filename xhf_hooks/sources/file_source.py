@@ -1,4 +1,4 @@
-"""Sources that lie in files, and of which any slice of any tensor can be read."""
+"""Sources that read any slice of any tensor from files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FileSource(Source):
-    """A source that a conversion reads, by several threads at once."""
+    """A source in files. Conversions read it with several threads at once."""
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -26,18 +26,18 @@ class FileSource(Source):
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
-        """Cast elements from ``start`` on into ``out``, as many as fit; how many finite ones became infinite."""
+        """Fill ``out`` with elements from ``start`` on, cast; returns how many finite ones became infinite."""
 
     @abstractmethod
     def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
-        """Bytes in the files that reading these tensors reads."""
+        """Number of bytes that reading these tensors reads from the files."""
 
 
 class JoinedSource(FileSource):
-    """Tensors of several sources, under other names.
+    """Tensors of several sources, renamed.
 
     Args:
-        tensors: Spec to the source that holds it, and its name there.
+        tensors: Each spec, with the source that holds the tensor and its name there.
     """
 
     def __init__(self, tensors: Mapping[TensorSpec, tuple[FileSource, str]]) -> None:
@@ -70,5 +70,5 @@ class JoinedSource(FileSource):
 
 
 def renamed(spec: TensorSpec, names: Sequence[str]) -> TensorSpec:
-    """The same tensor under other names, the first of which is its own."""
+    """The spec with other names: the first becomes its name, the others its aliases."""
     return replace(spec, name=names[0], aliases=tuple(names[1:]))

@@ -1,6 +1,6 @@
-"""A model sharded by torch: FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``).
+"""Models sharded by torch: FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``).
 
-Importing torch's FSDP takes half a second, and only who has such a model needs it: it is imported where one is at hand.
+Importing torch's FSDP takes half a second, so it is imported only where such a model exists.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @SOURCES.register_module()
 class Fsdp2Source(ModuleSource):
-    """Every parameter is a DTensor: rank r has its r-th ``torch.chunk`` along dimension 0, or along another one.
+    """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another one.
 
-    Gathers one DTensor at a time. What a forward pass without a backward pass has left gathered is freed
-    first: training gathers it again by itself.
+    Gathers one DTensor at a time. Parameters that a forward pass without a backward pass has left gathered are freed
+    first; training gathers them again.
     """
 
     memory_factor = 3
@@ -68,8 +68,8 @@ class Fsdp2Source(ModuleSource):
         local, held = tensor.detach().to_local(), self._held(tensor)
         if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
             raise TensorError(
-                f'{name}: expected elements {held.start} to {held.stop} of {tuple(tensor.shape)}, in rows, on rank '
-                f'{rank_and_world_size()[0]}, found {tuple(local.shape)}'
+                f'{name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on rank '
+                f'{rank_and_world_size()[0]}, found a shard of shape {tuple(local.shape)}'
             )
         return LocalShard(held.start, local.reshape(-1))
 
@@ -91,11 +91,11 @@ class Fsdp2Source(ModuleSource):
 
 @SOURCES.register_module()
 class Fsdp1Source(ModuleSource):
-    """Every FSDP module has one flat parameter, of which each rank has a run of elements.
+    """Every FSDP module has one flat parameter; each rank holds consecutive elements of it.
 
-    Gathers one flat parameter at a time, by ``summon_full_params``. Where a parameter lies in the flat one is
-    told by ``FlatParameter`` (torch ``distributed/fsdp/_flat_param.py``: ``_shapes``, ``_numels_with_padding``, and
-    of this rank ``_shard_param_infos``).
+    Gathers one flat parameter at a time with ``summon_full_params``. ``FlatParameter`` records where each parameter
+    lies in it (torch ``distributed/fsdp/_flat_param.py``: ``_shapes``, ``_numels_with_padding``, and for this rank
+    ``_shard_param_infos``).
 
     Raises:
         ModelError: ``use_orig_params`` is False.
@@ -108,18 +108,18 @@ class Fsdp1Source(ModuleSource):
 
         self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._place: dict[int, tuple[FullyShardedDataParallel, int]] = {}
-        self._skipped: dict[int, int] = {}  # elements of the flat parameter before this one
+        self._skipped: dict[int, int] = {}  # number of elements before this parameter in the flat one
         for module in self._modules:
             self._enter(module)
         super().__init__(model)
 
     def _enter(self, module: FullyShardedDataParallel) -> None:
         handle = module._handle
-        if handle is None:  # all its parameters are in modules inside of it
+        if handle is None:  # all its parameters belong to nested FSDP modules
             return
         if not module._use_orig_params:
             raise ModelError(
-                'FullyShardedDataParallel without use_orig_params keeps nothing but flat parameters; set '
+                'FullyShardedDataParallel without use_orig_params keeps only flat parameters; set '
                 'use_orig_params=True (Accelerate: fsdp_use_orig_params: true), or use fully_shard'
             )
         if handle._skipped_use_sharded_views:  # after a forward pass without a backward pass
@@ -156,12 +156,12 @@ class Fsdp1Source(ModuleSource):
         if not place.in_shard:
             return LocalShard(0, tensor.new_empty(0))
         first = place.offset_in_shard
-        shard = getattr(flat, '_local_shard', flat)  # before the first forward pass it is the flat one itself
+        shard = getattr(flat, '_local_shard', flat)  # before the first forward pass, the flat parameter itself
         return LocalShard(place.intra_param_start_idx, shard.detach()[first : first + place.numel_in_shard])
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """FSDP finds out at its first use which module is the root; that must not be one inside of it."""
+        """Let FSDP find its root module, which it does at its first use; a nested module must not become the root."""
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
         for module in self._modules:
             if module._is_root is None and id(module) not in inside:
@@ -207,10 +207,10 @@ def _is_in_rows(tensor: DTensor) -> bool:
 
     mesh, placements = tensor.device_mesh, tensor.placements
     spread = mesh.ndim == 1 and _is_of_all_ranks(mesh.get_group())
-    # Its exact class: one that derives from it deals rows out in another order
+    # The exact class: a subclass distributes rows in another order
     return spread and tensor.dim() > 0 and type(placements[0]) is Shard and placements[0].dim == 0
 
 
 def _is_of_all_ranks(group: dist.ProcessGroup) -> bool:
-    """In their order, too: rank r of the group is rank r."""
+    """Whether the group has all ranks, in order: its rank r is rank r."""
     return dist.get_process_group_ranks(group) == list(range(rank_and_world_size()[1]))

@@ -1,4 +1,4 @@
-"""From partitions to bytes: walks the plan in order, one bucket at a time."""
+"""Gathers tensors bucket by bucket, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from xhf_hooks.planning.types import Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
 
-#: Ranks agree once in so many buckets; a rank that has failed gathers on, for the others, until then.
+#: Ranks agree once per this many buckets. Until then a rank that has failed keeps gathering for the others.
 BUCKETS_PER_AGREEMENT = 64
-#: Freed memory is kept for the next bucket up to so many buckets, which is faster, then handed back.
+#: Freed memory is kept for reuse, which is faster, and returned to the system once per this many buckets.
 _SPARE_BUCKETS = 3
 
 
@@ -30,15 +30,15 @@ def gather(
 ) -> Generator[Chunk, None, None]:
     """Gather bucket after bucket and yield the chunks that this rank writes.
 
-    Runs on: all ranks, in step. Before each bucket they wait for each other, on gloo: a writer may hold as many
-    bytes as a bucket has and wait for its disk with the next, and what waits for that writer must not be the
-    collective that gathers. A failure is remembered, by this and by the caller, and agreed once in a while.
+    Runs on: all ranks, in step. They wait for each other on gloo before each bucket: a writer may hold a bucket while
+    its disk is busy, and the other ranks must not wait for it inside the collective that gathers. Failures here and in
+    the caller are remembered, and agreed on every few buckets.
 
     Args:
-        to_host: Gives the bytes of a tensor that this rank writes.
+        to_host: Returns the bytes of a tensor that this rank writes.
 
     Raises:
-        AgreedError: Some rank failed; or one has a tensor that is not what the plan says.
+        AgreedError: A rank failed, or found a tensor that does not match the plan.
     """
     rank = collective.rank
     for number, bucket in enumerate(plan.buckets):
@@ -79,10 +79,10 @@ def group_chunks(
     to_host: ToHost,
     meter: MemoryMeter,
 ) -> Iterator[Chunk]:
-    """What is made of a group's tensors, cast, as far as ``rank`` writes it.
+    """The outputs of a group that ``rank`` writes, cast.
 
     Raises:
-        TensorError: A tensor is not what the plan says.
+        TensorError: A tensor does not match the plan.
     """
     _check(group, tensors)
     if group.combine is None:
@@ -94,7 +94,7 @@ def group_chunks(
             continue
         tensor, overflows = cast(outputs[placement.hf_name], placement.dtype)
         if group.combine is not None:
-            meter.sample()  # nowhere is there more: what was read, what was made of it, and that cast
+            meter.sample()  # the peak: what was read, what was made from it, and the cast result
         if tuple(tensor.shape) != placement.shape:
-            raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
+            raise TensorError(f'{placement.hf_name}: expected shape {placement.shape}, made {tuple(tensor.shape)}')
         yield Chunk(placement, to_host(tensor, placement.offset), overflows=overflows)

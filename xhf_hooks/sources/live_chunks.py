@@ -1,4 +1,4 @@
-"""What a rank writes, out of a live model or a copy of it: its own slices, others' slices, and what is gathered."""
+"""Yields what a rank writes, from a live model or a snapshot: its own slices, slices it receives, gathered tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HOST = torch.device('cpu')
 
 
 class ChunkStream:
-    """The chunks that a rank writes, once. Used by: one thread.
+    """The chunks that a rank writes; can be iterated once. Used by: one thread.
 
     Attributes:
-        overflows: Finite elements that became infinite in what was read on this rank so far, whoever writes it.
+        overflows: Finite elements that became infinite in what this rank has read so far, for whichever rank writes it.
     """
 
     def __init__(self, chunks: Iterable[Chunk], sender: SliceSender) -> None:
@@ -36,7 +36,7 @@ class ChunkStream:
         for chunk in self._chunks:
             self._overflows += chunk.overflows
             yield chunk
-            del chunk  # the next is made while this one waits for the disk
+            del chunk  # not kept while the next one is made
 
     @property
     def overflows(self) -> int:
@@ -44,7 +44,7 @@ class ChunkStream:
 
 
 class Snapshot:
-    """What was read at one moment, in host memory: what this rank writes, and its slices that travel to an owner."""
+    """A copy in host memory of what this rank writes and of the slices that it sends, all from the same moment."""
 
     def __init__(self, plan: SavePlan) -> None:
         self._plan = plan
@@ -52,10 +52,10 @@ class Snapshot:
         self._slices: dict[tuple[int, int], list[Slice]] = {}
 
     def take(self, live: LiveChunks, memory: SnapshotMemory, collective: Collective, meter: MemoryMeter) -> None:
-        """Copy. Runs on: all ranks.
+        """Make the copy. Runs on: all ranks.
 
         Raises:
-            AgreedError: Some rank failed.
+            AgreedError: A rank failed.
         """
         memory.clear()
         reader = live.reader()
@@ -73,7 +73,7 @@ class Snapshot:
 
     @contextmanager
     def opened(self, collective: Collective, meter: MemoryMeter) -> Iterator[ChunkStream]:
-        """What this rank writes. Runs on: all ranks."""
+        """Yield what this rank writes. Runs on: all ranks."""
         sender = SliceSender(self._plan, self._read, collective, meter=meter, to_host=host_bytes, device=_HOST)
         with closing(sender.chunks()) as sent:
             yield ChunkStream(chain(self._chunks, sent), sender)
@@ -83,10 +83,10 @@ class Snapshot:
 
 
 class LiveChunks:
-    """The same out of the model itself.
+    """Reads the same from the model itself.
 
     Args:
-        device: Where slices are packed that travel (sources/send.py).
+        device: Where slices are packed before they are sent (sources/send.py).
     """
 
     def __init__(self, plan: SavePlan, source: Source, *, use_fp32_master: bool, device: torch.device = _HOST) -> None:
@@ -94,12 +94,12 @@ class LiveChunks:
         self._use_fp32_master = use_fp32_master
 
     def reader(self) -> SliceReader:
-        """Reads this rank's slices of what travels."""
+        """A reader of the slices that this rank sends."""
         return SliceReader(self._source, use_fp32_master=self._use_fp32_master)
 
     @contextmanager
     def opened(self, collective: Collective, meter: MemoryMeter) -> Iterator[ChunkStream]:
-        """What this rank writes. All ranks enter and leave together, whatever happens inside."""
+        """Yield what this rank writes. All ranks enter and leave together, whatever happens inside."""
         reader = self.reader()
 
         def read(number: int, owner: int) -> Iterator[Slice]:
@@ -111,8 +111,8 @@ class LiveChunks:
 
     @contextmanager
     def without_sending(self, collective: Collective, meter: MemoryMeter, to_host: ToHost) -> Iterator[Iterator[Chunk]]:
-        """Those of them that need no messages. All ranks enter and leave together, whatever happens inside."""
-        # What every rank has at hand needs no gathering, and a model no getting ready for it
+        """Yield all but the received slices. All ranks enter and leave together, whatever happens inside."""
+        # Without buckets nothing is gathered, so the model need not be prepared
         with self._source.opened() if self._plan.buckets else nullcontext(), torch.no_grad():
             slices = local_shards(
                 self._plan, self._source, use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host

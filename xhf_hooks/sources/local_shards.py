@@ -1,7 +1,7 @@
-"""From partitions to bytes without a gather: every rank reads its own slice of each tensor.
+"""Reads this rank's own slice of each tensor; nothing is gathered.
 
-A ZeRO partition is a run of consecutive elements of a row-major tensor, so it is one run of bytes in the
-output file, whatever the dtype there.
+A ZeRO partition consists of consecutive elements of a row-major tensor, so in the output file it consists of
+consecutive bytes, whatever the dtype.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from xhf_hooks.planning.types import Chunk, Group, Placement, Portion, SavePlan,
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.telemetry.memory import MemoryMeter
 
-#: A slice that must be cast or copied from a device goes through host memory in parts of so many elements.
+#: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
 _PART_NUMEL = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive elements of an output tensor, cast, where the model has them; they may alias live memory.
+    """Consecutive elements of an output tensor, cast, on the model's device; they may alias live memory.
 
     Attributes:
-        start: Where in the placement they begin, in bytes.
-        overflows: Finite elements that the cast made infinite.
+        start: Offset of the first byte in the placement.
+        overflows: Number of finite elements that the cast made infinite.
     """
 
     placement: Placement
@@ -39,16 +39,16 @@ class Slice:
     overflows: int
 
     def held_in(self, hold: ToHost) -> Slice:
-        """A copy, of its bytes."""
+        """A copy that holds its bytes."""
         return replace(self, elements=torch.frombuffer(hold(self.elements, self._offset), dtype=torch.uint8))
 
     def chunk(self, to_host: ToHost) -> Chunk:
-        """Its bytes, where a writer can take them."""
+        """Its bytes in host memory, for a writer."""
         return Chunk(self.placement, to_host(self.elements, self._offset), self.start, self.overflows)
 
     @property
     def _offset(self) -> int:
-        """Where in the file it begins."""
+        """Offset of its first byte in the file."""
         return self.placement.offset + self.start
 
 
@@ -60,10 +60,10 @@ def local_shards(
     meter: MemoryMeter,
     to_host: ToHost,
 ) -> Generator[Chunk, None, None]:
-    """Yield the bytes of the slices that this rank writes itself. Runs on: all ranks, each at its own pace.
+    """Yield the bytes of the slices that this rank writes. Runs on: all ranks, each at its own pace.
 
     Raises:
-        TensorError: A slice is not what the plan says.
+        TensorError: A slice does not match the plan.
     """
     reader = SliceReader(source, use_fp32_master=use_fp32_master)
     for group in _from_a_place_of_its_own(plan.sliced):
@@ -73,9 +73,9 @@ def local_shards(
 
 
 def _from_a_place_of_its_own(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """All of them, from another one on for each rank: ranks in different files do not wait for each other's writes.
+    """The groups, rotated so that each rank begins with another one.
 
-    A file system lets one process at a time write to a file.
+    Most file systems let one process at a time write to a file; ranks that write to different files do not wait.
     """
     rank, world_size = rank_and_world_size()
     first = len(groups) * rank // world_size
@@ -88,13 +88,13 @@ class SliceReader:
     def __init__(self, source: Source, *, use_fp32_master: bool) -> None:
         self._source, self._use_fp32_master = source, use_fp32_master
         self._rank = rank_and_world_size()[0]
-        self._last: tuple[str, LocalShard] | None = None  # many outputs may be runs of one tensor
+        self._last: tuple[str, LocalShard] | None = None  # many outputs may come from one tensor
 
     def read(self, portions: Iterable[Portion]) -> Iterator[Slice]:
-        """Without communication; of portions of which this rank has nothing, nothing.
+        """This rank's slices of the portions, without communication. Portions that it has no part of are left out.
 
         Raises:
-            TensorError: A slice is not what the plan says.
+            TensorError: A slice does not match the plan.
         """
         for portion in portions:
             mine = portion.held_by(self._rank)
@@ -111,15 +111,15 @@ class SliceReader:
         expected, found = portion.spread.held_by(self._rank), range(own.start, own.start + own.elements.numel())
         if expected.start + first < found.start or expected.stop + first > found.stop:
             raise TensorError(
-                f'{name}: expected elements {expected.start + first} to {expected.stop + first}, of which '
-                f'{portion.placement.hf_name} is made, on rank {self._rank}, found {found.start} to {found.stop}. Set '
+                f'{name}: {portion.placement.hf_name} needs elements {expected.start + first} to '
+                f'{expected.stop + first} from rank {self._rank}, which has {found.start} to {found.stop}. Set '
                 f"writer='gather', which needs no slices"
             )
         return own
 
 
 def _in_parts(placement: Placement, mine: range, own: LocalShard) -> Iterator[Slice]:
-    """Those elements of a placement, cast."""
+    """The elements ``mine`` of a placement, cast, in parts."""
     width = DTYPE_NBYTES[placement.dtype]
     before = placement.run.start - own.start
     for start in mine[::_PART_NUMEL]:
@@ -132,6 +132,6 @@ def _check(spec: TensorSpec, own: LocalShard) -> None:
     numel, end = math.prod(spec.shape), own.start + own.elements.numel()
     if own.elements.dim() != 1 or not 0 <= own.start <= end <= numel or own.elements.dtype != TORCH_DTYPES[spec.dtype]:
         raise TensorError(
-            f'{spec.name}: expected consecutive {spec.dtype} of its {numel} elements, found '
-            f'{own.elements.dtype} {tuple(own.elements.shape)} from {own.start} on'
+            f'{spec.name}: expected consecutive elements of {numel} in {spec.dtype}, found '
+            f'{own.elements.dtype} {tuple(own.elements.shape)} from element {own.start} on'
         )

@@ -1,8 +1,8 @@
-"""The fp32 masters of DeepSpeed ZeRO 1 and 2, fragments of flat buffers that are cut into one equal part on each rank.
+"""Finds the fp32 masters of DeepSpeed ZeRO-1 and 2: fragments of flat buffers, of which each rank has one equal part.
 
-A rank knows its own fragment of each parameter and nothing of the others' (DeepSpeed ``utils/tensor_fragment.py``,
-``get_hp_fragment_mapping``; ``utils/mixed_precision_linkage.py``), so ranks tell each other. Not which fragments they
-have, for that would be ranks times tensors, but three numbers for each tensor, from which all of them follow.
+A rank knows only its own fragment of each parameter (DeepSpeed ``utils/tensor_fragment.py``,
+``get_hp_fragment_mapping``; ``utils/mixed_precision_linkage.py``). Ranks therefore exchange three numbers per tensor,
+from which all fragments follow. A list of all fragments would have as many entries as ranks times tensors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.sources.base import LocalShard
 
-#: Of the first rank that has some of a tensor: its number, and where its fragment ends; of all: the longest fragment.
+#: The first rank that has a part of a tensor, the end of its fragment, and the length of the longest fragment.
 _FIRST_RANK, _FIRST_END, _LONGEST = range(3)
 
 
 def local_fragment(tensor: torch.Tensor) -> LocalShard:
-    """This rank's part of a parameter's master; may alias live memory."""
+    """This rank's part of a parameter's master. It may alias live memory."""
     mapping = tensor._hp_mapping
-    if mapping is None:  # its master is on other ranks altogether
+    if mapping is None:  # the master is entirely on other ranks
         return LocalShard(0, torch.empty(0, dtype=torch.float32))
     return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
 
 def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collective) -> dict[str, Spread]:
-    """Who has what of these masters. Runs on: all ranks, with the same names; a failure is remembered."""
+    """Which elements of the masters each rank holds. Runs on: all ranks, with the same names. Remembers failures."""
     if not tensors:
         return {}
     own = np.full((len(tensors), 3), (collective.world_size, 0, 0), np.int64)
@@ -52,9 +52,10 @@ def _merge(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _spread(numel: int, first_rank: int, first_end: int, longest: int) -> Spread:
-    """The flat buffer need not be known: parts as long as the longest fragment, of which one ends at ``first_end``.
+    """The spread for parts as long as the longest fragment, one of which ends at ``first_end``.
 
-    Of three fragments and more the longest is a whole part; of two, any part that is no shorter gives the same.
+    This needs no knowledge of the flat buffer. With three or more fragments, the longest is a whole part; with two, any
+    part of at least that length gives the same spread.
     """
     each = max(1, longest)
     return Spread(numel, each, (first_rank + 1) * each - first_end)

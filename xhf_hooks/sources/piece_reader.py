@@ -1,7 +1,7 @@
-"""Reads pieces and casts them on the way, a MB at a time.
+"""Reads pieces of tensors from files and casts them, a megabyte at a time.
 
-They are read, not mapped: where a file shrinks, or its disk fails, reading is an error, and a mapped page is a signal
-that ends the process with staging left behind.
+Files are read, not mapped. If a file shrinks or its disk fails, reading raises an error; a mapped page would raise
+SIGBUS, which ends the process and leaves staging behind.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES, count_overflows
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.pieces import Piece, StoredTensor
 
-#: Elements that are cast at once: small enough to stay in a core's cache.
+#: Elements that are cast at once: few enough to stay in a core's cache.
 _CHUNK = 1 << 18
-#: Of a transpose, for example. A larger one is read in as many small reads as it has runs.
+#: Limit for reading a strided tensor, such as a transpose, at once. A larger one takes one small read per run.
 _MOST_WHOLE_NBYTES = 10**9
 _WIDEST = max(DTYPE_NBYTES.values())
 
 
 class PieceReader:
-    """Opens files when they are first read, and keeps them open. Any number of threads may read."""
+    """Opens files at their first read and keeps them open. Any number of threads may read."""
 
     def __init__(self) -> None:
         self._fds: dict[Path, int] = {}
@@ -39,7 +39,7 @@ class PieceReader:
         self._last_whole: tuple[Piece, torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[PieceReader], tuple[()]]:
-        """Another process opens the files itself."""
+        """Pickle without open files: another process opens them itself."""
         return PieceReader, ()
 
     def __del__(self) -> None:
@@ -55,18 +55,18 @@ class PieceReader:
         *,
         beside: StoredTensor | None = None,
     ) -> int:
-        """Fill ``out`` (flat) with the elements from ``start`` on of what the pieces make up together.
+        """Fill ``out`` (flat) with elements from ``start`` on of the tensor that the pieces make up.
 
         Args:
             through: Round to this dtype first.
-            beside: A tensor whose fp32 copy the pieces are: what is read, rounded, must be its values as trained.
+            beside: The tensor of which the pieces are the fp32 copy. Their values, rounded, must be its trained ones.
 
         Returns:
-            How many finite elements became infinite.
+            The number of finite elements that became infinite.
 
         Raises:
-            CheckpointError: A file is gone, or cannot be read; or two files disagree.
-            ChangedError: It is shorter than it was.
+            CheckpointError: A file is missing or cannot be read, or two files disagree.
+            ChangedError: A file has become shorter.
         """
         overflows = 0
         done = 0
@@ -86,7 +86,7 @@ class PieceReader:
         return overflows
 
     def _require_rounded(self, copy: torch.Tensor, start: int, tensor: StoredTensor) -> None:
-        """The copy from element ``start`` on, rounded, are the tensor's values as trained."""
+        """Check that the copy from element ``start`` on, rounded, equals the tensor's trained values."""
         done = 0
         for piece, first, count in _ranges(tensor.trained, start, copy.numel()):
             trained = self._elements(piece, first, count, 'trained')
@@ -101,7 +101,7 @@ class PieceReader:
             done += count
 
     def _elements(self, piece: Piece, first: int, count: int, buffer: str) -> torch.Tensor:
-        """A copy, in this thread's buffer of that name or of its own."""
+        """A copy of the elements, in this thread's buffer of that name or in new memory."""
         if piece.stride is not None and piece.shape is not None:
             return self._strided(piece, piece.stride, piece.shape, first, count)
         if not hasattr(self._own, buffer):
@@ -112,7 +112,7 @@ class PieceReader:
         return part
 
     def _fill(self, piece: Piece, first: int, out: torch.Tensor) -> None:
-        """Read the elements from ``first`` on, as they are in the file."""
+        """Read elements from ``first`` on, without a cast."""
         data = memoryview(out.view(torch.uint8).numpy())
         offset = piece.offset + first * DTYPE_NBYTES[piece.dtype]
         fd = self._open(piece.file)
@@ -120,17 +120,17 @@ class PieceReader:
             try:
                 count = os.preadv(fd, [data], offset)
             except OSError as error:
-                raise CheckpointError(f'{piece.file}: cannot be read any more ({error.strerror})') from error
+                raise CheckpointError(f'{piece.file}: can no longer be read ({error.strerror})') from error
             if not count:
                 raise ChangedError(
-                    f'{piece.file}: has become shorter while it was read; convert a copy that nobody writes'
+                    f'{piece.file}: became shorter while it was read; convert a copy that no process writes to'
                 )
             data, offset = data[count:], offset + count
 
     def _strided(
         self, piece: Piece, stride: tuple[int, ...], shape: tuple[int, ...], first: int, count: int
     ) -> torch.Tensor:
-        """The rows that the elements are in, made contiguous; of a transpose they lie all over the piece."""
+        """The rows that contain the elements, made contiguous. In a transpose, a row is scattered over the piece."""
         row = piece.numel // shape[0]
         top, bottom = first // row, -(-(first + count) // row)
         whole = self._whole(piece, _span(shape, stride))
@@ -140,7 +140,7 @@ class PieceReader:
         by_stride = sorted(range(len(shape)), key=lambda axis: stride[axis], reverse=True)
         steps, ordered = [stride[axis] for axis in by_stride], rows.permute(by_stride)
         sizes = list(ordered.shape)
-        n_outer = len(sizes)  # of the axes, so many are walked, and what they leave is read at once
+        n_outer = len(sizes)  # number of axes in the loop; the inner ones are read at once
         while n_outer and _span(sizes[n_outer - 1 :], steps[n_outer - 1 :]) <= _CHUNK:
             n_outer -= 1
         run = torch.empty(_span(sizes[n_outer:], steps[n_outer:]), dtype=rows.dtype)
@@ -151,13 +151,13 @@ class PieceReader:
         return rows.reshape(-1)[first - top * row :][:count]
 
     def _whole(self, piece: Piece, numel: int) -> torch.Tensor | None:
-        """All that a piece spans, kept for whoever reads it next; None if that is too much, or mostly not its own."""
+        """The span of a piece, kept for the next read; None if it is too large or mostly belongs to other tensors."""
         dtype = TORCH_DTYPES[piece.dtype]
         if numel * dtype.itemsize > _MOST_WHOLE_NBYTES or numel > 4 * piece.numel:
             return None
         with self._whole_lock:
             if self._last_whole is None or self._last_whole[0] != piece:
-                self._last_whole = None  # before the next takes memory
+                self._last_whole = None  # free it before the next one is allocated
                 data = torch.empty(numel, dtype=dtype)
                 self._fill(piece, 0, data)
                 self._last_whole = piece, data
@@ -169,15 +169,15 @@ class PieceReader:
                 try:
                     self._fds[file] = open_regular_fd(file)
                 except OSError as error:
-                    raise CheckpointError(f'{file}: cannot be read any more ({error.strerror})') from error
+                    raise CheckpointError(f'{file}: can no longer be read ({error.strerror})') from error
             return self._fds[file]
 
 
 def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[Piece, int, int]]:
-    """Where the elements from ``start`` on are: piece, first element in it, how many; at most ``_CHUNK`` at once."""
+    """Locate elements from ``start`` on: piece, first element in it, and count, which is at most ``_CHUNK``."""
     starts = [0, *accumulate(piece.numel for piece in pieces)]
     if start < 0 or start + numel > starts[-1]:
-        raise CheckpointError(f'elements {start} to {start + numel} wanted of {starts[-1]}')
+        raise CheckpointError(f'expected elements {start} to {start + numel}, found only {starts[-1]}')
     index = bisect_right(starts, start) - 1
     end = start + numel
     while start < end:
@@ -191,12 +191,12 @@ def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[P
 
 
 def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided view."""
+    """Number of elements from the first to the last one of a strided view."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of 16-bit or fp32 numbers; not-a-numbers are alike."""
+    """Whether two 16-bit or fp32 tensors have the same bits; all NaN values count as equal."""
     bits = torch.int32 if one.dtype == torch.float32 else torch.int16
     if torch.equal(one.view(bits), other.view(bits)):
         return True

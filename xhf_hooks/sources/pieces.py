@@ -1,4 +1,4 @@
-"""Where the bytes of tensors lie in files."""
+"""Records of where the bytes of tensors lie in files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xhf_hooks.format.safetensors import DTYPE_NBYTES
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of a tensor, row-major, as they lie in a file.
+    """Consecutive row-major elements of a tensor, and their place in a file.
 
     Attributes:
-        offset: Bytes from the start of ``file``.
+        offset: Offset in ``file``, in bytes.
         dtype: Safetensors dtype of the elements in the file.
-        shape, stride: Only for a tensor that was saved as a strided view (a transpose, for example): the
-            piece is then the whole tensor, ``offset`` that of element (0, 0, ...). Strides in elements.
+        shape, stride: Set only for a tensor that was saved as a strided view, such as a transpose. The piece is then
+            the whole tensor, and ``offset`` is that of element (0, 0, ...). Strides are in elements.
     """
 
     file: Path
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Region:
-    """Pieces that make up a tensor of ``shape``, all of one dtype."""
+    """Pieces of one dtype that make up a tensor of ``shape``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,14 +43,14 @@ class Region:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint and where its values are.
+    """A tensor of a checkpoint, and where its values are.
 
     Attributes:
-        dtype: As trained.
-        trained: Pieces that give the values as trained; they may be of the fp32 master, whose cast they are.
-        master: Pieces of the fp32 master copy; None when there is none.
-        copy: Where its values are once more, in fp32: the master, or of fp32 training the optimizer's; None if
-            ``trained`` are the only ones.
+        dtype: The dtype of training.
+        trained: Pieces with the trained values. They may be those of the fp32 master, to be cast.
+        master: Pieces of the fp32 master copy; None if there is none.
+        copy: Pieces of a second copy of the values, in fp32: the master or, in fp32 training, the optimizer's copy.
+            None if there is no second copy.
     """
 
     name: str

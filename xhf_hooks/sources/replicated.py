@@ -1,4 +1,4 @@
-"""A model whose parameters are whole on every rank: one process, DDP, DeepSpeed ZeRO 0 to 2."""
+"""Models whose parameters are whole on every rank: one process, DDP, DeepSpeed ZeRO-0 to 2."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from xhf_hooks.sources.master_fragments import local_fragment, spread_of_fragmen
 
 @SOURCES.register_module()
 class ModuleSource(Source):
-    """Reads live parameters where they are; nothing is gathered.
+    """Reads live parameters in place; nothing is gathered.
 
-    fp32 masters at ZeRO 0 to 2 are spread over ranks; ``deepspeed.utils.safe_get_full_fp32_param``
-    assembles them one at a time.
+    At ZeRO-0 to 2 the fp32 masters are spread over the ranks; ``deepspeed.utils.safe_get_full_fp32_param`` assembles
+    them one at a time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,18 +50,18 @@ class ModuleSource(Source):
 
     def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
         masters = {n: t for n, t in self._tensors.items() if use_fp32_master and self._has_master(t)}
-        found = spread_of_fragments(masters, collective)  # first: the others wait for this rank in it
+        found = spread_of_fragments(masters, collective)  # a collective: before anything that may fail
         others = ((n, self._spread_of(t)) for n, t in self._tensors.items() if n not in masters)
         return found | {name: spread for name, spread in others if spread is not None}
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
-        """Who has what of a tensor; None where that is not one run of elements on each rank."""
-        if not isinstance(tensor, nn.Parameter):  # buffers need not be the same on every rank: rank 0 has them
+        """Which elements each rank holds; None if a rank's elements are not consecutive."""
+        if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
             return Spread(tensor.numel(), max(1, tensor.numel()))
         return replace(evenly(tensor.numel()), on_every_rank=True)
 
     def _held(self, tensor: torch.Tensor) -> range:
-        """This rank's elements of a tensor that is in slices."""
+        """This rank's elements of a sliced tensor."""
         spread = self._spread_of(tensor)
         return range(0) if spread is None else spread.held_by(rank_and_world_size()[0])
 
@@ -81,7 +81,7 @@ class ModuleSource(Source):
         yield {**read, **self._masters(from_master, wanted)}
 
     def _masters(self, tensors: Mapping[str, torch.Tensor], wanted: Collection[str]) -> dict[str, torch.Tensor]:
-        """Whole fp32 masters; all ranks take part in assembling each, and keep what they want."""
+        """Whole fp32 masters. All ranks help to assemble each one and keep those that they want."""
         if not tensors:
             return {}
         from deepspeed.utils import safe_get_full_fp32_param
@@ -101,5 +101,5 @@ class ModuleSource(Source):
 
 
 def evenly(numel: int) -> Spread:
-    """As ZeRO-3 splits a parameter: ceil(numel / world_size) elements on each rank."""
+    """The spread of a parameter at ZeRO-3: ceil(numel / world_size) elements on each rank."""
     return Spread(numel, max(1, -(-numel // rank_and_world_size()[1])))

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder as a source: the base model of a run that did not save all of it."""
+"""The weights of a Hugging Face folder as a source: the base model of a run whose checkpoint lacks frozen weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SafetensorsSource(StoredSource):
     """``model.safetensors``, or the files that its index names.
 
     Args:
-        dtype: The dtype that training gave its floats (DeepSpeed casts the whole model); None keeps them.
+        dtype: The dtype to which training cast the floats (DeepSpeed casts the whole model); None if it did not.
 
     Raises:
-        CheckpointError: There are no such files, or one is damaged.
+        CheckpointError: The files are missing or damaged.
     """
 
     def __init__(self, folder: Path, dtype: str | None) -> None:
@@ -39,7 +39,7 @@ class SafetensorsSource(StoredSource):
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether safetensors of a model lie in the folder, as far as names tell."""
+    """Whether the folder has safetensors files of a model, judging by their names."""
     return (folder / _INDEX).is_file() or (folder / _WHOLE).is_file()
 
 
@@ -50,7 +50,7 @@ def _tensors(file: Path, dtype: str | None) -> list[StoredTensor]:
         raise CheckpointError(f'{error}; copy the base model again') from None
     unknown = next((entry for entry in entries if entry.dtype not in TORCH_DTYPES), None)
     if unknown is not None:
-        raise CheckpointError(f'{file}: {unknown.name} is of dtype {unknown.dtype}, which is not supported here')
+        raise CheckpointError(f'{file}: {unknown.name} has dtype {unknown.dtype}, which conversions do not support')
     return [
         StoredTensor(
             entry.name,
@@ -75,6 +75,6 @@ def _files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(
-            f'{folder / missing[0]}: missing, and weights that training left alone are read from it; copy it, too'
+            f'{folder / missing[0]}: missing, but weights that were not trained are read from it; copy it, too'
         )
     return files

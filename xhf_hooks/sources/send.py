@@ -1,14 +1,14 @@
-"""From partitions to bytes, point to point: every rank sends its slices to the rank that writes them.
+"""Sends each rank's slices to the rank that writes them, point to point.
 
-Each byte crosses the network once at most, where a gather gives every rank all of them. A round of the plan is one
-message from each rank to each owner: the slices, cast, one after the other, without a header, for both sides know from
-the plan what is in it. What every rank has whole, its owner reads by itself, which takes two fifths of the processor
-time of having the other ranks' shares sent (2 and 4 ranks, one machine). In the background each rank sends its share of
-that, too, so that training stops for the copy of a share only.
+Each byte crosses the network at most once, whereas a gather sends every byte to every rank. A round of the plan is one
+message from each rank to each owner: the cast slices, concatenated, without a header, since both sides know the plan.
+Tensors that every rank has whole are not sent: their owner reads its own copy, which takes two fifths of the processor
+time (2 and 4 ranks, one machine). In background saves each rank sends its share of them, too, so that training stops
+only for the copy of a share.
 
-Messages go through host memory and gloo, whatever the device. nccl could take them from GPU to GPU, but its rules are
-not ours: where a rank dies, nccl's watchdog ends the others, which must get an error instead; all ranks must take part
-in a group's first operation; and none of it was run on a GPU. That way is there for tools/gpu_check.py to try.
+Messages pass through host memory and gloo, whatever the device. nccl could send them from GPU to GPU, but if a rank
+dies, nccl's watchdog kills the others, which should get an error instead; it requires all ranks to take part in a
+group's first operation; and that path has not run on a GPU. tools/gpu_check.py can try it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.local_shards import Slice
 from xhf_hooks.telemetry.memory import MemoryMeter
 
-#: Ranks agree once in so many rounds; a rank that has failed sends and receives on, for the others, until then.
+#: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_AGREEMENT = 64
-#: Of a round: one is received into while others wait for the disk.
+#: Receive buffers: one is being filled while the others wait for the disk.
 _BUFFERS = 3
 
-#: This rank's slices in a round (its number) that an owner (its rank) gets, in the order of the message.
+#: Called with a round and an owner; returns this rank's slices for that owner, in the order of the message.
 ReadSlices = Callable[[int, int], Iterable[Slice]]
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 class SliceSender:
-    """Sends this rank's slices, and receives those that it writes. Runs on: all ranks, in step.
+    """Sends this rank's slices and receives those that it writes. Runs on: all ranks, in step.
 
-    Before each round ranks wait for each other, on gloo: what an owner has not yet handed to its disk, nobody sends
-    it more of than one round, and what waits for the disk is no collective of the device.
+    Ranks wait for each other on gloo before each round, so that an owner with a slow disk is at most one round behind,
+    and no device collective waits for a disk.
 
     Args:
-        read: Without communication. What it raises is remembered.
-        device: Where messages are packed and received: the CPU, or, to try it, a device that has a backend in the
-            run's own group.
+        read: Returns this rank's slices, without communication. Its errors are remembered.
+        device: Where messages are packed and received: the CPU or, as an experiment, a device that has a backend in
+            the run's own process group.
 
     Attributes:
-        overflows: Finite elements that became infinite in what was sent.
+        overflows: Number of finite elements that became infinite in what was sent.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class SliceSender:
         self.overflows = 0
 
     def chunks(self) -> Generator[Chunk, None, None]:
-        """What this rank writes, of its own slices and others'.
+        """Yield what this rank writes, from its own slices and those of others.
 
-        While the chunks of a round are handed out, the next round is on its way.
+        While the chunks of one round are written, the next round is being sent.
 
         Raises:
-            AgreedError: Some rank failed; or has a slice that is not what the plan says.
+            AgreedError: A rank failed, or has a slice that does not match the plan.
             RankLostError: A rank did not answer.
         """
         if not self._rounds:
             return
         try:
             self._make_buffers()
-        except Exception as error:  # no memory; known to all before the first message
+        except Exception as error:  # no memory; all ranks learn of it before the first message
             self._collective.remember('send', error)
         outgoing = {} if self._collective.is_failing else self._pack(0)
         arrived: dict[int, np.ndarray] = {}
@@ -116,7 +116,7 @@ class SliceSender:
             self._landing = torch.empty(incoming, dtype=torch.uint8, device=self._device)
 
     def _pack(self, number: int) -> dict[int, torch.Tensor]:
-        """This rank's messages of a round; once it has failed, of any content."""
+        """This rank's messages of a round. After a failure their content does not matter."""
         if number == len(self._rounds):
             return {}
         buffer, messages, end = self._packed[number % 2], {}, 0
@@ -139,16 +139,16 @@ class SliceSender:
             message[start:end].copy_(flat)
             self.overflows += found.overflows
         if end != len(message):
-            raise TensorError(f'expected slices of {len(message)} bytes for a message, found {end}')
+            raise TensorError(f'expected a message of {len(message)} bytes of slices, found {end}')
 
     def _room_for(self, at_once: Round) -> tuple[dict[int, torch.Tensor], np.ndarray]:
-        """Where the others' messages of a round arrive, and the host memory in which they will be."""
+        """Buffers that receive the messages of a round, and the host memory for their content."""
         sizes = at_once.incoming(self._rank)
         if not sizes:
             return {}, _NOTHING
         try:
             self._last_room = self._pool.take()
-        except Exception as error:  # the messages come all the same; the save has failed, so they may come over others
+        except Exception as error:  # the messages still arrive; the save has failed, so they may overwrite each other
             self._collective.remember('send', error)
         room = self._last_room
         landing = torch.from_numpy(room) if self._device.type == 'cpu' else self._landing
@@ -157,7 +157,7 @@ class SliceSender:
         return {sender: landing[end - nbytes : end] for (sender, nbytes), end in places}, room
 
     def _on_host(self, incoming: Mapping[int, torch.Tensor], room: np.ndarray) -> dict[int, np.ndarray]:
-        """The messages, in host memory."""
+        """The received messages, in host memory."""
         nbytes = sum(len(message) for message in incoming.values())
         if self._device.type != 'cpu' and nbytes:
             torch.from_numpy(room)[:nbytes].copy_(self._landing[:nbytes])
@@ -168,7 +168,7 @@ class SliceSender:
         }
 
     def _written_here(self, number: int, arrived: Mapping[int, np.ndarray]) -> Iterator[Chunk]:
-        """The chunks of a round, those of one tensor in their order: they are one receipt."""
+        """The chunks of a round. Those of one tensor are in order, since they share a receipt."""
         if number < 0 or self._collective.is_failing:
             return
         portions = self._rounds[number].for_owner(self._rank)
@@ -189,7 +189,7 @@ class SliceSender:
             self._collective.remember('send', error)
 
     def _own_chunks(self, own: Iterator[Slice], nbytes: int) -> Iterator[Chunk]:
-        """So many bytes of this rank's slices: they come in parts."""
+        """The next ``nbytes`` bytes of this rank's slices, which come in parts."""
         while nbytes > 0:
             found = next(own).chunk(self._to_host)
             nbytes -= found.data.nbytes

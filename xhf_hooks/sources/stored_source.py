@@ -1,4 +1,4 @@
-"""Sources of which it is known where in files each tensor's bytes lie."""
+"""Sources whose tensors have known places in files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from xhf_hooks.sources.pieces import Piece, StoredTensor
 
 
 class StoredSource(FileSource):
-    """Reads slices of the files and casts them on the way; holds no tensor.
+    """Reads slices of files and casts them; holds no tensors.
 
-    Runs on: one process, or several that each got it by fork or pickle, or several threads.
+    Runs on: one process, several that received it by fork or pickle, or several threads.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class StoredSource(FileSource):
         self._tensors: dict[str, StoredTensor] = {}
 
     def pieces(self, name: str, *, use_fp32_master: bool) -> tuple[Piece, ...]:
-        """Where the values lie; one after the other they are the row-major tensor.
+        """The pieces of a tensor; concatenated, they are the row-major tensor.
 
         Args:
-            use_fp32_master: The fp32 master if there is one. Else what gives the training dtype: 16-bit weights where
-                the files have them (stages 0 to 2), fp32 slices whose cast they are otherwise (stage 3).
+            use_fp32_master: Prefer the fp32 master. Otherwise the pieces give the training dtype: 16-bit weights where
+                the files have them (stages 0 to 2), else fp32 slices to be cast (stage 3).
         """
         tensor = self._tensors[name]
         return tensor.master if use_fp32_master and tensor.master is not None else tensor.trained
@@ -37,20 +37,20 @@ class StoredSource(FileSource):
         return sum(piece.nbytes for name in names for piece in self.pieces(name, use_fp32_master=use_fp32_master))
 
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
-        """Cast ``len(out) / width`` elements from element ``start`` on into ``out``. Memory: a few MB.
+        """Cast elements from ``start`` on into ``out``, as many as fit. Needs a few MB of memory.
 
-        With ``use_fp32_master=False`` and another ``dtype`` than the training dtype, values are first rounded to the
-        training dtype, as the hook's are. With ``use_fp32_master=True`` they are rounded once, from the master.
+        With ``use_fp32_master=True`` values are rounded once, from the master. Otherwise they are rounded to the
+        training dtype first, as the hook saves them.
 
         Args:
-            out: Writable bytes, of a mapped file for example.
+            out: Writable bytes, for example of a mapped file.
             dtype: Safetensors dtype to write.
 
         Returns:
-            How many finite elements became infinite.
+            The number of finite elements that became infinite.
 
         Raises:
-            CheckpointError: A file can't be read any more.
+            CheckpointError: A file can no longer be read.
         """
         if not len(out):
             return 0
@@ -61,7 +61,7 @@ class StoredSource(FileSource):
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Whole tensors in fresh memory, for entries that are made of several (``combine``)."""
+        """Whole tensors in new memory, for outputs that ``combine`` makes from several."""
         tensors = {}
         for name in names:
             if name in wanted:

@@ -1,4 +1,4 @@
-"""A model partitioned by DeepSpeed ZeRO-3: every rank holds a slice of every parameter."""
+"""Models partitioned by DeepSpeed ZeRO-3: every rank holds a slice of every parameter."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_pa
 
 @SOURCES.register_module()
 class Zero3Source(ModuleSource):
-    """Gathers partitions under ``deepspeed.zero.GatheredParameters``, wherever they are offloaded to.
+    """Reads this rank's partitions, or gathers them with ``deepspeed.zero.GatheredParameters``, offloaded or not.
 
-    Between iterations a partitioned parameter has the shape ``[0]``; its full shape is ``ds_shape``, its identity
-    ``ds_id``, and ``ds_tensor`` holds this rank's partition (DeepSpeed ``runtime/zero/partition_parameters.py``),
-    which is what an optimizer step writes. Buffers are never partitioned. Needs no
-    ``stage3_gather_16bit_weights_on_model_save``.
+    Between iterations a partitioned parameter has the shape ``[0]``. ``ds_shape`` is its full shape, ``ds_id`` its
+    identity, and ``ds_tensor`` this rank's partition (DeepSpeed ``runtime/zero/partition_parameters.py``), which the
+    optimizer step updates. Buffers are never partitioned. ``stage3_gather_16bit_weights_on_model_save`` is not needed.
     """
 
     memory_factor = 4  # measured by tools/bench.py
@@ -38,13 +37,13 @@ class Zero3Source(ModuleSource):
         quantized = [name for name in names if _is_quantized(self._tensors[name])]
         if quantized:
             raise ModelError(
-                f'DeepSpeed keeps {len(quantized)} frozen tensors in 8 bits ({quantized[0]} is the first), so a save '
-                f'would not hold what was loaded. Set zero_quantized_nontrainable_weights to False, or save the '
-                f"adapter alone (lora='adapter')"
+                f'DeepSpeed keeps frozen weights in 8 bits ({len(quantized)} of them; the first is {quantized[0]}), so '
+                f'the original values are lost. Set zero_quantized_nontrainable_weights to False, or save only the '
+                f"adapter with lora='adapter'"
             )
 
     def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
-        """What is spread over all ranks, masters as the parameters that they are of."""
+        """The spread of all partitioned parameters; masters are spread as their parameters are."""
         spreads = ((name, self._spread_of(tensor)) for name, tensor in self._tensors.items())
         return {name: spread for name, spread in spreads if spread is not None}
 
@@ -60,12 +59,12 @@ class Zero3Source(ModuleSource):
         if not _is_partitioned(tensor):
             return super().local_shard(name, use_fp32_master)
         held = self._held(tensor)
-        # Padded at its end where the parameter ends before
+        # The last partitions of a parameter are padded
         return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)])
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """As DeepSpeed's own checkpoint code: drop what is gathered for training, restore it afterwards.
+        """Free what training has gathered, and restore it afterwards, as DeepSpeed's checkpoint code does.
 
         Source: ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
         ``_zero3_consolidated_16bit_state_dict`` (``runtime/engine.py``).
@@ -79,12 +78,12 @@ class Zero3Source(ModuleSource):
         try:
             yield
         except RankLostError:
-            is_complete = False  # and what follows would wait for that rank
+            is_complete = False  # restoring would wait for the lost rank
             raise
         finally:
             if is_complete:
                 optimizer.checkpoint_event_epilogue()
-                _wait_until_arrived(optimizer.persistent_parameters)  # training goes on with them
+                _wait_until_arrived(optimizer.persistent_parameters)  # training uses them next
 
     @contextmanager
     def gathered(
@@ -95,8 +94,8 @@ class Zero3Source(ModuleSource):
 
         tensors = {name: self._tensors[name] for name in names}
         from_master = [n for n, t in tensors.items() if use_fp32_master and self._has_master(t)]
-        # What is whole already (a persistent parameter of a model without optimizer) must stay so:
-        # GatheredParameters would partition it on leaving.
+        # A parameter that is whole already (a persistent one of a model without optimizer) must stay whole:
+        # GatheredParameters would partition it on exit
         others = {n: t for n, t in tensors.items() if n not in from_master}
         partitioned = {
             n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
@@ -113,10 +112,10 @@ class Zero3Source(ModuleSource):
             yield {**read, **self._gather_masters(from_master, wanted)}
 
     def _gather_masters(self, names: Sequence[str], wanted: Collection[str]) -> dict[str, torch.Tensor]:
-        """Whole fp32 masters. A rank that cannot read its partition takes part all the same, and raises afterwards.
+        """Whole fp32 masters. A rank that cannot read its partition takes part anyway, and raises afterwards.
 
-        Otherwise the others would wait for it inside of a collective. Not by DeepSpeed's
-        ``safe_get_full_fp32_param``, which gives none of an optimizer that is swapped to NVMe in a pipeline.
+        Otherwise the others would wait for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used,
+        since it returns nothing for an optimizer that is swapped to NVMe in a pipeline.
         """
         if not names:
             return {}
@@ -143,7 +142,7 @@ class Zero3Source(ModuleSource):
         return found
 
     def _partition(self, name: str, use_fp32_master: bool) -> torch.Tensor:
-        """This rank's elements, and padding. Without communication; may alias live memory."""
+        """This rank's elements, with padding. Does not communicate; the result may alias live memory."""
         from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
         tensor = self._tensors[name]
@@ -174,10 +173,10 @@ class Zero3Source(ModuleSource):
 
 
 def _within_swap_buffers(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Parameters by name, cut into as many at once as DeepSpeed has buffers for to read them from NVMe.
+    """Split parameters into batches for which DeepSpeed has enough buffers to read them from NVMe.
 
     Raises:
-        TensorError: It has none free.
+        TensorError: No buffer is free.
     """
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
@@ -188,8 +187,7 @@ def _within_swap_buffers(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, 
             n_buffers = tensor.nvme_swapper.available_swap_in_buffers()
             if n_buffers == 0:
                 raise TensorError(
-                    f'{name}: expected a free buffer of DeepSpeed to read it from NVMe, found none; raise buffer_count '
-                    f'in offload_param'
+                    f'{name}: DeepSpeed has no free buffer to read it from NVMe; raise buffer_count in offload_param'
                 )
             if n_swapped == n_buffers:
                 batches.append({})
@@ -200,11 +198,11 @@ def _within_swap_buffers(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, 
 
 
 def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
-    """Wait for all that DeepSpeed gathers of these. Runs on: all ranks.
+    """Wait until DeepSpeed has gathered all of these parameters. Runs on: all ranks.
 
-    It starts an asynchronous all-gather for each parameter, and waits for the last of them only
-    (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream keeps their
-    order; gloo's threads do not, but its barrier waits for all that was begun before.
+    DeepSpeed starts an asynchronous all-gather for each parameter and waits only for the last one
+    (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream finishes them
+    in order. gloo's threads may not, but a gloo barrier waits for all operations started before it.
     """
     for group in dict.fromkeys(tensor.ds_process_group for tensor in partitioned):
         if dist.get_backend(group) == dist.Backend.GLOO:
@@ -220,5 +218,5 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def _partition_group(tensor: torch.Tensor) -> dist.ProcessGroup:
-    """The ranks that hold a parameter together; MiCS (DeepSpeed ``runtime/zero/mics.py``) has several such groups."""
+    """The ranks that hold a parameter together. MiCS (DeepSpeed ``runtime/zero/mics.py``) has several such groups."""
     return tensor.comm.param_shard_group if hasattr(tensor, 'comm') else tensor.ds_process_group

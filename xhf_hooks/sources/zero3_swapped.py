@@ -1,9 +1,10 @@
-"""What DeepSpeed ZeRO-3 keeps on NVMe, read from its swap files.
+"""Reads what DeepSpeed ZeRO-3 keeps on NVMe directly from its swap files.
 
-Not through its swappers: the one for parameters has few buffers (``buffer_count``), and a save that needs more fails;
-the one for masters reads all states of a sub group for each parameter in it, and its pipelined form gives none at all.
-A training step waits for what it writes, so between iterations the files are complete. A file holds a partition, or the
-flat masters of a sub group, from its first byte on (DeepSpeed ``runtime/swap_tensor/utils.py``, ``swap_out_tensors``).
+DeepSpeed's swappers are not suitable. The one for parameters has few buffers (``buffer_count``), and a save that needs
+more would fail. The one for masters reads all states of a sub group for each of its parameters, and its pipelined form
+returns none. A training step waits for its writes, so the files are complete between iterations. A file holds a
+partition, or the flat masters of a sub group, from its first byte on (DeepSpeed ``runtime/swap_tensor/utils.py``,
+``swap_out_tensors``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def read_swapped_partition(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def read_swapped_master(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's partition of a trained parameter's fp32 master; None where that is in memory.
+    """This rank's partition of a trained parameter's fp32 master; None if that is in memory.
 
     Raises:
         OSError: The swap file cannot be read.
@@ -43,7 +44,7 @@ def read_swapped_master(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _read(path: str | os.PathLike[str], first: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Elements number ``first`` and following."""
+    """Read ``numel`` elements, beginning with element ``first``."""
     elements = torch.empty(numel, dtype=dtype)
     room = memoryview(elements.view(torch.uint8).numpy())
     with open(path, 'rb', buffering=0) as file:
@@ -52,6 +53,6 @@ def _read(path: str | os.PathLike[str], first: int, numel: int, dtype: torch.dty
         while done < len(room):
             n = file.readinto(room[done:])
             if not n:
-                raise TensorError(f'{path}: expected {len(room)} bytes from {first * dtype.itemsize} on, found {done}')
+                raise TensorError(f'{path}: expected {len(room)} bytes at {first * dtype.itemsize}, found {done}')
             done += n
     return elements

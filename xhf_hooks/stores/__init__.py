@@ -1,4 +1,4 @@
-"""Object stores and other places that fsspec names by a URL: objects written in parts, saves that appear whole."""
+"""Object stores and other places that fsspec opens by URL: multipart objects, and saves that become visible at once."""
 
 from xhf_hooks.stores.open_store import open_store
 from xhf_hooks.stores.store import ObjectInfo, Store

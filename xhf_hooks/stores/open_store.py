@@ -1,4 +1,4 @@
-"""From a URL to a store: fsspec finds the library, and the library its credentials."""
+"""Opens the store at a URL. fsspec finds the library, and the library finds its credentials."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXTRAS = {
     'oss': 'oss',
 }
 _URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)
-#: s3fs itself tries 5 times. Checksums of answers are ours to compare; some servers send that of the whole object with
-#: a range of it.
+#: s3fs itself retries 5 times. This package compares checksums itself, since some servers answer a range request with
+#: the checksum of the whole object.
 _S3_CONFIG = {
     'connect_timeout': 10,
     'read_timeout': 60,
@@ -38,7 +38,7 @@ _S3_CONFIG = {
 
 
 def is_url(place: object) -> bool:
-    """Whether it names a store, not a folder."""
+    """Whether a place is the URL of a store rather than a folder."""
     return isinstance(place, str) and bool(_URL.fullmatch(place))
 
 
@@ -46,7 +46,7 @@ def checked_url(option: str, url: Any) -> str:
     """The URL without a final slash.
 
     Raises:
-        OptionError: It is none, or holds credentials.
+        OptionError: It is not a URL, or contains credentials.
     """
     match = _URL.fullmatch(url) if isinstance(url, str) else None
     if match is None:
@@ -74,7 +74,7 @@ def open_store(
             has one for that. Otherwise it is fsspec's own, which others in this process may use.
 
     Raises:
-        OptionError: It is no URL of a store.
+        OptionError: It is not the URL of a store.
         StoreError: The library is missing, or refuses ``backend_args``.
     """
     import fsspec
@@ -99,7 +99,7 @@ def open_store(
         raise StoreError(f'{url}: {error}; {how}, or set {option} to another place') from None
     except Exception as error:
         said = without_secrets(f'{type(error).__name__}: {error}', given)
-        raise StoreError(f'{url}: cannot be opened: {said}; look at {option} and backend_args') from None
+        raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
     kind = S3Store if protocol in ('s3', 's3a') else Store
     return kind(file_system, root, without_secrets(url), given, option)
 

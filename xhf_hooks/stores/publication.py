@@ -1,12 +1,12 @@
-"""How saves become visible under a URL: each has a prefix of its own, its manifest comes last, then the pointer moves.
+"""Publishes saves under a URL: each save has its own prefix, its manifest is written last, then the pointer moves.
 
     hf_model.json                    the pointer: names the newest save; the only object that is ever replaced
     hf_model.lock                    one run at a time
     hf_model_iter_500/...            a save; xhf_manifest.json is its last object
-    hf_model_iter_500/.xhf_writing   it is being filled, or deleted
+    hf_model_iter_500/.xhf_writing   marks a save that is being written or deleted
 
-A reader who follows the pointer finds a complete save at every instant. What a killed run left is recognized by the
-mark ``.xhf_writing``; nothing without it is ever deleted, but for saves that the pointer names.
+The pointer always names a complete save. The mark ``.xhf_writing`` identifies what a killed run has left; except for
+saves that the pointer lists, nothing without this mark is ever deleted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Pointer:
-    """What the pointer says.
+    """The content of the pointer.
 
     Attributes:
         newest: Prefix of the newest save, without a slash.
-        saves: Prefixes from the oldest to the newest. Older ones may be gone.
-        step: Of the newest: unit and number.
+        saves: Prefixes from the oldest to the newest. Older ones may no longer exist.
+        step: Unit and number of the newest step.
     """
 
     newest: str
@@ -48,15 +48,15 @@ class Pointer:
 
 
 def pointer_key(name: str) -> str:
-    """Of the pointer of saves that are named so, such as ``hf_model``."""
+    """The key of the pointer for saves of this name, such as ``hf_model``."""
     return f'{name}.json'
 
 
 def read_pointer(store: Store, name: str) -> Pointer | None:
-    """Which save is the newest; None where there is none yet.
+    """Read the pointer; None if there is none yet.
 
     Raises:
-        StoreError: The store cannot be read, or this is no pointer.
+        StoreError: The store cannot be read, or the object is not a pointer.
     """
     data = store.get(pointer_key(name))
     if data is None:
@@ -70,7 +70,7 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
     except (ValueError, KeyError, TypeError):
         pass
     raise StoreError(
-        f'{store.url}/{pointer_key(name)}: not what this package writes, or of a newer version; move it away, or set '
+        f'{store.url}/{pointer_key(name)}: not written by this package, or by a newer version; move it away, or set '
         f'{store.option} to another place'
     )
 
@@ -86,10 +86,10 @@ def take_name(name: str, taken: set[str]) -> str:
 
 
 def require_answer(store: Store, secs: float = 60.0) -> None:
-    """Write, read, list and remove a small object, within a time: libraries try again for minutes.
+    """Write, read, list and remove a small object within a time limit, since libraries retry for minutes.
 
     Raises:
-        StoreError: One of these did not work, or takes longer.
+        StoreError: One of these failed or took too long.
     """
     outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -104,20 +104,20 @@ def require_answer(store: Store, secs: float = 60.0) -> None:
     try:
         error = outcome.get(timeout=secs)
     except queue.Empty:
-        error = StoreError(f'{store.url}: does not answer within {secs:g} s; is {store.option} right?')
+        error = StoreError(f'{store.url}: does not answer within {secs:g} s; check {store.option}')
     if error is not None:
         raise error
 
 
 class Publication:
-    """The saves of one name under one URL. Runs on: rank 0, where nothing else is said; by one thread at a time.
+    """The saves of one name under one URL. Runs on: rank 0 unless stated otherwise, one thread at a time.
 
     Args:
-        name: Such as ``hf_model``.
-        max_keep: How many saves are kept there, the newest included; -1 keeps all.
+        name: A name such as ``hf_model``.
+        max_keep: How many saves to keep, including the newest; -1 keeps all.
 
     Attributes:
-        probe_secs: A probe of that age is of a killed run; other ranks' are younger.
+        probe_secs: A test object of this age was left by a killed run; those of live ranks are younger.
     """
 
     probe_secs = 600.0
@@ -127,10 +127,10 @@ class Publication:
         self._lock = StoreLock(store, name)
         self._saves: list[str] = []
         self._taken: set[str] = set()
-        self._in_doubt: str | None = None  # the pointer may name it: nobody knows what became of that request
+        self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
 
     def claim(self) -> None:
-        """Before training: prove that the place can be used, lock it, clear what killed runs left.
+        """Before training, check that the place can be used, lock it, and clean up after killed runs.
 
         Raises:
             StoreError: It cannot be used, or another run uses it.
@@ -144,18 +144,18 @@ class Publication:
             raise
 
     def new_prefix(self, label: str) -> str:
-        """A prefix that was never used, for the save of ``iter_500`` or ``epoch_2``. Asks nobody."""
+        """A prefix that was never used before, for a label such as ``iter_500``. Sends no request."""
         return take_name(f'{self.name}_{label}', self._taken)
 
     def begin(self, prefix: str) -> None:
-        """Mark it as being written. Runs on: every rank, before its first object of this save."""
+        """Mark the prefix as being written. Runs on: every rank, before its first object of this save."""
         self.store.put(f'{prefix}/{_WRITING}', b'')
 
     def publish(self, prefix: str, manifest: bytes, step: Mapping[str, Any]) -> None:
-        """All other objects of a save are there: make it the newest; only then delete older ones.
+        """Make a save whose other objects are all written the newest; only then delete older ones.
 
         Raises:
-            StoreError: Something of that was not done: call it again.
+            StoreError: A step failed; call it again.
         """
         self._lock.require()
         in_doubt = self._in_doubt
@@ -171,16 +171,16 @@ class Publication:
         self._delete_outdated()
 
     def is_newest(self, prefix: str) -> bool:
-        """Whether the pointer was moved to it."""
+        """Whether the pointer names this save as the newest."""
         return bool(self._saves) and self._saves[-1] == prefix
 
     def abandon(self, prefix: str) -> None:
-        """Delete what there is of a save that will not be published, unless the pointer may name it all the same."""
+        """Delete what was written of a save that will not be published, unless the pointer may name it."""
         if prefix not in self._saves and prefix != self._in_doubt:
             self._delete(prefix)
 
     def release(self) -> None:
-        """Let another run use the place."""
+        """Release the lock, so that another run can use the place."""
         self._lock.release()
 
     def _recover(self) -> None:
@@ -212,7 +212,7 @@ class Publication:
 
     def _delete_old_probes(self, there: Mapping[str, ObjectInfo]) -> None:
         lock = there.get(self._lock.key)
-        now = None if lock is None else lock.changed  # by the store's clock: it was written just now
+        now = None if lock is None else lock.changed  # now, by the store's clock: the lock was just written
         probes = {key: info.changed for key, info in there.items() if key.startswith((PROBE, f'{self._lock.key}.'))}
         if now is not None:
             self.store.delete(
@@ -227,7 +227,7 @@ class Publication:
             self._saves.remove(prefix)
 
     def _delete(self, prefix: str) -> None:
-        """The mark first, and last: a deletion that is interrupted is finished by the next run."""
+        """Write the mark first and delete it last, so that the next run finishes an interrupted deletion."""
         for upload, key in self.store.unfinished_uploads(f'{prefix}/').items():
             self.store.abort(upload, key)
         mark, manifest = f'{prefix}/{_WRITING}', f'{prefix}/{MANIFEST_NAME}'
@@ -238,5 +238,5 @@ class Publication:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Of the prefixes of saves; ``_2`` is the second save of that step."""
+    """Matches the prefixes of saves. ``_2`` is the second save of a step."""
     return re.compile(rf'{re.escape(name)}_(iter|epoch)_\d+(_\d+)?')

@@ -1,4 +1,4 @@
-"""S3 and what speaks its protocol: parts of one object are sent at the same time, and checked one by one."""
+"""S3 and compatible stores: parts of an object are sent concurrently, and each is checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_PER_DELETE = 1000
 
 
 class S3Store(Store):
-    """A prefix in a bucket, through s3fs. What s3fs has no method for is asked of the S3 client that it holds."""
+    """A prefix in a bucket, by s3fs. Requests for which s3fs has no method go through its S3 client."""
 
     least_part_nbytes = LEAST_PART_NBYTES
     most_parts = 10_000
@@ -28,7 +28,7 @@ class S3Store(Store):
         self._etags_are_md5: bool | None = None
 
     def call(self, method: str, key: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """A request to the bucket, with the retries of s3fs."""
+        """Send a request to the bucket, with the retries of s3fs."""
         if key is not None:
             arguments['Key'] = self._full_key(key)
         return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
@@ -51,7 +51,7 @@ class S3Store(Store):
             while True:
                 try:
                     answer = self.call('list_multipart_uploads', **arguments)
-                except FileNotFoundError:  # what rclone says where there is none
+                except FileNotFoundError:  # rclone's answer if there are none
                     return found
                 uploads = [upload for upload in answer.get('Uploads', []) if upload['Key'].startswith(start)]
                 found.update({each['UploadId']: each['Key'][len(self._full_key('')) :] for each in uploads})
@@ -65,10 +65,10 @@ class S3Store(Store):
             self.call('abort_multipart_upload', key, UploadId=upload)
 
     def require_etag(self, key: str, answer: dict[str, Any], md5: str) -> None:
-        """Compare the checksum that the store has of what it received, if its ETags are checksums.
+        """Compare the store's checksum of what it received, if its ETags are checksums.
 
         Raises:
-            StoreError: It received other bytes.
+            StoreError: The store received other bytes.
         """
         etag = answer.get('ETag', '').strip('"')
         is_encrypted = answer.get('ServerSideEncryption', '').startswith('aws:kms') or answer.get(
@@ -141,7 +141,7 @@ class _S3Parts:
         return checksum if self._store._etags_are_md5 else None
 
     def _is_there(self, nbytes: int, checksum: str) -> bool:
-        """Whether it is complete although the answer was lost, after which a retry finds no upload."""
+        """Whether the object is complete although the answer was lost, so that a retry finds no upload."""
         found = self._store.info(self._key)
         return found is not None and found.nbytes == nbytes and (found.checksum == checksum or not found.has_parts)
 

@@ -1,4 +1,4 @@
-"""What must not be told: credentials in URLs, in options and in what libraries say of them."""
+"""Removes credentials from URLs, options and messages of libraries."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from urllib.parse import urlsplit
 
 _SECRET_NAMES = re.compile(r'key|secret|token|passw|credential|sas|auth|connection_string', re.IGNORECASE)
 _IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
-_LEAST_LENGTH = 4  # of what is blotted out wherever it appears
+_LEAST_LENGTH = 4  # shorter values are not replaced everywhere
 
 
 def without_secrets(text: str, options: Mapping[str, Any] | None = None) -> str:
-    """The text without user information and queries of URLs, and without secret values of ``options``."""
+    """The text without user names, passwords and queries in URLs, and without secret values of ``options``."""
     for secret in sorted(_secrets_in(options or {}), key=len, reverse=True):
         text = text.replace(secret, '***')
     return _IN_URL.sub('', text)
 
 
 def has_secrets(url: str) -> bool:
-    """Whether a URL says who asks: ``s3://key:secret@bucket``, or a signed query."""
+    """Whether a URL contains credentials: ``s3://key:secret@bucket``, or a signed query."""
     return '@' in urlsplit(url).netloc or bool(urlsplit(url).query)
 
 

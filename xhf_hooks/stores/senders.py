@@ -1,4 +1,4 @@
-"""Threads that send parts, started before they are needed: none can be started while the interpreter ends."""
+"""Threads that send parts. They start early, since none can be started while the interpreter ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Senders:
             thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have it run by one of them."""
+        """Queue a job for one of the threads."""
         self._jobs.put(job)
 
     def close(self) -> None:

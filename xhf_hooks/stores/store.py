@@ -1,4 +1,4 @@
-"""A place for objects under one URL: put, get, list, delete, and objects that are written in parts."""
+"""Objects under one URL: put, get, list, delete, and objects that are written in parts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from xhf_hooks.stores.stored_object import PARTS_IN_MEMORY, SequentialParts, Sto
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-#: What a part has at least; S3 takes no smaller ones but the last.
+#: Smallest part; S3 accepts only a smaller last one.
 LEAST_PART_NBYTES = 5 * 2**20
 PART_NBYTES = 16 * 2**20
-#: What the names of small objects begin with that are written to see whether that works.
+#: Prefix of the names of small test objects.
 PROBE = '.xhf_probe-'
-#: Of these, a file that is being written can be seen: small objects are written beside and renamed.
+#: Protocols with which a file is visible while it is being written: small objects are written beside and renamed.
 _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a store says of an object.
+    """What a store reports about an object.
 
     Attributes:
-        checksum: Its own, of whatever kind (S3: the ETag); None where it has none.
-        changed: When it was written, by the store's clock; None where it does not say.
+        checksum: The store's own checksum, of whatever kind (S3: the ETag); None if it has none.
+        changed: Time of the last write, by the store's clock; None if unknown.
     """
 
     nbytes: int
@@ -44,21 +44,21 @@ class ObjectInfo:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the checksum is that of S3 for an object that was sent in parts, which depends on their sizes."""
+        """Whether the checksum is S3's for multipart objects, which depends on the sizes of the parts."""
         return self.checksum is not None and '-' in self.checksum
 
 
 class Store:
-    """Objects under one URL, by key relative to it, with slashes. May be used by several threads.
+    """Objects under one URL, by keys relative to it, with slashes. May be used by several threads.
 
     Args:
-        url: For people, without secrets.
-        options: What the file system was made with, for what must not be told.
+        url: The URL without secrets, for messages.
+        options: Arguments of the file system; their secret values are removed from messages.
         root: The path of the URL in the file system.
-        option: Name of the user's option that the URL comes from, for messages.
+        option: The user's option with the URL, for messages.
     """
 
-    #: The fewest bytes of a part that is not the last.
+    #: Smallest size of a part that is not the last.
     least_part_nbytes = 1
     most_parts = 2**31
 
@@ -82,8 +82,8 @@ class Store:
         """Begin an object that is written in order, part by part.
 
         Args:
-            nbytes: Of the whole object, or an upper bound.
-            part_nbytes: Of a part; :meth:`part_nbytes` says what it comes to.
+            nbytes: Size of the whole object, or an upper bound.
+            part_nbytes: Requested size of a part; :meth:`part_nbytes` returns the actual one.
             senders: Threads that send; None starts some now.
             room: For parts in memory; see :class:`.StoredObject`.
         """
@@ -94,7 +94,7 @@ class Store:
         return StoredObject(self._parts(key, part_nbytes), told, part_nbytes, at_once, senders, room)
 
     def part_nbytes(self, nbytes: int, part_nbytes: int = PART_NBYTES) -> int:
-        """Size of the parts of an object: more than is asked for where the store takes too few, or no small ones."""
+        """Size of an object's parts: larger than requested if the store limits their number or requires larger ones."""
         return max(part_nbytes, self.least_part_nbytes, -(-nbytes // self.most_parts))
 
     def checksums(self, parts: Iterable[bytes | bytearray]) -> set[str]:
@@ -102,7 +102,7 @@ class Store:
         return set()
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a small object in one step: readers see the old or the new one."""
+        """Write a small object atomically: readers see the old or the new one."""
         with self.told(key, 'write'):
             if not self._has_files:
                 self._put(key, data)
@@ -119,7 +119,7 @@ class Store:
                 raise
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes | None:
-        """Bytes of an object; None where there is no such object."""
+        """Bytes of an object; None if there is no such object."""
         with self.told(key, 'read'):
             try:
                 return self._fs.cat_file(self.path(key), start=start, end=end)
@@ -127,7 +127,7 @@ class Store:
                 return None
 
     def info(self, key: str) -> ObjectInfo | None:
-        """What the store says of one object now; None where there is none."""
+        """What the store now reports about an object; None if there is no such object."""
         with self.told(key, 'read'):
             self._fs.invalidate_cache()
             try:
@@ -137,7 +137,7 @@ class Store:
         return _info(found) if found['type'] == 'file' else None
 
     def list(self, prefix: str = '') -> dict[str, ObjectInfo]:
-        """All objects whose keys begin with a folder's name and a slash, or all; by key."""
+        """Objects by key: all, or those whose keys begin with a folder name and a slash."""
         place = self.path(prefix.rstrip('/')) if prefix else self._root
         with self.told(prefix, 'list'):
             self._fs.invalidate_cache()
@@ -146,17 +146,17 @@ class Store:
         return {key: _info(entry) for key, entry in sorted(keys.items()) if key and entry['type'] == 'file'}
 
     def delete(self, keys: Collection[str]) -> None:
-        """Remove objects, as far as they are there."""
+        """Remove those of the objects that exist."""
         for key in keys:
             with self.told(key, 'delete'), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self.path(key))
 
     def unfinished_uploads(self, prefix: str = '') -> dict[str, str]:
-        """Objects that were begun and neither committed nor discarded: id to key; none where a store keeps none."""
+        """Upload id to key of objects that were begun and neither committed nor discarded; empty for most stores."""
         return {}
 
     def abort(self, upload: str, key: str) -> None:
-        """Forget such an object, with its parts."""
+        """Discard an unfinished upload with its parts."""
 
     def require_usable(self) -> None:
         """Write, read, list and remove a small object.
@@ -167,17 +167,17 @@ class Store:
         key, data = f'{PROBE}{uuid.uuid4().hex[:12]}', b'written to see whether that works; may be deleted'
         self.put(key, data)
         if self.get(key) != data or self.info(key) is None:
-            raise StoreError(f'{self.url}: what was written there cannot be read; set {self.option} to another place')
+            raise StoreError(f'{self.url}: what was written cannot be read back; set {self.option} to another place')
         self.list(PROBE)
         self.delete([key])
 
     def path(self, key: str) -> str:
-        """Of an object in the file system."""
+        """The path of an object in the file system."""
         return f'{self._root}/{key}'
 
     @contextmanager
     def told(self, key: str, what: str) -> Iterator[None]:
-        """Whatever a library raises becomes an error that says where, without secrets."""
+        """Turn whatever a library raises into a StoreError that says where, without secrets."""
         try:
             yield
         except StoreError:
@@ -186,11 +186,11 @@ class Store:
             said = without_secrets(f'{type(error).__name__}: {error}', self._options)
             where = f'{self.url}/{key}' if key else self.url
             raise StoreError(
-                f'{where}: cannot {what}: {said}. It is set by {self.option}, its access by backend_args and by where '
-                f'the library of that store looks for credentials'
+                f'{where}: cannot {what}: {said}. Check {self.option}, backend_args, and the credentials where the '
+                f"store's library looks for them"
             ) from None
 
-    #: Parts of one object may be sent at the same time.
+    #: Whether parts of an object may be sent at the same time.
     _sends_in_any_order = False
 
     def _parts(self, key: str, part_nbytes: int) -> Any:

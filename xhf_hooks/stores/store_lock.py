@@ -1,4 +1,4 @@
-"""One run at a time per name under a URL: an object that its holder writes again and again. Runs on: rank 0."""
+"""Locks a name under a URL for one run, by an object that its holder keeps rewriting. Runs on: rank 0."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from xhf_hooks.stores.store import Store
 
 
 class StoreLock:
-    """The object ``<name>.lock``. Stores drop no lock of a dead run, so its holder shows that it lives.
+    """The object ``<name>.lock``. A store does not drop the lock of a dead run, so the holder sends heartbeats.
 
     Attributes:
         beat_secs: Interval of the heartbeat.
-        lifeless_secs: A run on another host without a heartbeat for so long, by the store's clock, is dead.
-        settle_secs: Of two runs that begin at once, the one that wrote last has it.
+        lifeless_secs: A run on another host without a heartbeat for this long, by the store's clock, counts as dead.
+        settle_secs: Wait before the lock counts as taken: of two runs that start at once, the last writer has it.
     """
 
     beat_secs = 20.0
     lifeless_secs = 900.0
     settle_secs = 0.5
 
-    #: Of this process: another process of the same number, in another container, is dead.
+    #: Identifies this process: the same process number in another container does not count as alive.
     _held: ClassVar[WeakSet[StoreLock]] = WeakSet()
 
     def __init__(self, store: Store, name: str) -> None:
@@ -40,10 +40,10 @@ class StoreLock:
         self._beating: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take it.
+        """Take the lock.
 
         Raises:
-            StoreError: Another run has it, or the store cannot be used.
+            StoreError: Another run holds it, or the store cannot be used.
         """
         found = self._read()
         if found is not None and self._is_alive(found):
@@ -60,23 +60,23 @@ class StoreLock:
         self._beating.start()
 
     def require(self) -> None:
-        """Before something is published.
+        """Check that this run still holds the lock. Called before something is published.
 
         Raises:
-            StoreError: Another run has taken it, which held this one for dead.
+            StoreError: Another run considered this one dead and has taken the lock.
         """
         found = self._read()
         if found is None or found.get('run') != self._run:
             self._refuse(found or {})
 
     def release(self) -> None:
-        """Give it back. Nothing is raised: what cannot be deleted is found dead by the next run."""
+        """Release the lock. Never raises: a lock that cannot be deleted counts as dead for the next run."""
         if self._process != os.getpid():
             return
         self._process = 0
         self._released.set()
         StoreLock._held.discard(self)
-        self._beating.join()  # its last heartbeat would come after the deletion
+        self._beating.join()  # or its last heartbeat could follow the deletion
         with contextlib.suppress(StoreError):
             found = self._read()
             if found is not None and found.get('run') == self._run:
@@ -120,10 +120,10 @@ class StoreLock:
         number = 0
         while not released.wait(self.beat_secs):
             number += 1
-            with contextlib.suppress(StoreError):  # it is away: nobody sees the heartbeat
+            with contextlib.suppress(StoreError):  # unreachable: try again at the next heartbeat
                 found = self._read()
                 if found is None or found.get('run') != self._run:
-                    return  # taken: require() tells
+                    return  # taken by another run; require() raises
                 self._write(number)
 
     def _write(self, beat: int) -> None:
@@ -146,6 +146,6 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # it is another user's
         pass
     return True

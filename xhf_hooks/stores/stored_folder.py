@@ -7,25 +7,25 @@ from xhf_hooks.stores.store import Store
 
 
 class StoredFolder:
-    """What ranks write one save to: the objects of a store whose keys begin alike.
+    """The objects of one save: those whose keys begin with a prefix.
 
     Args:
-        prefix: Of the keys, without a final slash.
+        prefix: The prefix, without a final slash.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
         self.store, self.prefix = store, prefix
 
     def key(self, name: str) -> str:
-        """Of a file, named relative to the folder."""
+        """The key of a file, named relative to the folder."""
         return f'{self.prefix}/{name}'
 
     def url_of(self, name: str) -> str:
-        """For messages."""
+        """The URL of a file, for messages."""
         return f'{self.store.url}/{self.key(name)}'
 
     def sizes(self) -> dict[str, int]:
-        """Of the files that are there, in bytes."""
+        """Sizes of the existing files, in bytes."""
         start = self.key('')
         return {key.removeprefix(start): info.nbytes for key, info in self.store.list(start).items()}
 
@@ -41,6 +41,6 @@ class StoredFolder:
         """
         if self.read(name, start, len(data)) != data:
             raise IncompleteError(
-                f'{self.url_of(name)}: bytes {start} to {start + len(data)} are not those that were sent and '
+                f'{self.url_of(name)}: bytes {start} to {start + len(data)} differ from those that were sent and '
                 f'acknowledged. Something changes objects there; set {self.store.option} to another place'
             )

@@ -1,4 +1,4 @@
-"""An object on its way into a store: bytes in order, cut into parts, at most a few of them in memory."""
+"""Writes an object to a store: bytes in order, split into parts, only a few of which are in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from typing_extensions import Buffer
 
-#: Being filled or sent.
+#: Number of parts that are being filled or sent.
 PARTS_IN_MEMORY = 2
 
 
@@ -34,7 +34,7 @@ class Parts(Protocol):
         """Make the object visible, with a last part that may be empty; returns its checksum if there is one."""
 
     def discard(self) -> None:
-        """Forget all parts."""
+        """Discard all parts."""
 
 
 class StoredObject:
@@ -48,7 +48,7 @@ class StoredObject:
             the other. None is room for :data:`PARTS_IN_MEMORY` of this one.
 
     Attributes:
-        checksum: After :meth:`commit`, of what was sent, as this kind of store tells it; None where it tells none.
+        checksum: After :meth:`commit`, the store's checksum of what was sent; None if it reports none.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StoredObject:
         self._is_ending = self._is_over = False
 
     def write(self, data: Buffer) -> None:
-        """Take bytes; waits while there is no room for another part.
+        """Accept bytes. Waits while there is no memory for another part.
 
         Raises:
             StoreError: An earlier part could not be sent.
@@ -104,7 +104,7 @@ class StoredObject:
         """Send the rest and make the object visible.
 
         Raises:
-            StoreError: Something was not sent; the object does not exist then.
+            StoreError: Something was not sent, so the object does not exist.
         """
         if not self._is_ending:
             self.end()
@@ -160,7 +160,7 @@ class StoredObject:
             self._submit()
 
     def _submit(self) -> None:
-        """Runs with the lock."""
+        """Called with the lock held."""
         while self._todo and self._n_sending < self._at_once:
             self._n_sending += 1
             number, data = self._todo.popleft()
@@ -202,7 +202,7 @@ class StoredObject:
 
 
 class SequentialParts:
-    """The parts of an object that fsspec writes in order, for stores of any kind."""
+    """Parts that fsspec writes in order, for any kind of store."""
 
     def __init__(self, file_system: AbstractFileSystem, path: str, part_nbytes: int, *, makes_folders: bool) -> None:
         self._fs, self._path, self._part_nbytes = file_system, path, part_nbytes
@@ -231,7 +231,7 @@ class SequentialParts:
             return
         from fsspec.spec import AbstractBufferedFile
 
-        if not isinstance(file, AbstractBufferedFile):  # a file of a file system: there since it was opened
+        if not isinstance(file, AbstractBufferedFile):  # a file of a file system, which exists since it was opened
             file.close()
             self._fs.rm_file(self._path)
             return

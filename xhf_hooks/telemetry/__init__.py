@@ -1,1 +1,1 @@
-"""What a run tells: log lines, times, memory."""
+"""Log lines, times and memory of saves."""

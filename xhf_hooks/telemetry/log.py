@@ -1,4 +1,4 @@
-"""The log lines of a run."""
+"""Formats the log lines of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.distributed.collective import rank_and_world_size
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 
 
@@ -17,7 +17,7 @@ class RunLog(logging.LoggerAdapter):
     """A logger whose lines begin with a name.
 
     Args:
-        only_errors: Drop the rest, as on other ranks than 0.
+        only_errors: Drop everything but errors, as on all ranks but rank 0.
     """
 
     def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
@@ -26,7 +26,7 @@ class RunLog(logging.LoggerAdapter):
 
     @classmethod
     def of_this_rank(cls, name: str, logger: logging.Logger) -> RunLog:
-        """For a logger that all ranks have: other ranks than 0 log errors only."""
+        """A log for a logger that every rank has. Ranks other than 0 log errors only."""
         return cls(logger, name, only_errors=rank_and_world_size()[0] != 0)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
@@ -48,31 +48,31 @@ def log_preparations(
     left_out: Sequence[str],
     notes: Sequence[str],
 ) -> None:
-    """What will be saved, where, when and how, for a terminal of 100 columns; more where something is left out.
+    """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns.
 
     Args:
         extra_nbytes: Estimated extra memory of a save on the busiest rank.
         in_background: Whether files are written while training goes on.
         left_out: Tensors that are not exported.
-        notes: Of the exporter.
+        notes: The exporter's notes.
     """
     n_tensors, n_files = len(plan.placements), len(plan.files)
     how = f'{writer} writer{", in the background" if in_background else ""}'
     rows = {
-        'what': f'{n_tensors} tensors, {plan.nbytes / 1e6:.1f} MB in {n_files} file{"s" if n_files > 1 else ""}',
+        'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
         'where': final,
         'when': when,
         'how': f'{how}; about {extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank',
     }
     log.info(_table('ready to save', rows))
     if left_out:
-        log.info(f'not exported: {len(left_out)} tensors ({some(left_out)})')
+        log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
     for note in notes:
         log.info(note)
 
 
 def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
-    """The warnings and the cost of a save, for a terminal of 100 columns."""
+    """Log the warnings and the cost of a save. Fits a terminal of 100 columns."""
     cost = committed.cost
     for warning in committed.warnings:
         log.warning(warning)
@@ -90,12 +90,12 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
 
 
 def _table(title: str, rows: Mapping[str, object]) -> str:
-    """A message of several lines."""
+    """A message with one row per line."""
     return '\n'.join([title, *(f'    {name:<7}{value}' for name, value in rows.items())])
 
 
 def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
-    """The cost of a save, by name, for a visualizer."""
+    """The cost of a save as named numbers, for a visualizer."""
     cost = committed.cost
     stages = {f'hf_checkpoint/{stage}_seconds': seconds for stage, seconds in cost.stage_secs.items()}
     free = {'before': cost.free_before_nbytes, 'after': cost.free_after_nbytes}
@@ -111,7 +111,7 @@ def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
 
 
 class ProgressLog:
-    """Logs every half minute of a save. Called with bytes written and bytes in total."""
+    """Logs the progress of a save every half minute. Called with the bytes written and the total."""
 
     interval_secs = 30.0
 
@@ -126,7 +126,7 @@ class ProgressLog:
 
 
 class StallWatch:
-    """Warns, once, when saves stall training for too long."""
+    """Warns once if saves stall training for too long."""
 
     most_of_time = 0.1
 
@@ -136,22 +136,22 @@ class StallWatch:
         self._last_began: float | None = None
 
     def saved(self, began: float) -> None:
-        """Training goes on after a scheduled save.
+        """Called when training goes on after a scheduled save.
 
         Args:
-            began: ``time.monotonic()`` when training stopped.
+            began: ``time.monotonic()`` when training stopped for it.
         """
         stalled, last, self._last_began = time.monotonic() - began, self._last_began, began
         if last is None or self._warned or stalled <= self.most_of_time * (began - last):
             return
         self._warned = True
         self._log.warning(
-            f'training stalled for {stalled:.1f} s of the {began - last:.1f} s between two saves, '
-            f'{stalled / (began - last):.0%}: {self._advice()}'
+            f'training stalled for {stalled:.1f} s of the {began - last:.1f} s between two saves '
+            f'({stalled / (began - last):.0%}); {self._advice()}'
         )
 
     def _advice(self) -> str:
         if not self._in_background:
             faster = ' or an out_dir that all ranks see, for the positional writer' if self._writer == 'stream' else ''
             return f'set async_save=True, or a larger interval{faster}'
-        return "set a larger interval, or async_busy='skip' to leave out saves that are due too early"
+        return "set a larger interval, or async_busy='skip' to skip saves while one is being written"

@@ -1,4 +1,4 @@
-"""How much memory a save takes, and how it is returned."""
+"""Measures the memory of a save and returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STATM = Path('/proc/self/statm')
 
 
 class MemoryMeter:
-    """Extra anonymous memory since its creation, in bytes; peaks count where :meth:`sample` was called."""
+    """Extra anonymous memory since its creation, in bytes. The peak is the largest value that :meth:`sample` saw."""
 
     def __init__(self) -> None:
         self._start = _anonymous_nbytes()
@@ -26,8 +26,8 @@ class MemoryMeter:
 def return_freed_memory() -> None:
     """Return freed memory to the system.
 
-    glibc keeps the freed pages of each thread's arena, and gloo's threads have arenas of their own: without this a save
-    of many tensors keeps several times the memory that it uses. Without glibc nothing happens.
+    glibc keeps freed pages in each thread's arena, and gloo's threads have arenas of their own. Without this call, a
+    save of many tensors would hold several times the memory that it uses. Does nothing without glibc.
     """
     trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""The time of one save on this rank, by stage."""
+"""Times one save on this rank, by stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SaveClock:
     """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
 
     Args:
-        prepare_secs: Time that the save took before this was made.
+        prepare_secs: Time that the save took before this object was created.
 
     Attributes:
         stage_secs: Seconds by stage, in the order in which they were entered.
@@ -27,7 +27,7 @@ class SaveClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time of a block."""
+        """Add the time of a block to a stage."""
         started = time.perf_counter()
         try:
             yield
@@ -35,15 +35,15 @@ class SaveClock:
             self.stage_secs[name] = self.stage_secs.get(name, 0.0) + time.perf_counter() - started
 
     def training_goes_on(self) -> None:
-        """What follows no longer stalls training."""
+        """Called when training goes on; what follows no longer counts as a stall."""
         self._stalled_secs = self.seconds
 
     @property
     def seconds(self) -> float:
-        """Since the save began."""
+        """Time since the save began."""
         return time.perf_counter() - self._started
 
     @property
     def stalled_secs(self) -> float:
-        """How long training has stalled."""
+        """How long the save has stalled training."""
         return self.seconds if self._stalled_secs is None else self._stalled_secs

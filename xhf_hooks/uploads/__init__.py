@@ -1,1 +1,1 @@
-"""``upload_to``: the files of each committed save go to a store in the background, shared out among the ranks."""
+"""``upload_to``: ranks share the upload of each committed save, in the background."""

@@ -1,4 +1,4 @@
-"""A limit on how fast one rank sends."""
+"""Limits how fast one rank sends."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SLICE_SECS = 0.2
 
 
 class Bandwidth:
-    """Waits so that no more than so many bytes a second are taken, on average. Used by: one thread.
+    """Limits the average number of bytes per second by waiting. Used by: one thread.
 
     Args:
-        nbytes_per_sec: None is no limit.
+        nbytes_per_sec: The limit; None means no limit.
     """
 
     def __init__(self, nbytes_per_sec: int | None) -> None:
@@ -20,7 +20,7 @@ class Bandwidth:
         self._free_at = time.monotonic()
 
     def take(self, nbytes: int, is_wanted: Callable[[], bool]) -> None:
-        """Before so many bytes are sent. Returns early where they are no longer wanted."""
+        """Wait until this many bytes may be sent. Returns early if they are no longer wanted."""
         if self._rate is None:
             return
         while is_wanted() and (left := self._free_at - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""One file of a kept folder into a store, unless it is there already."""
+"""Uploads a file of a kept folder to a store, unless it is there already."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xhf_hooks.stores.stored_object import StoredObject
 from xhf_hooks.uploads.job import Means
 
 _READ_NBYTES = 1 << 20
-#: In memory: one is being filled, the others are being sent.
+#: Number of parts in memory: one is being filled, the others are being sent.
 PARTS_IN_MEMORY = 4
 
 
 class Unwanted(Exception):
-    """The upload of this save was given up while it was under way."""
+    """The upload of this save was cancelled while it was in progress."""
 
 
 @dataclass(frozen=True)

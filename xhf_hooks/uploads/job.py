@@ -1,4 +1,4 @@
-"""One save on its way to where it is uploaded."""
+"""The upload of one save, and the interface of destinations."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class UploadJob:
     """What this rank does for the upload of one save.
 
     Attributes:
-        number: Of the save, the same on all ranks; larger for later ones.
-        name: Of its folder, such as ``hf_model``.
-        place: Its name where it goes, such as ``hf_model_iter_500``.
-        folder: Holds its files until all is uploaded.
-        rank: 0 publishes what all ranks have uploaded.
-        n_ranks: How many share the files.
-        kept: On rank 0: what to release at the end.
-        is_wanted: False once it is given up.
-        is_failing: The last attempt at something failed.
+        number: Number of the save, the same on all ranks; later saves have larger numbers.
+        name: Name of its folder, such as ``hf_model``.
+        place: Its name at the destination, such as ``hf_model_iter_500``.
+        folder: Holds its files until everything is uploaded.
+        rank: This rank. Rank 0 publishes what all ranks have uploaded.
+        n_ranks: Number of ranks that share the files.
+        kept: On rank 0, the kept folder to release at the end.
+        is_wanted: False once the upload is cancelled.
+        is_failing: Whether the last attempt failed.
     """
 
     number: int
@@ -47,10 +47,10 @@ class UploadJob:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Of the save. Read by the thread of uploads."""
+        """The manifest of the save, read by the upload thread."""
         found = read_manifest(self.folder)
         if found is None:
-            raise DamagedError(f'{self.folder}: {MANIFEST_NAME} has gone, although this folder is kept for the upload')
+            raise DamagedError(f'{self.folder}: {MANIFEST_NAME} is missing from the folder that is kept for the upload')
         return found
 
     @cached_property
@@ -78,20 +78,20 @@ class Means:
 
 
 class Destination(Protocol):
-    """Where the saves of one name go. Methods raise StoreError where the place refuses; any may be called again."""
+    """Where saves of one name are uploaded. Methods raise StoreError if a request fails, and may be called again."""
 
     where: str
-    #: Ranks may share the files of a save out.
+    #: Whether ranks share the files of a save.
     takes_from_all_ranks: bool
 
     def claim(self) -> None:
-        """Before training, on rank 0: prove that uploads will work."""
+        """Check before training that uploads will work. Runs on: rank 0."""
 
     def require_usable(self) -> None:
-        """Before training, on other ranks that upload."""
+        """Check before training that uploads will work. Runs on: other ranks that upload."""
 
     def new_place(self, step: Step) -> str:
-        """Where the next save goes. Runs on: rank 0; asks nobody."""
+        """The name of the next save at the destination. Runs on: rank 0. Sends no request."""
 
     def send(self, job: UploadJob, names: Sequence[str], means: Means) -> int:
         """Upload files of a save; returns bytes sent."""
@@ -100,10 +100,10 @@ class Destination(Protocol):
         """Files of a save that are not there yet. Runs on: rank 0."""
 
     def publish(self, job: UploadJob) -> None:
-        """All files are there: make the save visible. Runs on: rank 0."""
+        """Make a save visible when all of its files are uploaded. Runs on: rank 0."""
 
     def abandon(self, job: UploadJob) -> None:
-        """Remove what is there of a save that was given up. Runs on: rank 0."""
+        """Remove what was uploaded of a cancelled save. Runs on: rank 0."""
 
     def release(self) -> None:
-        """The run ends. Runs on: rank 0."""
+        """Release the destination at the end of the run. Runs on: rank 0."""

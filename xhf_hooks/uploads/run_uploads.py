@@ -1,4 +1,4 @@
-"""The uploads of one run, as its saves see them: checked before training, begun after each commit, waited for."""
+"""The uploads of one run: checked before training, started after each commit, finished at the end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.distributed.shared_filesystem import is_shared
+from xhf_hooks.format.text import counted
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import open_store
 from xhf_hooks.telemetry.log import RunLog
@@ -27,7 +28,7 @@ _RELEASE_SECS = 10.0
 
 @dataclass(frozen=True)
 class _Offer:
-    """What rank 0 tells the others of a save."""
+    """What rank 0 tells the other ranks about a save."""
 
     place: str
     folder: str
@@ -38,7 +39,7 @@ class _Offer:
 def uploads_of_run(
     options: RunOptions | CallOptions, finals: Sequence[Path], collective: Collective, log: RunLog
 ) -> RunUploads | None:
-    """The uploads that the options ask for; None where there is no ``upload_to``. Runs on: all ranks.
+    """The uploads that the options request; None without ``upload_to``. Runs on: all ranks.
 
     Args:
         finals: The folders of saves; the first is that of the newest.
@@ -68,13 +69,13 @@ def uploads_of_run(
 
 
 class RunUploads:
-    """Runs on: all ranks, every method.
+    """The uploads of a run. Every method runs on all ranks.
 
     Args:
-        destinations: By the name of the folder of saves.
-        nbytes_per_sec: What a rank may send; None is no limit.
-        wait_secs: How long the end of the run waits.
-        is_shared: All ranks see the folders.
+        destinations: Name of a save's folder to its destination.
+        nbytes_per_sec: Limit for each rank; None means no limit.
+        wait_secs: How long the end of the run waits for uploads.
+        is_shared: Whether all ranks see the folders.
     """
 
     def __init__(
@@ -94,10 +95,10 @@ class RunUploads:
         self._claimed: list[Destination] = []
 
     def claim(self, rank: int) -> None:
-        """Before training: prove that uploads will work.
+        """Check before training that uploads will work.
 
         Raises:
-            StoreError: They will not; not agreed.
+            StoreError: They will not. Ranks have not agreed on this error.
         """
         self._is_first = rank == 0
         for number, destination in enumerate(self._destinations.values()):
@@ -109,9 +110,9 @@ class RunUploads:
         self._thread = UploadThread(self._destinations, self._log, self._nbytes_per_sec)
 
     def offer(self, final: Path, step: Step, collective: Collective) -> None:
-        """A save was committed: begin its upload. Runs on: all ranks, in the thread that saves.
+        """Begin the upload of a committed save. Runs on: all ranks, in the thread that saves.
 
-        What goes wrong here is logged.
+        Errors are logged.
 
         Raises:
             RankLostError: A rank did not take part.
@@ -124,33 +125,33 @@ class RunUploads:
                 still_wanted = self._thread.still_wanted(final.name)
                 offer = _Offer(destination.new_place(step), kept.path.name, for_all, still_wanted)
             except Exception as error:  # the save itself is good
-                self._log.error(f'the save of {step.label} is not uploaded: {error}')
+                self._log.error(f'the save of {step.label} will not be uploaded: {error}')
         offer = collective.broadcast(offer)
         self._number += 1
         if offer is None:
             return
         n_ranks = collective.world_size if offer.for_all_ranks else 1
-        folder = final.with_name(offer.folder)  # hosts may mount it elsewhere
+        folder = final.with_name(offer.folder)  # other hosts may mount it elsewhere
         job = UploadJob(self._number, final.name, offer.place, step, folder, collective.rank, n_ranks, kept)
         job.is_wanted = collective.rank < n_ranks
         self._thread.add(job, offer.still_wanted)
 
     def wait(self) -> None:
-        """Wait for uploads that are under way, as long as ``exit_wait_secs`` says. Needs no other rank."""
+        """Wait for uploads in progress, up to ``exit_wait_secs``. Needs no other rank."""
         thread = self._thread
         if thread is None or os.getpid() != self._process or thread.wait(0):
             return
         self._log.info('waiting for uploads')
         if not thread.wait(self._wait_secs) and self._is_first:
-            self._log.error(f'uploads have not ended within exit_wait_secs={self._wait_secs:g} s')
+            self._log.error(f'uploads did not finish within exit_wait_secs={self._wait_secs:g} s')
 
     def end(self) -> None:
-        """Wait for uploads, tell what was not uploaded, release the place. Needs no other rank."""
+        """Wait for uploads, log what was not uploaded, release the destinations. Needs no other rank."""
         self.wait()
         self._give_up()
 
     def end_forgotten(self) -> None:
-        """The run was forgotten, not closed: give up what is under way. Returns at once."""
+        """Cancel uploads of a run that was garbage-collected without being closed. Returns at once."""
         threading.Thread(target=self._give_up, name='xhf-upload-end', daemon=True).start()
 
     def _give_up(self) -> None:
@@ -161,11 +162,11 @@ class RunUploads:
             thread.end()
             if self._is_first and thread.failed:
                 places = ', '.join(thread.uploaded) or 'none'
-                self._log.warning(f'{len(thread.failed)} saves were not uploaded; uploaded: {places}')
+                self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
         claimed, self._claimed = self._claimed, []
         releasing = threading.Thread(target=_release, args=(claimed,), name='xhf-upload-release', daemon=True)
         releasing.start()
-        releasing.join(_RELEASE_SECS)  # of a store that hangs; its lock is found dead by the next run
+        releasing.join(_RELEASE_SECS)  # the store may hang; the next run finds its lock dead
 
 
 def _release(destinations: Sequence[Destination]) -> None:

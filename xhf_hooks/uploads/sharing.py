@@ -1,4 +1,4 @@
-"""Which rank uploads which files."""
+"""Decides which rank uploads which files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def share_out(files: Mapping[str, int], n_ranks: int) -> list[list[str]]:
-    """The names of the files that each rank uploads, about as many bytes each; the same on every rank.
+    """The names of the files that each rank uploads, balanced by size. The same on every rank.
 
     Args:
         files: Name to size in bytes.

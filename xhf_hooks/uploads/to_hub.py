@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 PREFIX = 'hf://'
-#: What the Hub puts into a new repository, and people write there.
+#: Files that the Hub creates in a new repository or that users edit there. A save does not delete them.
 _NOT_OURS = ('.gitattributes', 'README.md')
 
 
 class HubDestination:
-    """A :class:`.Destination` that is a repository of models, by huggingface_hub, which retries and resumes by itself.
+    """A :class:`.Destination` that is a model repository of the Hub. huggingface_hub retries and resumes by itself.
 
-    Commits are atomic: a branch holds the old or the new save. The newest save is on ``main``, one of another name on
-    a branch of that name.
+    Commits are atomic, so a branch holds the old or the new save. The newest save is on ``main``; saves of another name
+    are on a branch of that name.
 
     Args:
         url: ``hf://organization/name``.
-        name: Of the saves.
-        is_first: It is the name of the newest saves.
+        name: Name of the saves.
+        is_first: Whether this is the name of the newest saves.
     """
 
     takes_from_all_ranks = False
@@ -109,4 +109,4 @@ class HubDestination:
             raise
         except Exception as error:
             said = without_secrets(f'{type(error).__name__}: {error}')
-            raise StoreError(f'{self.where}: cannot {what}: {said}; look at upload_to and at your token') from None
+            raise StoreError(f'{self.where}: cannot {what}: {said}; check upload_to and your token') from None

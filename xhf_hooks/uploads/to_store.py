@@ -1,4 +1,4 @@
-"""Uploads to a store: a prefix for each save, whose files all ranks send."""
+"""Uploads to a store. Each save has its own prefix, and all ranks send files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class StoreDestination:
     """A :class:`.Destination` under a URL.
 
     Args:
-        name: Of the saves.
-        max_keep: How many of them are kept there; -1 keeps all.
+        name: Name of the saves.
+        max_keep: How many uploaded saves to keep; -1 keeps all.
     """
 
     takes_from_all_ranks = True

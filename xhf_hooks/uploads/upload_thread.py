@@ -1,4 +1,4 @@
-"""The thread of a rank that uploads one save after the other, and tries again where something fails."""
+"""The thread of a rank that uploads one save after the other and retries after failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.errors import StoreError
-from xhf_hooks.format.text import size_text
+from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.stores.senders import Senders
 from xhf_hooks.telemetry.log import RunLog
 from xhf_hooks.uploads.bandwidth import Bandwidth
@@ -22,10 +22,10 @@ from xhf_hooks.uploads.file_upload import PARTS_IN_MEMORY, Unwanted
 from xhf_hooks.uploads.job import Destination, Means, UploadJob
 
 T = TypeVar('T')
-#: Between two attempts: doubled up to the second, and somewhat at random, since all ranks began at once.
+#: Seconds between two attempts, doubled from the first to the second value, with jitter since all ranks start at once.
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 60.0
 _LOG_SECS = 600.0
-#: Between two looks of rank 0 for the files of other ranks: a twentieth of what its own have taken, within these.
+#: Seconds between checks of rank 0 for other ranks' files: a twentieth of the time of its own, within these limits.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 5.0
 
 
@@ -37,8 +37,8 @@ class UploadThread:
 
     Attributes:
         uploaded: Places of published saves.
-        failed: What became of the others, for the log.
-        patience_secs: How long rank 0 waits for the files of others at least, or as long again as its own have taken.
+        failed: What happened to the other saves, for the log.
+        patience_secs: How long rank 0 waits for other ranks' files: at least this, or as long as its own have taken.
     """
 
     patience_secs = 30.0
@@ -59,9 +59,9 @@ class UploadThread:
         self._thread.start()
 
     def still_wanted(self, name: str) -> list[int]:
-        """Numbers of the saves that go on when another one of that name comes. Runs on: rank 0.
+        """Numbers of the saves whose upload goes on when a newer one of that name arrives. Runs on: rank 0.
 
-        Newest wins: one that waits is given up, and one that is being uploaded, if that fails just now.
+        The newest wins: a waiting upload is cancelled, and so is a running one whose last attempt failed.
         """
         with self._changed:
             return [
@@ -71,7 +71,7 @@ class UploadThread:
             ]
 
     def add(self, job: UploadJob, still_wanted: Collection[int]) -> None:
-        """Upload a save, and give up all others but those."""
+        """Queue a save and cancel all others except ``still_wanted``."""
         with self._changed:
             for other in self._jobs:
                 other.is_wanted = other.is_wanted and other.number in still_wanted
@@ -80,7 +80,7 @@ class UploadThread:
         self._wake.set()
 
     def wait(self, timeout_secs: float) -> bool:
-        """Wait until nothing is left to do; whether that came."""
+        """Wait until nothing is left to do; returns False if time ran out."""
         deadline = time.monotonic() + timeout_secs
         with self._changed:
             while self._jobs and self._thread.is_alive() and time.monotonic() < deadline:
@@ -88,14 +88,14 @@ class UploadThread:
             return not self._jobs
 
     def end(self) -> None:
-        """Give up what is left, and end."""
+        """Cancel what is left, and end."""
         with self._changed:
             self._ending = True
             for job in self._jobs:
                 job.is_wanted = False
             self._changed.notify_all()
         self._wake.set()
-        self._thread.join(timeout=self.patience_secs)  # it may be waiting for a store that hangs
+        self._thread.join(timeout=self.patience_secs)  # it may be waiting for a hanging store
 
     def _run(self) -> None:
         lower_priority()
@@ -151,7 +151,7 @@ class UploadThread:
                 self._try(job, what, partial(destination.send, job, last, means))
         self._try(job, what, lambda: destination.publish(job))
         self.uploaded.append(job.place)
-        alone = f', {n_taken_over} files in place of other ranks' if n_taken_over else ''
+        alone = f', {counted(n_taken_over, "file")} in place of other ranks' if n_taken_over else ''
         self._log.info(f'uploaded {what}: {size_text(job.nbytes)} in {time.monotonic() - began:.1f} s{alone}')
         self._clear_given_up()
 
@@ -164,13 +164,13 @@ class UploadThread:
                 done = attempt()
                 if job.is_failing:
                     job.is_failing = False
-                    self._log.info(f'the upload of {what} goes on')
+                    self._log.info(f'the upload of {what} continues')
                 return done
             except OSError as error:  # of the store or of the file system
                 job.is_failing = True
                 if time.monotonic() - told > _LOG_SECS:
                     told = time.monotonic()
-                    self._log.warning(f'the upload of {what} failed, and is tried again: {error}')
+                    self._log.warning(f'the upload of {what} failed and will be retried: {error}')
             self._pause(job, pause_secs * random.uniform(0.5, 1.0))
             pause_secs = min(2 * pause_secs, _LONGEST_PAUSE_SECS)
 
@@ -181,7 +181,7 @@ class UploadThread:
             self._wake.clear()
 
     def _clear_given_up(self) -> None:
-        """The store answers, and other ranks have long heard of it."""
+        """Remove what was uploaded of cancelled saves. By now the store answers and other ranks have stopped."""
         while self._given_up:
             job = self._given_up.pop()
             with contextlib.suppress(StoreError):

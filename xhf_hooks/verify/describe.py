@@ -13,7 +13,7 @@ from typing import Any
 from xhf_hooks.errors import CheckpointError, ConfigError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import DTYPES, read_header
-from xhf_hooks.format.text import size_text
+from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import read_headers, scan
 from xhf_hooks.integrity.manifest import read_manifest
@@ -82,7 +82,7 @@ class Described:
             found = [tensor for tensor in self.tensors if tensor.dtype == dtype]
             nbytes = sum(tensor.nbytes for tensor in found)
             elements = nbytes * 8 // DTYPES[dtype][0] if dtype in DTYPES else 0
-            lines.append(f'{len(found)} {dtype}, {elements:,} elements, {size_text(nbytes)}')
+            lines.append(f'{len(found)} {dtype}, {counted(elements, "element")}, {size_text(nbytes)}')
         return lines or ['none']
 
     def as_json(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _programs(facts: dict[str, Any]) -> str | None:
         version, stage, ranks = (facts.get(key) for key in ('deepspeed', 'zero_stage', 'world_size'))
         engine += f' {version}' if isinstance(version, str) else ''
         engine += f' ZeRO-{stage}' if strict_json.is_count(stage) else ''
-        engine += f', {ranks} ranks' if strict_json.is_count(ranks) else ''
+        engine += f', {counted(ranks, "rank")}' if strict_json.is_count(ranks) else ''
         parts.insert(0, engine)
     return _joined(parts)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.files.regular_files import require_regular
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity import against_manifest as against
 from xhf_hooks.integrity.checksums import FileSums
 from xhf_hooks.integrity.file_reader import FileReader, OpenReader, describe_holes
@@ -146,7 +146,7 @@ def _read(
     if non_finite:
         worst = sorted(non_finite, key=non_finite.__getitem__, reverse=True)
         shown = some([f'{name} ({non_finite[name]})' for name in worst])
-        findings.problem('values', f'{len(non_finite)} tensors have infinite or NaN values: {shown}')
+        findings.problem('values', f'{counted(len(non_finite), "tensor")} with infinite or NaN values: {shown}')
     else:
         findings.ok('values', 'no infinite or NaN values')
     return sums

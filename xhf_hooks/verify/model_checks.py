@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import BaseModelError, DamagedError, ModelError, PlanError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.checksums import FileSums
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import FolderContent, WeightFolder
@@ -105,10 +105,11 @@ def _compare_shapes(where: str, expected: ExpectedModel, folder: WeightFolder, f
     ]
     for what, names in (('missing', missing), ('unexpected', extra), ('of other shapes', other)):
         if names:
-            text = f'{len(names)} tensors {what} for {expected.class_name} of config.json: {some(names)}'
+            text = f'{counted(len(names), "tensor")} {what} for {expected.class_name} of config.json: {some(names)}'
             findings.problem('config', f'{where}: {text}')
     if not (missing or extra or other):
-        findings.ok('config', f'{where}: names and shapes match {expected.class_name} ({len(expected.shapes)} tensors)')
+        n_tensors = counted(len(expected.shapes), 'tensor')
+        findings.ok('config', f'{where}: names and shapes match {expected.class_name} ({n_tensors})')
 
 
 def _check_ties(

@@ -1,4 +1,4 @@
-"""How bytes get into the staging folder. Importing this package registers the built-in writers."""
+"""Writers put bytes into the staging folder. Importing this package registers the built-in ones."""
 
 from __future__ import annotations
 

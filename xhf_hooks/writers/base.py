@@ -1,4 +1,4 @@
-"""What a writer offers."""
+"""The interface of writers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from xhf_hooks.writers.file_io.output_file import FileIdentity
 
 
 class Writer(ABC):
-    """Puts chunks at their places in the planned files.
+    """Writes chunks to their places in the planned files.
 
-    A save calls :meth:`create` on rank 0; when all ranks know that it is done, on each rank :meth:`open`,
-    :meth:`write` any number of times, then :meth:`finish`; and :meth:`abort` at the end, or at any point before. A
-    thread that it needs it starts when it is made: later the interpreter may be shutting down, and starts none. It is
-    made with the arguments of :class:`~xhf_hooks.writers.stream.StreamWriter`.
+    A save calls :meth:`create` on rank 0; once all ranks know of that, it calls on each rank :meth:`open`, then
+    :meth:`write` any number of times, then :meth:`finish`. It calls :meth:`abort` at the end, or at any earlier point.
+    Threads are started by the constructor, since the interpreter may be shutting down later and then starts none. The
+    arguments of the constructor are those of :class:`~xhf_hooks.writers.stream.StreamWriter`.
 
     Attributes:
-        all_ranks: Every rank writes, so the folder must be on a file system that all of them see.
-        writes_local_shards: Every rank writes its own slices where that can be, into all files; only the rest is
-            gathered. Without it a file has one writer.
-        receives_local_shards: Every rank sends its own slices, where that can be, to the rank that writes the tensor;
-            only the rest is gathered.
-        front_to_back: It cannot seek: the plan must give it each file from its first byte to its last.
-        own_parts_nbytes: Memory that it takes beside what waits for it.
-        samples: From :meth:`finish` on, a few of the bytes that this rank has written into each file.
+        all_ranks: Every rank writes, so all ranks must see the folder.
+        writes_local_shards: Every rank writes its own slices where possible, into all files; only the rest is gathered.
+            If False, each file has one writer.
+        receives_local_shards: Every rank sends its own slices where possible to the rank that writes the tensor; only
+            the rest is gathered.
+        front_to_back: The writer cannot seek, so the plan must deliver each file from its first byte to its last.
+        own_parts_nbytes: Memory that the writer needs in addition to chunks that wait.
+        samples: After :meth:`finish`, a few of the bytes that this rank has written into each file.
     """
 
     all_ranks = False
@@ -39,22 +39,22 @@ class Writer(ABC):
 
     @abstractmethod
     def create(self, plan: SavePlan, place: Any) -> dict[str, FileIdentity]:
-        """Make the planned files, with their headers, where that must be done before ranks write. Runs on: rank 0.
+        """Create the planned files with their headers, if that must precede the writes. Runs on: rank 0.
 
         Args:
             place: What the target of the save gives to its writers (commit/target.py), such as the staging folder.
 
         Returns:
-            What proves to all ranks that they have the same files, by name.
+            File name to identity, with which other ranks check that they open the same files.
         """
 
     @abstractmethod
     def open(self, plan: SavePlan, place: Any, made: Mapping[str, FileIdentity]) -> None:
-        """Get ready to write into those files."""
+        """Prepare to write into the created files."""
 
     @abstractmethod
     def write(self, chunk: Chunk) -> None:
-        """Accept a chunk. May return before it is on disk, and may wait for room first.
+        """Accept a chunk. May wait for free memory first, and may return before the chunk is on disk.
 
         Raises:
             OSError: This or an earlier chunk could not be written.
@@ -62,7 +62,7 @@ class Writer(ABC):
 
     @abstractmethod
     def finish(self) -> list[WriteReceipt]:
-        """Wait for all chunks, close the files, and say what this rank has written into each.
+        """Wait for all chunks and close the files; returns receipts of what this rank has written.
 
         Raises:
             OSError: A chunk could not be written.
@@ -71,21 +71,21 @@ class Writer(ABC):
 
     @abstractmethod
     def look(self, samples: Iterable[Sample]) -> None:
-        """After all ranks have finished, look for what others have written.
+        """Check, after all ranks have finished, that samples of other ranks' writes are in the files.
 
         Raises:
-            IncompleteError: It is not there.
+            IncompleteError: A sample is missing.
             TargetError: A file is not the one that rank 0 made.
             OSError: A file cannot be read.
         """
 
     def read_back(self) -> None:  # noqa: B027
-        """Compare all that this rank has written with what is read, unless the commit does that (``verify='full'``).
+        """Read back and compare all that this rank has written, unless the commit does that (``verify='full'``).
 
         Raises:
-            IncompleteError: It is not what was written.
+            IncompleteError: The bytes differ from those that were written.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what is pending, close the files and end the threads. Never raises."""
+        """Drop pending chunks, close the files and end the threads. Never raises."""

@@ -1,4 +1,4 @@
-"""Which writer a run uses."""
+"""Chooses the writer of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from xhf_hooks.distributed.shared_filesystem import is_shared
 from xhf_hooks.errors import OptionError
 from xhf_hooks.registry import STORE_WRITERS, WRITERS
 
-#: The option ``writer`` to who writes to a store.
+#: Value of the option ``writer`` to the name of the writer for stores.
 _STORE_WRITERS = {'auto': 'store', 'parallel': 'store', 'stream': 'store_from_rank0'}
 
 
 def choose_store_writer(option: str) -> str:
-    """Resolve the option ``writer`` where the output goes to an object store.
+    """Resolve the option ``writer`` if the output goes to an object store.
 
     Raises:
-        OptionError: It writes to files only.
+        OptionError: The writer supports only files.
     """
     if option not in _STORE_WRITERS:
         raise OptionError('writer', f'one of {tuple(_STORE_WRITERS)} when out_dir is a URL', option)
@@ -35,13 +35,13 @@ def choose_writer(log: logging.Logger | logging.LoggerAdapter, option: str, prob
     """Resolve the option ``writer`` for the file system of the output folder. Runs on: all ranks.
 
     Args:
-        probe: A file beside the output folder, whose name was never used before; written and removed.
+        probe: Path of a test file beside the output folder, with a name that was never used before.
     """
     wanted = 'positional' if option == 'auto' else option
     if not WRITERS.get(wanted).all_ranks or is_shared(probe, collective):
         return wanted
     log.warning(
         f'not all ranks see {probe.parent}, so rank 0 writes: the writer is stream, not {wanted}. '
-        f'Set out_dir to a folder on a shared file system to let every rank write'
+        f'To let every rank write, set out_dir to a folder on a shared file system'
     )
     return 'stream'

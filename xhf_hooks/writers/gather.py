@@ -1,4 +1,4 @@
-"""Rank 0 writes what all ranks gather: the way that needs nothing of an engine but whole tensors."""
+"""Rank 0 writes what all ranks gather. Needs nothing from an engine but whole tensors."""
 
 from __future__ import annotations
 

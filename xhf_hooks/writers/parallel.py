@@ -1,4 +1,4 @@
-"""Ranks write whole files, of which the others send them their slices: each file has one writer."""
+"""Each file has one writer, and the other ranks send it their slices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='parallel')
 class ParallelWriter(StreamWriter):
-    """For storage where several writers of one file hinder each other: object stores, Lustre stripes, NFS.
+    """For storage where several writers of one file slow each other down: object stores, Lustre stripes, NFS.
 
-    No more ranks write than there are files; a smaller ``max_shard_size`` makes more (planning/planner.py).
+    There are no more writers than files; a smaller ``max_shard_size`` gives more files (planning/planner.py).
     """
 
     all_ranks = True

@@ -8,7 +8,7 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='positional')
 class PositionalWriter(StreamWriter):
-    """What must be whole before it can be written (merged, or on NVMe) is gathered and shared out."""
+    """Tensors that must be whole before they are written (merged ones, or those on NVMe) are gathered."""
 
     all_ranks = True
     writes_local_shards = True

@@ -1,4 +1,4 @@
-"""Rank 0 writes, in a background thread, while the next slices arrive."""
+"""Rank 0 writes in a background thread while the next slices arrive."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from xhf_hooks.writers.file_io.pieces import pieces
 
 @WRITERS.register_module(name='stream')
 class StreamWriter(Writer):
-    """Writes each chunk at its offset; holds at most ``pending_nbytes`` that are not on their way to disk.
+    """Writes each chunk at its offset. At most ``pending_nbytes`` bytes wait to be written.
 
     Args:
-        pending_nbytes: Bytes that may wait; :meth:`write` waits for room beyond that. A chunk larger than
-            this is accepted when nothing else waits.
-        fsync: Files are on the disk, and no longer in the page cache, when :meth:`finish` returns.
-        beside_training: Training goes on meanwhile, and must not feel it.
+        pending_nbytes: Limit of waiting bytes, beyond which :meth:`write` blocks. A larger chunk is accepted when
+            nothing else waits.
+        fsync: Flush files to the disk, and drop them from the page cache, before :meth:`finish` returns.
+        beside_training: Whether training goes on meanwhile and must not be slowed down.
     """
 
     receives_local_shards = True
@@ -45,9 +45,9 @@ class StreamWriter(Writer):
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
         self._taker = SampleTaker()
-        self._files: dict[str, Any] = {}  # opened when the first chunk for it comes
+        self._files: dict[str, Any] = {}  # opened at their first chunk
         self._receipts: list[WriteReceipt] = []
-        # At once: this is made before training goes on, and a process that ends can start no thread
+        # Started here, before training goes on: a process that is ending can start no thread
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
         self._thread.start()
 
@@ -80,7 +80,7 @@ class StreamWriter(Writer):
         return self._receipts
 
     def abort(self) -> None:
-        self._error = self._error or OSError('the save was given up')
+        self._error = self._error or OSError('the save was abandoned')
         self._join()
         self._close()
 
@@ -107,12 +107,12 @@ class StreamWriter(Writer):
             if self._error is None:
                 try:
                     self._write(chunk)
-                except Exception as caught:  # the thread must live on, or write() would wait for ever
+                except Exception as caught:  # the thread must go on, or write() would wait forever
                     error = caught
                     if isinstance(error, OSError) and error.errno is not None:  # else it would hide the text
                         error.filename = chunk.placement.file
             nbytes = chunk.data.nbytes
-            del chunk  # before room is announced: its memory must be free by then
+            del chunk  # its memory must be free before write() is told that there is room
             with self._room:
                 self._error = self._error or error
                 self._pending -= nbytes
@@ -123,12 +123,12 @@ class StreamWriter(Writer):
         file = self._file(place.file)
         start = chunk.start
         for piece in pieces(chunk.data, place.offset + start):
-            self._note(place, start, piece)  # first: the checksum is of what was in memory
+            self._note(place, start, piece)  # before the write: the checksum is of what was in memory
             if not self._beside_training:
                 file.write(piece, place.offset + start)
             self._taker.see(place.file, place.offset + start, piece)
             start += piece.nbytes
-        if self._beside_training:  # in one: each direct write waits for the disk
+        if self._beside_training:  # in one piece: each direct write waits for the disk
             file.write(chunk.data, place.offset + chunk.start)
 
     def _file(self, name: str) -> Any:
@@ -144,7 +144,7 @@ class StreamWriter(Writer):
                 file.fsync()
 
     def _note(self, place: Placement, start: int, data: memoryview) -> None:
-        """Add bytes to the receipts; what goes on where the last of its tensor ended prolongs it."""
+        """Add bytes to the receipts. Bytes that follow the last ones of their tensor extend its receipt."""
         bad = count_non_finite(data, place.dtype)
         last = self._receipts[-1] if self._receipts else None
         if last and (last.file, last.hf_name, last.start + last.nbytes) == (place.file, place.hf_name, start):

@@ -144,7 +144,7 @@ def test_a_score_that_is_no_number_is_not_known(hub, tmp_path):
     )
     (found,) = find_best_folders([tmp_path / 'hf'])
     assert found.metric is None
-    with pytest.raises(TargetError, match='holds no score'):
+    with pytest.raises(TargetError, match='has no recorded score'):
         BestMetric('acc', None).begin(tmp_path / 'hf', [found], hub)
 
 
@@ -153,7 +153,7 @@ def test_the_better_of_folders_and_hub_is_to_be_beaten(hub, tmp_path):
     hub.update_info('hf_checkpoint_best_score_acc', 2.5)
     best = BestMetric('acc', None)
     assert best.begin(tmp_path / 'hf', known, hub) == [
-        f'the best acc so far is 3.0000, in {tmp_path / "b_best"} (iteration 4)'
+        f'best acc so far: 3.0000, in {tmp_path / "b_best"} (iteration 4)'
     ]
     assert best.improved({'acc': 2.7}, hub) == {}
     assert best.improved({'acc': 3.1}, hub) == {'acc': 3.1}

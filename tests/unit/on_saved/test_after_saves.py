@@ -122,7 +122,7 @@ def test_errors_are_lines_in_the_log(run, caplog):
     assert looking.wait(SECS) and iterations(looking) == [15] and FakeKept.kept == []
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert any('hf_model, iter_13 failed' in line and 'a function of a user' in line for line in errors), errors
-    assert any('gone, iter_14, is left out' in line for line in errors), errors
+    assert any('gone, iter_14, was skipped' in line for line in errors), errors
 
 
 def test_close_drops_what_waits(run, caplog):
@@ -134,8 +134,8 @@ def test_close_drops_what_waits(run, caplog):
     looking.close()
     assert FakeKept.kept == ['hf_model'], 'what a function still reads stays'
     lines = [record.getMessage() for record in caplog.records]
-    assert any('hf_model, iter_2 is left out: training has ended' in line for line in lines), lines
-    assert any('hf_model, iter_1 is still running, and is not waited for' in line for line in lines), lines
+    assert any('hf_model, iter_2 was skipped: training has ended' in line for line in lines), lines
+    assert any('hf_model, iter_1 is still running; training ends without it' in line for line in lines), lines
     function.may_end.release()
     looking._thread.join(SECS)
     assert FakeKept.kept == [] and len(function.calls) == 1

@@ -56,5 +56,5 @@ def test_what_is_to_be_done_is_checked():
     with pytest.raises(OptionError, match=r"on_saved: expected a program .*'no_such_program'"):
         resolve_action(('no_such_program', 'x'))
     for wrong in ('NotCallable', 'no_such_function'):
-        with pytest.raises(OptionError, match='on_saved: expected the type of something that can be called'):
+        with pytest.raises(OptionError, match='on_saved: expected a type that can be called'):
             resolve_action(dict(type=f'{__name__}.{wrong}'))

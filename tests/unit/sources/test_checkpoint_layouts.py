@@ -73,7 +73,7 @@ def test_named_but_not_stored(tmp_path):
         torch.save({**state, 'frozen_param_shapes': None, 'frozen_param_fragments': None}, file)
     source = open_checkpoint(folder)
     assert len(source.specs()) == len(made.masters)
-    assert source.warnings == [f'3 tensors are named in the checkpoint, but not stored: {", ".join(FROZEN)}']
+    assert source.warnings == [f'3 tensors named in the checkpoint, but not stored: {", ".join(FROZEN)}']
 
 
 def test_what_state_dict_leaves_out_is_in_the_masters(tmp_path):

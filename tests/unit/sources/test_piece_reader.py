@@ -48,9 +48,9 @@ def test_strided(tmp_path, monkeypatch, kind, chunk, most_whole):
 def test_files_that_are_shorter_or_gone(tmp_path):
     file = tmp_path / 'a'
     file.write_bytes(bytes(100))
-    with pytest.raises(ChangedError, match='a: has become shorter'):
+    with pytest.raises(ChangedError, match='a: became shorter'):
         PieceReader().read_into((Piece(file, 80, 'F32', 6),), 0, torch.empty(6))
-    with pytest.raises(ChangedError, match='a: has become shorter'):
+    with pytest.raises(ChangedError, match='a: became shorter'):
         PieceReader().read_into((Piece(file, 80, 'F32', 6, (2, 3), (1, 2)),), 0, torch.empty(6))
-    with pytest.raises(CheckpointError, match='gone: cannot be read any more'):
+    with pytest.raises(CheckpointError, match='gone: can no longer be read'):
         PieceReader().read_into((Piece(tmp_path / 'gone', 0, 'F32', 6),), 0, torch.empty(6))

@@ -28,7 +28,7 @@ def test_what_will_be_saved_fits_in_a_terminal(log, caplog, in_background):
         log,
         plan,
         32_000_000,
-        when='every 80 iterations, when training ends',
+        when='every 80 iterations, at the end of training',
         writer='positional',
         in_background=in_background,
         final=Path('/data/work_dirs/llama3_8b_instruct_full_alpaca_zero3/20261122_222917/hf_model'),
@@ -43,7 +43,7 @@ def test_what_will_be_saved_fits_in_a_terminal(log, caplog, in_background):
 
 
 def test_what_a_save_has_cost_fits_in_a_terminal(log, caplog):
-    stages = ('plan', 'staging', 'write', 'look', 'receipts', 'commit')
+    stages = ('plan', 'staging', 'write', 'check', 'receipts', 'commit')
     cost = SimpleNamespace(
         nbytes=812_000_000_000,
         seconds=123.456,
@@ -82,7 +82,7 @@ def test_saves_that_take_too_much_of_training_are_warned_of_once(log, caplog, in
     assert not caplog.messages
     watch.saved(save_of(20))
     (message,) = caplog.messages
-    assert message.startswith('Door: training stalled for 20.0 s of the 100.0 s between two saves, 20%: set ')
+    assert message.startswith('Door: training stalled for 20.0 s of the 100.0 s between two saves (20%); set ')
     assert option in message
     watch.saved(save_of(20) + 100)
     assert len(caplog.messages) == 1

@@ -180,7 +180,7 @@ def test_the_end_waits_no_longer_than_told(run, tmp_path, monkeypatch, caplog):
     run.uploads._wait_secs = 0.2
     run.save(1)
     run.uploads.end()
-    assert 'not ended within exit_wait_secs=0.2 s' in caplog.text and '1 saves were not uploaded' in caplog.text
+    assert 'did not finish within exit_wait_secs=0.2 s' in caplog.text and 'not uploaded: 1 save;' in caplog.text
     assert kept(tmp_path) == []
 
 
@@ -235,7 +235,7 @@ def test_a_save_that_cannot_be_kept_is_not_uploaded(run, tmp_path, monkeypatch, 
     with monkeypatch.context() as patched:
         patched.setattr(KeptFolder, 'keep', full)
         run.save(1)
-    assert 'the save of iter_1 is not uploaded' in caplog.text and 'No space left' in caplog.text
+    assert 'the save of iter_1 will not be uploaded' in caplog.text and 'No space left' in caplog.text
     run.save(2)
     run.uploads.wait()
     assert run.prefixes() == ['hf_model_iter_2']

@@ -99,7 +99,7 @@ def test_other_bytes_in_the_store_are_found(plan, place, writer):
     with pytest.raises(IncompleteError, match='read back, it has the CRC-32'):
         writer.read_back()
     place.store.put(key, bytes(len(data)))
-    with pytest.raises(IncompleteError, match='are not those that were sent and acknowledged'):
+    with pytest.raises(IncompleteError, match='differ from those that were sent and acknowledged'):
         writer.look(writer.samples)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import specs_below, unchanged_entries
+from xhf_hooks.format.text import counted
 from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
@@ -65,8 +66,8 @@ class AdapterExporter:
         lost = {s.name for n, s in specs_below(self._path, specs).items() if n in trained} - in_adapter
         if lost:
             raise ModelError(
-                f'{len(lost)} trained tensors are not part of the adapter and would be lost: {sorted(lost)[:5]}. Name '
-                f"their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
+                f'{counted(len(lost), "trained tensor")} outside of the adapter would be lost: {sorted(lost)[:5]}. '
+                f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
         base = Path(self._recorded_base() or '.')
         if base.is_absolute() and not base.is_dir():

@@ -8,6 +8,7 @@ from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.strict_json import is_count
+from xhf_hooks.format.text import counted
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
@@ -80,7 +81,7 @@ class CheckpointSource(StoredSource):
         if assembled.named_only:
             shown = ', '.join(assembled.named_only[:_SHOWN])
             self.warnings.append(
-                f'{len(assembled.named_only)} tensors are named in the checkpoint, but not stored: {shown}'
+                f'{counted(len(assembled.named_only), "tensor")} named in the checkpoint, but not stored: {shown}'
             )
         meta = content.get('meta')
         meta = meta if isinstance(meta, dict) else {}

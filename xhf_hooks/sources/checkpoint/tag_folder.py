@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.text import counted
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.states import load_model_state, load_optim_state
 
@@ -119,7 +120,7 @@ def _check_complete(
         )
     for file in (files[rank] for files in (models, optims) for rank in sorted(files) if rank >= n_ranks):
         raise CheckpointError(
-            f'{file}: left over from another run: {teller.name} is of a run of {n_ranks} rank(s); remove it'
+            f'{file}: left over from another run: {teller.name} is of a run of {counted(n_ranks, "rank")}; remove it'
         )
     if whole is None and not models and stage != 3:
         raise CheckpointError(

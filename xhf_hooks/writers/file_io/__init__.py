@@ -1,1 +1,1 @@
-"""How bytes get into files."""
+"""Writes bytes into files."""
