@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one rank has of a tensor: consecutive elements, in row-major order, from number ``start`` on."""
+    """What one rank has of a tensor: consecutive elements, in row-major order, from number ``start`` on.
+
+    Attributes:
+        is_steady: Nothing but an optimizer's step changes the elements.
+    """
 
     start: int
     elements: torch.Tensor
+    is_steady: bool = False
 
 
 class Source(ABC):

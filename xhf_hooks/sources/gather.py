@@ -97,4 +97,4 @@ def group_chunks(
             meter.sample()  # nowhere is there more: what was read, what was made of it, and that cast
         if tuple(tensor.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected {placement.shape}, made {tuple(tensor.shape)}')
-        yield Chunk(placement, to_host(tensor, placement.offset), overflows=overflows)
+        yield Chunk(placement, to_host(tensor, placement.offset, False), overflows=overflows)
