@@ -273,10 +273,14 @@ class Saver:
             self._in_background.close()
 
     def _renew_plan(self) -> None:
-        with self._collective.stage('plan'):
+        must_plan = True
+        try:
             self._source = source_for(self._root)
-            has_changed = self._source.specs() != self._specs
-        if self._collective.any(has_changed):
+            must_plan = self._source.specs() != self._specs
+        except Exception as error:  # as a rule none: then one answer is enough
+            self._collective.remember('plan', error)
+        if self._collective.any(must_plan, 'plan'):
+            self._collective.agree('plan')
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     def _live_chunks(self) -> LiveChunks:
