@@ -21,6 +21,7 @@ from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.model.optimizers import inner_optimizer
 from xhf_hooks.model.unwrap import Unwrapped
 from xhf_hooks.on_demand.exceptions import UncaughtExceptions
 from xhf_hooks.on_demand.save_requests import SaveRequests
@@ -59,6 +60,7 @@ class CheckpointManager:
     Args:
         unwrapped: The trained model.
         final: The folder of the newest save, or the URL of a store.
+        defer_to: The optimizer whose step copies may be deferred to, as far as that is possible; None: to none.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
         on_committed: Called with each committed save.
         on_result: Called on rank 0 with the numbers that ``on_saved`` has returned.
@@ -81,6 +83,7 @@ class CheckpointManager:
         options: RunOptions | CallOptions,
         log: RunLog,
         *,
+        defer_to: Any | None = None,
         run: object | None = None,
         suffixes: Sequence[str] = (),
         reward_token_id: int | None = None,
@@ -119,6 +122,9 @@ class CheckpointManager:
                     log, options.writer, new_name(self.newest.final, 'shared'), self.collective
                 )
             self._uploads = uploads_of_run(options, [folder.final for folder in self._folders], self.collective, log)
+            # EMAHook averages after each iteration, whether the optimizer has stepped in it or not
+            is_averaged = unwrapped.facts.get('weights') == 'averaged'
+            self._is_to_defer = defer_to is not None
             self._saver = Saver(
                 unwrapped.model,
                 options,
@@ -127,6 +133,7 @@ class CheckpointManager:
                 writer=self._writer,
                 reward_token_id=reward_token_id,
                 in_background=options.async_save,
+                optimizer=None if is_averaged else inner_optimizer(defer_to),
                 facts=unwrapped.facts,
                 after_commit=None if self._uploads is None else self._uploads.offer,
             )
@@ -193,7 +200,11 @@ class CheckpointManager:
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
-                self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
+                deferred = self._saver.deferred_nbytes
+                later = f'; {deferred / 1e6:.2f} MB are copied while training goes on' if deferred else ''
+                self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank{later}')
+                if self._is_to_defer and not deferred:
+                    self._log.warning('defer_copy: nothing that is saved can be copied later, so training waits for it')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
             self._accept_requests(request_file if self._options.save_on_file else None)
             self._watch_for_exceptions()
@@ -277,6 +288,10 @@ class CheckpointManager:
         except XhfError as error:
             self.handle(error, 'waiting for on_saved')
         self._tell_results()
+
+    def wait_for_copy(self) -> None:
+        """Before weights are changed elsewhere than in an optimizer's step. Runs on: any rank."""
+        self._saver.wait_for_copy()
 
     @property
     def must_tell_after(self) -> bool:

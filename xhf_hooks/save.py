@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.background_task import Background
+from xhf_hooks.concurrency.deferred_copies import DeferredCopies
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
@@ -80,6 +82,8 @@ class Saver:
         writer: What the option of that name has come to (writers/choose.py).
         reward_token_id: Of a reward model that is told by the config of the run; None for any other.
         in_background: Whether :meth:`start` will be used.
+        optimizer: Its step is the first thing in an iteration that changes a weight, so that :meth:`start` can leave
+            copies for until then; None: it makes all at once.
         facts: What else the manifest says, such as engine and ZeRO stage.
         after_commit: Called on all ranks after each commit, in the thread that saves, with the final name.
 
@@ -99,6 +103,7 @@ class Saver:
         writer: str = 'stream',
         reward_token_id: int | None = None,
         in_background: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
         facts: Mapping[str, Any] | None = None,
         after_commit: Callable[[Path, Step, Collective], None] | None = None,
     ) -> None:
@@ -113,7 +118,8 @@ class Saver:
         self._tokenizer: Any | None = None
         self._eos_token_ids: Sequence[int] = ()
         self.background: Background[CommittedCheckpoint] = Background('xhf-save')
-        self._snapshot = SnapshotMemory()
+        self._deferred = DeferredCopies(optimizer, self._root)
+        self._snapshot = SnapshotMemory(self._deferred)
         # A group of its own: training and the next save's first stages use the other one meanwhile
         self._in_background = Collective() if in_background else None
 
@@ -206,8 +212,8 @@ class Saver:
     ) -> None:
         """Copy what is to be saved, and write and commit it in the background.
 
-        Only while this runs must training not go on. The save before must have ended, and :attr:`background`
-        have been asked for its outcome.
+        Only while this runs must training not go on; where copies are deferred, not beyond :meth:`wait_for_copy`. The
+        save before must have ended, and :attr:`background` have been asked for its outcome.
 
         Raises:
             AgreedError: A rank failed while copying; nothing goes on in the background.
@@ -216,17 +222,25 @@ class Saver:
         clock = SaveClock()
         with clock.stage('plan'):
             self._renew_plan()
-        with clock.stage('snapshot'):
-            held = self._take_snapshot(clock.meter)
-        job = self._begin(folder, step, facts, on_progress, beside_training=True)
-        clock.training_goes_on()
-        chunks = held.opened(self._in_background, clock.meter)
+        with ExitStack() as on_error:
+            on_error.callback(self._deferred.clear)
+            with clock.stage('snapshot'):
+                held = self._take_snapshot(clock.meter)
+            job = self._begin(folder, step, facts, on_progress, beside_training=True)
+            on_error.callback(job.to_close.close)
+            clock.training_goes_on()
+            chunks = held.opened(self._in_background, clock.meter)
 
-        def work() -> CommittedCheckpoint:
-            lower_priority()
-            return self._write_and_commit(job, chunks, self._in_background, clock)
+            def work() -> CommittedCheckpoint:
+                try:
+                    self._deferred.run()
+                except Exception as error:
+                    self._in_background.remember('snapshot', error)
+                lower_priority()
+                return self._write_and_commit(job, chunks, self._in_background, clock)
 
-        self.background.start(work)
+            self.background.start(work)
+            on_error.pop_all()
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training.
@@ -235,7 +249,17 @@ class Saver:
             Bytes that snapshots take on this rank.
         """
         self._take_snapshot(MemoryMeter())
+        self._deferred.run()
         return self._snapshot.nbytes
+
+    @property
+    def deferred_nbytes(self) -> int:
+        """How much of the last snapshot was left for later on this rank."""
+        return self._deferred.nbytes
+
+    def wait_for_copy(self) -> None:
+        """Before weights are changed elsewhere than in an optimizer's step. Runs on: any rank."""
+        self._deferred.wait()
 
     @property
     def snapshot_is_pinned(self) -> bool:
@@ -244,14 +268,19 @@ class Saver:
 
     def close(self) -> None:
         """Give the process group of background saves back. None may be in flight."""
+        self._deferred.close()
         if self._in_background is not None:
             self._in_background.close()
 
     def _renew_plan(self) -> None:
-        with self._collective.stage('plan'):
+        must_plan = True
+        try:
             self._source = source_for(self._root)
-            has_changed = self._source.specs() != self._specs
-        if self._collective.any(has_changed):
+            must_plan = self._source.specs() != self._specs
+        except Exception as error:  # as a rule none: then one answer is enough
+            self._collective.remember('plan', error)
+        if self._collective.any(must_plan, 'plan'):
+            self._collective.agree('plan')
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
     def _live_chunks(self) -> LiveChunks:
@@ -353,7 +382,7 @@ class Saver:
         cost = SaveCost(
             plan.nbytes,
             clock.seconds,
-            clock.stalled_secs,
+            clock.stalled_secs + self._deferred.waited_secs,
             peak,
             overflows,
             stage_secs=clock.stage_secs,

@@ -49,6 +49,7 @@ BAD = {
     'backend_args': ['', 5, ['endpoint_url']],
     'chat_template': [None, 1, 'llama3_chat'],
     'ema': [None, 1, 'averaged'],
+    'defer_copy': [None, 1, 'yes'],
 }
 BAD_CASES = [
     pytest.param(option, value, id=f'{option}={value!r}') for option, values in BAD.items() for value in values
@@ -63,6 +64,7 @@ BAD_COMBINATIONS = [
     ('rule', dict(save_best='acc', rule=5)),
     ('rule', dict(save_best=['acc', 'loss', 'mAP'], rule=['greater', 'less'])),
     ('async_busy', dict(async_busy='skip')),
+    ('defer_copy', dict(defer_copy=True)),
     ('out_dir', dict(out_dir='s3://key:secret@bucket/run')),
     ('upload_to', dict(out_dir='s3://bucket/run', upload_to='s3://bucket/copy')),
     ('on_saved', dict(out_dir='s3://bucket/run', on_saved='ls {path}')),
@@ -90,7 +92,7 @@ GOOD = [
     dict(save_best=['x', 'y'], rule='less'),
     dict(max_keep_ckpts=-1),
     dict(module='llm.model', ema=False),
-    dict(writer='positional', async_save=True, async_busy='skip', exit_wait_secs=0),
+    dict(writer='positional', async_save=True, async_busy='skip', exit_wait_secs=0, defer_copy=True),
     dict(save_on_signal='SIGUSR1', save_on_file=True),
     dict(save_on_signal='SIGUSR1', interval=-1, save_last=False),
     dict(save_on_file=True, interval=-1, save_last=False),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.ways import ACCELERATE, ASYNC, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER, name_of_ours
+from bench.ways import ACCELERATE, BESIDE, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER, name_of_ours
 
 #: The stages of a save whose cost ``ranks`` shows.
 STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'receipts', 'commit')
@@ -146,17 +146,17 @@ def _stall_table(size: dict[str, Any]) -> str:
     waited = found.get(SYNC, {}).get('save_secs')
 
     def rate(way: str, figures: dict[str, float]) -> str:
-        return f'{figures["iterations_per_sec"] if way in (ASYNC, NO_SAVE) else 0:.2f}'
+        return f'{figures["iterations_per_sec"] if way in (*BESIDE, NO_SAVE) else 0:.2f}'
 
     columns: list[Column] = [
         ('training stalled, s', _figure('stalled_secs', '{:.2f}')),
         ("of XTuner's hook", lambda _, f: f'{f["stalled_secs"] / xtuner:.1%}'),
         ('save, s', lambda way, f: f'{f.get("save_secs", 0.0):.2f}'),
         ('iterations per second meanwhile', rate),
-        ('of without', lambda way, f: f'{f["iterations_per_sec"] / alone:.0%}' if way == ASYNC else None),
+        ('of without', lambda way, f: f'{f["iterations_per_sec"] / alone:.0%}' if way in BESIDE else None),
         (
             'save, times as long as where training waits',
-            lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way == ASYNC else None,
+            lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way in BESIDE else None,
         ),
         (
             'of the save in the page cache, at most',

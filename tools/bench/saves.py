@@ -98,7 +98,7 @@ def measure_memory(args: Namespace) -> dict[str, Any]:
 
 def stall_secs(args: Namespace) -> float:
     """About how long it will take."""
-    return _estimate(args, [Way('all four', 9 + 2.4 * args.iterations)], 1)
+    return _estimate(args, [Way('all five', 13 + 2.4 * args.iterations)], 1)
 
 
 def measure_stall(args: Namespace) -> dict[str, Any]:

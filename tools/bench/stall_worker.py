@@ -17,7 +17,7 @@ from bench.page_cache import PageCacheSampler
 from bench.peers import xtuner_way
 from bench.progress import Progress
 from bench.save_worker import STEP, Tell, saver_of
-from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
+from bench.ways import ASYNC, BESIDE, DEFERRED, NO_SAVE, SYNC, XTUNER
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.save import Saver
 
@@ -44,8 +44,13 @@ class Training:
         per_iteration = self._passed
         self._share = [seconds / per_iteration[-1] for seconds in per_iteration]
 
-    def run(self, n_least: int, is_over: Callable[[], bool] | None = None) -> float:
+    def run(
+        self, n_least: int, is_over: Callable[[], bool] | None = None, before_step: Callable[[], None] = lambda: None
+    ) -> float:
         """So many iterations, and more until ``is_over`` on all ranks.
+
+        Args:
+            before_step: Called where an optimizer would step.
 
         Returns:
             Iterations per second, up to the first layer that this rank passed after ``is_over``, where it is given.
@@ -56,6 +61,7 @@ class Training:
         while True:
             with torch.no_grad():
                 self._engine(input_ids=self._tokens)
+            before_step()
             n_done += 1
             stop = torch.tensor([int(n_done >= n_least and (is_over is None or is_over()))])
             dist.all_reduce(stop, op=dist.ReduceOp.MIN)
@@ -76,12 +82,17 @@ class Training:
 
 def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Each way in turns, in random order."""
-    saver = saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True)
-    saver.reserve_snapshot()
+    optimizers = {ASYNC: None, DEFERRED: torch.optim.SGD([torch.zeros(1)])}
+    savers = {
+        way: saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True, optimizer=optimizer)
+        for way, optimizer in optimizers.items()
+    }
+    for saver in savers.values():
+        saver.reserve_snapshot()
     training = Training(engine)
     n_iterations, gigabytes = job['iterations'], saver.plan.nbytes / 1e9
-    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], SYNC: [], ASYNC: [], NO_SAVE: []}
-    secs_per_gb = {XTUNER: 4.0, SYNC: 1.0, ASYNC: 4.0, NO_SAVE: 2.4 * n_iterations}
+    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], SYNC: [], ASYNC: [], DEFERRED: [], NO_SAVE: []}
+    secs_per_gb = {XTUNER: 4.0, SYNC: 1.0, ASYNC: 4.0, DEFERRED: 4.0, NO_SAVE: 2.4 * n_iterations}
     order = random.Random(0)
     turns = [way for _ in range(job['repeats']) for way in order.sample(list(runs), len(runs))]
     progress = Progress([0.5 + secs_per_gb[way] * gigabytes for way in turns], tell)
@@ -89,13 +100,14 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
         clear(folder, sync=True)
         if way == NO_SAVE:
             found = {'stalled_secs': 0.0, 'iterations_per_sec': training.run(n_iterations)}
-        elif way == ASYNC:
-            found = _beside(saver, training, folder)
+        elif way in BESIDE:
+            found = _beside(savers[way], training, folder)
         else:
             found = _instead(saver, engine, way, folder)
         runs[way].append(found)
         progress.done(way, found.get('save_secs', 0.0))
-    saver.close()
+    for saver in savers.values():
+        saver.close()
     return {'nbytes': saver.plan.nbytes, 'runs': runs}
 
 
@@ -105,10 +117,17 @@ def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
         saver.start(CheckpointFolder(folder, 1), STEP)
         dist.barrier()
         stalled_secs = time.perf_counter() - started
-        rate = training.run(1, lambda: saver.background.done)
+        waited = [0.0]
+
+        def before_step() -> None:
+            waiting = time.perf_counter()
+            saver.wait_for_copy()
+            waited[0] += time.perf_counter() - waiting
+
+        rate = training.run(1, lambda: saver.background.done, before_step)
         save_secs = saver.background.outcome().cost.seconds
     return {
-        'stalled_secs': stalled_secs,
+        'stalled_secs': stalled_secs + waited[0],
         'save_secs': save_secs,
         'iterations_per_sec': rate,
         **_cached(cache),

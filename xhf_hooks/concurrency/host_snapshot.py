@@ -7,6 +7,8 @@ import mmap
 
 import torch
 
+from xhf_hooks.concurrency.deferred_copies import DeferredCopies
+
 #: Small for models whose saves take long, large for a local shard of a tensor (sources/local_shards.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
@@ -23,9 +25,13 @@ class SnapshotMemory:
 
     What is large lies in it as in its file, seen from the boundaries of pages, so that the disk can take it from here
     (writers/file_io/direct.py).
+
+    Args:
+        deferred: Makes the copies that can wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deferred: DeferredCopies | None = None) -> None:
+        self._deferred = deferred or DeferredCopies()
         self._blocks: list[torch.Tensor] = []
         self._index = self._used = 0
         self._copying_from: set[torch.device] = set()
@@ -43,15 +49,23 @@ class SnapshotMemory:
     def clear(self) -> None:
         """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0
+        self._deferred.clear()
 
-    def hold(self, tensor: torch.Tensor, offset: int) -> memoryview:
+    def hold(self, tensor: torch.Tensor, offset: int, is_steady: bool = False) -> memoryview:
         """Copy a tensor that will be at ``offset`` of a file.
 
+        Args:
+            is_steady: Nothing but an optimizer's step will change it, so that the copy can wait.
+
         Returns:
-            Its row-major bytes, valid until :meth:`clear` and, from a GPU, after :meth:`synchronize`.
+            Its row-major bytes, valid until :meth:`clear`; from a GPU, after :meth:`synchronize`; of copies that wait,
+            after they were made.
         """
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         room = self._take(flat.numel(), offset)
+        if is_steady and self._deferred.accepts(flat):
+            self._deferred.add(room, flat)
+            return memoryview(room.numpy())
         room.copy_(flat, non_blocking=True)
         if flat.device.type != 'cpu':
             self._copying_from.add(flat.device)

@@ -324,8 +324,19 @@ class HookOptions(RunOptions):
         switch,
     )
 
+    defer_copy: bool = _option(
+        False,
+        'With ``async_save``: do not stop training for the copy, but copy while it goes on with the next forward and '
+        'backward passes; the step of the optimizer and validation wait for the end of it. Weights on the CPU only, '
+        'without averaging, FSDP and NVMe; all else is copied at once. Nothing else, such as a hook, may change '
+        'weights before that step.',
+        switch,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.defer_copy and not self.async_save:
+            raise OptionError('defer_copy', 'False when async_save is False', self.defer_copy)
         if self.by_epoch is not None and self.interval is None:
             raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
         saves_anyway = self.save_last or self.save_best is not None or self.saves_on_demand

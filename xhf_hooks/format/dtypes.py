@@ -13,8 +13,9 @@ from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
 }
-#: Gives the row-major bytes of a tensor in host memory. Told as well: where in its file they will lie.
-ToHost = Callable[[torch.Tensor, int], memoryview]
+#: Gives the row-major bytes of a tensor in host memory. Told as well: where in its file they will lie, and whether
+#: nothing but an optimizer's step will change the tensor.
+ToHost = Callable[[torch.Tensor, int, bool], memoryview]
 CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
 #: Names of typed storages in files of ``torch.save``.
 CODES_BY_STORAGE = {
@@ -76,11 +77,11 @@ def count_overflows(source: torch.Tensor, target: torch.Tensor) -> int:
     return int(target.isinf().sum()) - int(source.isinf().sum())
 
 
-def host_bytes(tensor: torch.Tensor, offset: int = 0) -> memoryview:
+def host_bytes(tensor: torch.Tensor, offset: int = 0, is_steady: bool = False) -> memoryview:
     """The row-major bytes of a tensor in host memory: a view if possible, else a copy.
 
     Args:
-        offset: Ignored; see :data:`ToHost`.
+        offset: Ignored, as the next; see :data:`ToHost`.
     """
     flat = tensor.detach().to('cpu').contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

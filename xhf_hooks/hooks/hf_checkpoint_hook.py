@@ -65,6 +65,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.out_dir or Path(runner.log_dir, 'hf_model'),
             self,
             log,
+            defer_to=runner.optim_wrapper if self.defer_copy else None,
             run=runner,
             suffixes=[] if self._best is None else self._best.folder_suffixes(),
             reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
@@ -112,6 +113,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self._saves.finish(self._step(runner, runner.epoch))
         finally:
             self.close()
+
+    def _wait_for_copy(self, *_: Any, **__: Any) -> None:
+        """Other hooks may change weights now, as EMAHook does for a validation. Runs on: all ranks."""
+        if self._saves is not None:
+            self._saves.wait_for_copy()
+
+    before_val = before_test = before_save_checkpoint = after_load_checkpoint = _wait_for_copy
 
     def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
         if self._saves.must_tell_after:  # the best score depends on whether the previous save succeeded

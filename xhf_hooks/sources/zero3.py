@@ -60,7 +60,8 @@ class Zero3Source(ModuleSource):
             return super().local_shard(name, use_fp32_master)
         held = self._held(tensor)
         # The last partitions of a parameter are padded
-        return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)])
+        is_steady = not use_fp32_master and getattr(tensor, 'nvme_swapper', None) is None
+        return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)], is_steady)
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ def test_ranks_begin_in_different_files_and_together_write_everything(monkeypatc
                 SimpleNamespace(local_shard=shard_of(rank, world_size)),
                 use_fp32_master=False,
                 meter=SimpleNamespace(sample=lambda: None),
-                to_host=lambda part, _: memoryview(part.view(torch.uint8).numpy()),
+                to_host=lambda part, *_: memoryview(part.view(torch.uint8).numpy()),
             )
         )
         begun.append(chunks[0].placement.file)

@@ -1,0 +1,82 @@
+"""Copies of weights that are made while forward and backward passes go on, which do not change them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import TensorError
+
+
+class DeferredCopies:
+    """What changes weights waits for them. Used by: training's thread, but for :meth:`run`.
+
+    Args:
+        optimizer: Its step is the first thing in an iteration that changes a weight; without one, none are accepted.
+        model: Loading a state dict into it changes weights, too.
+
+    Attributes:
+        nbytes: Of all that was added since the last :meth:`clear`.
+        waited_secs: For how long :meth:`wait` has stopped training since then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None, model: nn.Module | None = None) -> None:
+        self._todo: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._none_left = threading.Event()
+        self._process = os.getpid()
+        self.clear()
+        self._handles = [] if optimizer is None else [optimizer.register_step_pre_hook(self.wait)]
+        if self._handles and model is not None:
+            self._handles.append(model.register_load_state_dict_pre_hook(self.wait))
+
+    def accepts(self, source: torch.Tensor) -> bool:
+        """Whether it can be copied later; from a GPU that is not known to be safe."""
+        return bool(self._handles) and source.device.type == 'cpu'
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy it later."""
+        self._none_left.clear()
+        self._todo.append((target, source, source._version))
+        self.nbytes += source.nbytes
+
+    def run(self) -> None:
+        """Make the copies. Runs on: any thread.
+
+        Raises:
+            TensorError: Something that does not wait has changed a weight.
+        """
+        try:
+            for target, source, version in self._todo:
+                target.copy_(source)
+                if source._version != version:
+                    raise TensorError(
+                        'a weight was changed between the save and the next optimizer step, while it was copied. Set '
+                        'defer_copy=False, or change weights elsewhere'
+                    )
+        finally:
+            self._todo = []
+            self._none_left.set()
+
+    def wait(self, *_: object) -> None:
+        """Return when weights may change."""
+        if not self._none_left.is_set() and self._process == os.getpid():  # a forked child has no thread that copies
+            began = time.perf_counter()
+            self._none_left.wait()
+            self.waited_secs += time.perf_counter() - began
+
+    def clear(self) -> None:
+        """Forget all that was not copied; :meth:`run` must not be going on."""
+        self._todo, self.nbytes, self.waited_secs = [], 0, 0.0
+        self._none_left.set()
+
+    def close(self) -> None:
+        """Let optimizer and model go."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> tuple[type[DeferredCopies], tuple[()]]:
+        return DeferredCopies, ()  # a copy of the model, which has a reference to this, has no copies to wait for
