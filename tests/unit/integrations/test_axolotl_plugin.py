@@ -94,7 +94,7 @@ def test_the_callback_has_the_hooks_options():
         return {name: p.default for name, p in inspect.signature(what).parameters.items()}
 
     hook, callback, call = (defaults(what) for what in (HFCheckpointHook, HFCheckpointCallback, save_hf))
-    of_mmengine = {'interval', 'by_epoch', 'save_begin', 'save_best', 'rule', 'chat_template', 'ema'}
+    of_mmengine = {'interval', 'by_epoch', 'save_begin', 'save_best', 'rule', 'chat_template', 'ema', 'defer_copy'}
     assert hook.keys() - callback.keys() == of_mmengine
     assert callback.keys() - hook.keys() == {'save_strategy', 'save_steps'}
     of_runs = {'save_last', 'async_save', 'async_busy', 'exit_wait_secs', 'save_on_signal', 'save_on_file', 'on_error'}
