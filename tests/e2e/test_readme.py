@@ -33,7 +33,13 @@ AFTER_THE_DEMO = [
 COMMANDS = {
     'README.md': ['bash tools/demo.sh', 'bash tools/test.sh', 'pip install .'],
     'getting-started.md': ['bash tools/demo.sh', ENTER, 'pip install .', *AFTER_THE_DEMO],
-    'converting.md': [f'python tools/convert.py CHECKPOINT OUT {how}' for how in ('--dry-run', '--verify')],
+    'converting.md': [
+        'python tools/convert.py CHECKPOINT OUT --dry-run',
+        'python tools/convert.py CHECKPOINT OUT --verify',
+        # tests/e2e/test_convert_to_store.py
+        'python tools/convert.py CHECKPOINT s3://bucket/run/NAME --verify',
+        'xhf-verify CHECKPOINT s3://bucket/run/NAME',
+    ],
     'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
     # tests/unit/verify/test_stored_folder.py, of a store in memory
     'object-stores.md': [
