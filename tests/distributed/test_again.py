@@ -345,7 +345,7 @@ def test_trainer_begins_again_with_a_smaller_batch(results):
 
 def test_steps_that_never_come_are_told_before_training(results):
     warned, refused, saved = check(results, 'never_due')[0]
-    assert len(warned) == 1 and 'every 500 steps is never, for training ends after 4 steps' in warned[0]
+    assert len(warned) == 1 and 'every 500 steps, but training ends after 4 steps' in warned[0]
     assert 'option save_steps: expected a smaller one' in refused
     assert saved == LAST
 

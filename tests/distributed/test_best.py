@@ -241,8 +241,11 @@ def test_a_folder_without_a_score(finished):
 
 def test_a_folder_of_another_metric_is_not_replaced(finished):
     (message,) = set(check(finished[1], 'another_metric'))
-    assert "hf_model_best is the best save by 'acc', not by 'loss'" in message and 'Move it away' in message
+    assert (
+        "hf_model_best holds the best save by 'acc', and a save by 'loss' would replace it" in message
+        and 'Move it away' in message
+    )
     assert best_in(finished[0] / 'another_metric' / 'out') == {'best': 6}
     _, second = check(finished[1], 'another_metric_by_auto')[0]
     assert best_in(finished[0] / 'another_metric_by_auto' / 'out') == {'best': 4}
-    assert "is the best save by 'acc', not by 'loss'" in log_of(second)
+    assert "holds the best save by 'acc', and a save by 'loss'" in log_of(second)

@@ -303,8 +303,8 @@ def test_saves_when_and_where_it_should(finished, name, expected):
         ('loop_of_iterations', ['iter_3', 'iter_6', 'iter_7'], []),
         ('loop_of_epochs', ['epoch_1', 'epoch_2'], []),
         ('iterations_of_epochs', ['iter_20', 'iter_32'], []),
-        ('one_long_epoch', ['iter_4'], ['every 1 epochs, and to this train loop, which counts iterations']),
-        ('never_due', ['iter_4'], ['every 500 iterations is never, for training ends after 4 iterations']),
+        ('one_long_epoch', ['iter_4'], ['every epoch, but this train loop counts iterations']),
+        ('never_due', ['iter_4'], ['every 500 iterations, but training ends after 4 iterations']),
     ],
 )
 def test_what_the_log_says_of_when(finished, name, labels, warnings):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xhf_hooks.format.text import counted
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -37,6 +39,6 @@ class Schedule:
     def __str__(self) -> str:
         if self.interval <= 0:
             return 'never'
-        unit = 'epochs' if self.by_epoch else 'iterations'
+        unit = 'epoch' if self.by_epoch else 'iteration'
         begin = f' from {self.save_begin} on' if self.save_begin else ''
-        return f'every {self.interval} {unit}{begin}'
+        return f'every {unit if self.interval == 1 else counted(self.interval, unit)}{begin}'

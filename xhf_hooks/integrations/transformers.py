@@ -90,8 +90,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             return
         end = f'training ends after {state.max_steps} steps'
         if not self.save_last and not self.saves_on_demand:
-            raise OptionError('save_steps', f'a smaller one, or save_last: {end}, and nothing is ever saved', every)
-        log.warning(f'save_steps: every {every} steps is never, for {end}; set a smaller one')
+            raise OptionError('save_steps', f'a smaller one, or save_last: {end}, so nothing is ever saved', every)
+        log.warning(f'save_steps: every {every} steps, but {end}; set a smaller one')
 
     def _save(self, state: TrainerState) -> None:
         self._saves.save(_step(state), may_skip=state.global_step < state.max_steps)
