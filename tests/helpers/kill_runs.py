@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.assert_intact import check_all, hidden, weight_of
+from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.zero_config import zero_config
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = 'hf_model'
-WORLD_SIZE = 2
 #: A save of these models takes about so long here; a kill comes at a random instant of that and a little more.
 SAVE_SECS = 0.12
 
@@ -85,12 +85,12 @@ def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_
     """
     ends = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
     store = parent.with_name(f'{parent.name}.store{first}')
-    ranks = []
-    for rank, (_, theirs) in enumerate(ends):
-        ranks.append(start_process(_live, parent, kind, first, max_keep, rank, str(store), theirs))
-        theirs.close()
+    ranks: list[Any] = []
     readers = [ours for ours, _ in ends]
-    try:
+    with ending(ranks, kind):
+        for rank, (_, theirs) in enumerate(ends):
+            ranks.append(start_process(_live, parent, kind, first, max_keep, rank, str(store), theirs))
+            theirs.close()
         strike = first + dice.randrange(3)
         said = _listen(readers, until=('began', strike))
         time.sleep(dice.random() * SAVE_SECS)
@@ -98,14 +98,7 @@ def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_
         for victim in victims:
             os.kill(victim.pid, kind.signal)
         said += _listen(readers, until=None)
-        for rank in ranks:
-            rank.join(HANG_SECS)
-        assert not any(rank.is_alive() for rank in ranks), f'{kind}: a survivor hangs; it said {said[-5:]}'
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-        store.unlink(missing_ok=True)
+    store.unlink(missing_ok=True)
     for victim in victims:
         assert victim.exitcode == -kind.signal, f'{kind}: a victim ended with {victim.exitcode}: {said[-3:]}'
     began, committed = (max([n for what, n in said if what == word], default=0) for word in ('began', 'committed'))
@@ -151,19 +144,9 @@ def _listen(readers: list[Connection], until: tuple[str, int] | None) -> list[tu
 
 def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store: str, connection: Connection) -> None:
     """One rank. Ends when it is killed, or with what it says of the loss of another."""
-    os.environ.update(
-        DS_ACCELERATOR='cpu', OMP_NUM_THREADS='1', RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE)
-    )
-    import faulthandler
-
-    import torch
-    import torch.distributed as dist
-
     from xhf_hooks.errors import XhfError
 
-    faulthandler.dump_traceback_later(HANG_SECS / 2)  # a rank that hangs says where
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=WORLD_SIZE)
+    join_group(rank, store)
     try:
         _save_for_ever(parent, kind, first, max_keep, connection)
     except XhfError as error:

@@ -1,8 +1,8 @@
 """Runs a function on N real processes and fails loudly, with every rank's traceback.
 
 Each rank is a process of its own, forked from a server (multiprocessing's forkserver) that has done
-nothing but import torch, DeepSpeed and transformers: nothing of the test process leaks into it, and a
-launch does not cost some 10 s of imports on each rank. To share one between many tests see
+nothing but import torch, DeepSpeed, transformers and this package: nothing of the test process leaks
+into it, and a launch does not cost some 10 s of imports on each rank. To share one between many tests see
 `tests.helpers.scenarios`.
 
 How a launch goes on:
@@ -40,6 +40,8 @@ INITS = ('deepspeed', 'torch', None)
 PRELOADED = (
     *('torch.distributed', 'deepspeed', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
+    's3fs',
+    *('xhf_hooks.manager', 'xhf_hooks.convert'),
 )
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(list(PRELOADED))

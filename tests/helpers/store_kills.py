@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
+from tests.helpers.ranks import start_process
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 
-WORLD_SIZE = 2
 URL = f's3://{BUCKET}/killed'
 #: The smallest that S3 takes: files of more have several.
 PART_NBYTES = 5 * 2**20
@@ -43,18 +43,10 @@ def live(parent: Path, backend_args: dict[str, Any], step: int, strike: Strike |
     told = [parent / f'requests-{step}-{rank}' for rank in range(WORLD_SIZE)]
     pids = parent / f'pids-{step}'
     pids.mkdir()
-    ranks = [
-        start_process(_rank, rank, str(store), str(pids), str(told[rank]), backend_args, step, strike)
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        for rank in ranks:
-            rank.join(HANG_SECS)
-        assert not any(rank.is_alive() for rank in ranks), f'{strike}: a survivor hangs'
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    ranks: list[Any] = []
+    with ending(ranks, strike):
+        for rank in range(WORLD_SIZE):
+            ranks.append(start_process(_rank, rank, str(store), str(pids), str(told[rank]), backend_args, step, strike))
     if strike is None:
         assert [rank.exitcode for rank in ranks] == [0] * WORLD_SIZE
     return [int(path.read_text()) if path.exists() else -1 for path in told]
@@ -63,9 +55,7 @@ def live(parent: Path, backend_args: dict[str, Any], step: int, strike: Strike |
 def _rank(
     rank: int, store: str, pids: str, told: str, backend_args: dict[str, Any], step: int, strike: Strike | None
 ) -> None:
-    os.environ.update(CREDENTIALS, OMP_NUM_THREADS='1', RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2')
-    import faulthandler
-
+    os.environ.update(CREDENTIALS)
     import torch
     import torch.distributed as dist
 
@@ -75,10 +65,8 @@ def _rank(
     from xhf_hooks.stores.store import Store
     from xhf_hooks.stores.store_lock import StoreLock
 
-    faulthandler.dump_traceback_later(HANG_SECS / 2)
-    torch.set_num_threads(1)
     Path(pids, str(rank)).write_text(str(os.getpid()))
-    dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=WORLD_SIZE)
+    join_group(rank, store)
     dist.barrier()
     StoreLock.settle_secs = 0.05
     Store.create.__defaults__ = (PART_NBYTES,)

@@ -15,14 +15,14 @@ import pytest
 
 from tests.helpers.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.helpers.kill_runs import fill, tiny_model
-from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
+from tests.helpers.ranks import start_process
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 from xhf_hooks.stores import Store, open_store
 from xhf_hooks.stores.publication import read_pointer
 
 pytestmark = pytest.mark.modern_only
 
-WORLD_SIZE = 2
 SAVES = (1, 2)
 #: Of so many requests one is deadly here, another one for each kind of victims; 1 tries all, for an hour.
 STRIDE = 8
@@ -44,13 +44,8 @@ def proxy(tmp_path):
 
 def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     """One rank of a run that saves twice, and uploads each save."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS='1')
-    os.environ.update(CREDENTIALS, DS_ACCELERATOR='cpu')
-    import faulthandler
+    os.environ.update(CREDENTIALS)
     import logging
-
-    import torch
-    import torch.distributed as dist
 
     from xhf_hooks.config.options import RunOptions
     from xhf_hooks.errors import XhfError
@@ -61,10 +56,8 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     from xhf_hooks.telemetry.log import RunLog
     from xhf_hooks.uploads.upload_thread import UploadThread
 
-    faulthandler.dump_traceback_later(HANG_SECS / 4, exit=True)
     StoreLock.settle_secs, UploadThread.patience_secs = 0.0, 1.0
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=WORLD_SIZE)
+    join_group(rank, store)
     model = tiny_model(zero3=False)
     options = RunOptions(
         upload_to=url,
@@ -118,17 +111,10 @@ def one_life(proxy: FaultyProxy, number: int, victims: str, folder: Path, url: s
     killer = KillAt(number, ranks, victims)
     proxy.decide = killer
     store = folder / f'store{number}'
-    for rank in range(WORLD_SIZE):
-        ranks.append(start_process(live, rank, str(store), str(folder / 'work'), url, endpoint))
-    try:
-        for rank in ranks:
-            rank.join(HANG_SECS)
-        assert not any(rank.is_alive() for rank in ranks), f'request {number}, {victims}: a survivor hangs'
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-        store.unlink(missing_ok=True)
+    with ending(ranks, f'request {number}, {victims}'):
+        for rank in range(WORLD_SIZE):
+            ranks.append(start_process(live, rank, str(store), str(folder / 'work'), url, endpoint))
+    store.unlink(missing_ok=True)
     return killer
 
 
