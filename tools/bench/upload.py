@@ -2,6 +2,10 @@
 
 Each rank's uplink is throttled. The server is ``rclone serve s3``, on this machine, in memory. How much slower training
 is beside an upload is measured with few ranks and a slow uplink, which leave the server a processor.
+
+Of the processor time that 640 MB take, the server's share is three fifths (ours: 3.8 s and 5.8 s, boto3: 2.3 s and
+4.3 s, without a limit; MD5 of each part and, when it is asked for the ETag, of each object): with 2 processors they are
+the limit at 8 ranks of 40 MB/s, not the uplinks.
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ class StoredObject:
         """
         with self._lock:
             self._error = self._error or _DiscardedError()
-            self._todo.clear()
+            while self._todo:
+                self._todo.popleft()
+                self._room.release()
             while not self._is_ending and self._n_sending:
                 self._lock.wait()
         if self._is_ending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import uuid
 
 import fsspec.asyn
@@ -133,6 +134,21 @@ def test_the_next_object_is_filled_while_one_ends_in_the_same_room():
     thread.join()
     assert (first.n_parts, second.n_parts) == (2, 3) and second.sent[2] == b'y' * 5
     assert [room.acquire(blocking=False) for _ in range(4)] == [True, True, True, False]
+    senders.close()
+
+
+def test_parts_that_wait_for_their_turn_give_their_room_back():
+    senders, room, parts = Senders(3), threading.Semaphore(3), Parts()
+    made = in_parts(parts, 1, senders, room)
+    made.write(b'x' * 30)
+    parts.arrived.acquire()  # the others wait for it
+    discarding = threading.Thread(target=made.discard)
+    discarding.start()
+    while made._todo:
+        time.sleep(0.01)
+    parts.may_go.release()
+    discarding.join()
+    assert [room.acquire(timeout=20) for _ in range(3)] == [True] * 3
     senders.close()
 
 
