@@ -56,7 +56,7 @@ class Exporter(ABC):
     @property
     @abstractmethod
     def n_parameters(self) -> int | Mapping[str, int | None] | None:
-        """``total_parameters`` of the index file, or by folder if there are several; None omits it."""
+        """``total_parameters`` for the index file, by folder if there are several; None omits the field."""
 
     @abstractmethod
     def base_tokenizer(self) -> Any | None:
@@ -64,12 +64,12 @@ class Exporter(ABC):
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        """Write all files but the weights, and create the folders of the entries. Runs on: rank 0.
+        """Write all files except the weights, and create the folders of the entries. Runs on: rank 0.
 
         Called after :meth:`entries`.
 
         Args:
-            eos_token_ids: Ids to add to those of the model.
+            eos_token_ids: Token ids to add to the model's own.
 
         Returns:
             Warnings for the log.
@@ -77,7 +77,7 @@ class Exporter(ABC):
 
 
 def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
-    """Entries of tensors that are written unchanged but for a cast of floats to ``dtype``; None does not cast."""
+    """Entries of tensors that are written as they are, except that floats are cast to ``dtype``; None: no cast."""
     return [
         ExportEntry(
             name,
@@ -91,7 +91,7 @@ def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, file
 
 
 def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors below ``path``, under each of their names, relative to it."""
+    """The tensors below ``path``, by each of their names relative to ``path``."""
     prefix = f'{path}.' if path else ''
     return {
         name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)

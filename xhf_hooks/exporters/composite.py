@@ -18,8 +18,8 @@ class CompositeExporter(Exporter):
     """Base class of exporters with several parts. Subclasses set both attributes in the constructor.
 
     Attributes:
-        parts: Folder, relative to the checkpoint (``''`` is the checkpoint itself), to exporter.
-        tokenizer_folder: Folder of the part that gets the tokenizer; None: no part.
+        parts: Exporters by folder, relative to the checkpoint (``''`` is the checkpoint itself).
+        tokenizer_folder: Folder of the part that gets the tokenizer; None if no part gets it.
     """
 
     parts: dict[str, Exporter | AdapterExporter]

@@ -16,7 +16,7 @@ from xhf_hooks.planning.types import Combine, ExportEntry
 
 
 class ComputedTensor(Protocol):
-    """Computes one tensor from gathered tensors by source name. Called on the rank that writes.
+    """Computes one tensor from gathered tensors, given by source name. Called on the rank that writes.
 
     Attributes:
         base: The source tensor that it replaces.
@@ -33,10 +33,10 @@ class ComputedTensor(Protocol):
 
 
 def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, ComputedTensor]) -> list[ExportEntry]:
-    """Change entries that read a replaced tensor to read its inputs and compute it first.
+    """Make entries that read a replaced tensor read its inputs instead, and compute it first.
 
     Args:
-        computed: Name of the replaced tensor to its computation.
+        computed: Computations by the name of the tensor that they replace.
     """
     made: dict[int | str, _ComputeFirst] = {}
     result = []

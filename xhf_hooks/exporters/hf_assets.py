@@ -1,4 +1,4 @@
-"""Writes all files of a Hugging Face folder but the weights. Never edits objects of the live model."""
+"""Writes all files of a Hugging Face folder except the weights. Never edits objects of the live model."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
         config = {} if path is None else json.loads(read_regular_text(path))
         template = config.get('chat_template')
         return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # untrusted
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # untrusted files
         return None
 
 
 def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
-    if names and with_template:  # the processor's template would override a replaced one
+    if names and with_template:  # if the template was replaced, the processor's would override it
         names.append('chat_template.json')  # a processor's template, transformers < 5
     for name in names:
         path = base_file(base_dir, name)

@@ -35,15 +35,15 @@ _FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
 
 @dataclass(frozen=True)
 class _Built:
-    """A reference model, with its class and config."""
+    """A reference model with its class and config."""
 
     kind: type[PreTrainedModel]
     config: dict[str, Any]
     reference: PreTrainedModel
 
 
-#: The last reference of each live model: building it is the slowest step before the write, and ``save_hf`` is called
-#: many times.
+#: Caches each live model's last reference model: building it is the slowest step before the write, and ``save_hf`` is
+#: called many times.
 _BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
 
 
@@ -110,7 +110,7 @@ class HuggingFaceExporter(Exporter):
         return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """The tensors below the exported module under each name, relative to it, in state-dict order."""
+        """The exported module's tensors in state-dict order, by each of their names relative to the module."""
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
@@ -168,8 +168,8 @@ class HuggingFaceExporter(Exporter):
     def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
         """Names that are not written: those that the class ignores, and all but one of tied weights.
 
-        The rule of ``remove_tied_weights_from_state_dict`` (transformers ``modeling_utils.py``), by identity. A tie
-        that the class does not declare is written under each name, since loading cannot restore it.
+        Same rule as ``remove_tied_weights_from_state_dict`` (transformers ``modeling_utils.py``), but ties are found by
+        identity. A tie that the class does not declare is written under each name, since loading cannot restore it.
         """
         from transformers.modeling_utils import _get_tied_weight_keys
 
@@ -238,7 +238,7 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, unpartitioned at ZeRO-3, too."""
+    """Build a model on the meta device, unpartitioned even at ZeRO-3."""
     with _without_zero_init(), torch.device('meta'):
         return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
 

@@ -1,8 +1,8 @@
 """Renames and un-fuses weights with transformers' own mapping, traced on meta tensors.
 
-transformers 5 holds some weights in memory in another form than in checkpoints, such as fused experts;
+transformers 5 holds some weights, such as fused experts, in a different form in memory than in checkpoints;
 ``save_pretrained`` converts them with ``transformers.core_model_loading.revert_weight_conversion``. Here that function
-runs once on meta tensors that record their inputs. This gives the name, shape and sources of every output before a
+runs once on meta tensors that record their inputs. This gives the name, shape and sources of every output before any
 tensor is gathered, and groups of outputs that can be converted independently. An output that is a view of consecutive
 elements of one input, such as one of several fused experts, needs no conversion.
 """
@@ -27,7 +27,7 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
 
     Args:
         model: The model on the meta device; some conversions read its shapes.
-        specs: Name in the model, which may differ from the source, to spec.
+        specs: Specs by name in the model, which may differ from the name in the source.
 
     Returns:
         Entries in the order of ``save_pretrained``, with the dtypes of the specs.
@@ -54,7 +54,7 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
 
 
 def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) -> int | None:
-    """The offset of an output that is a contiguous part of the group's only input; None for any other."""
+    """The offset of an output that is a contiguous part of the group's only input; None for any other output."""
     if len(group_inputs) != 1:
         return None
     (read,) = group_inputs
@@ -64,11 +64,11 @@ def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) 
 
 
 class ConversionGroup:
-    """Converts a group of inputs; the ``combine`` of their entries.
+    """Converts a group of inputs; it is the ``combine`` of their entries.
 
     Args:
-        inputs: Name in the model to spec.
-        shapes: HF name to shape of the expected outputs.
+        inputs: Specs by name in the model.
+        shapes: Shapes of the expected outputs by HF name.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ def _groups(
     inputs: Mapping[str, _TracedTensor],
     outputs: Mapping[str, _TracedTensor],
 ) -> dict[str, ConversionGroup]:
-    """HF name to group, for outputs that were computed and not just renamed."""
+    """Groups by HF name, for outputs that were computed rather than just renamed."""
     computed = {
         hf_name: tensor.sources
         for hf_name, tensor in outputs.items()
@@ -122,7 +122,7 @@ def _groups(
         )
         group(
             {spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()}
-        )  # raises unless it works alone
+        )  # raises unless the group can be converted alone
         groups.update(dict.fromkeys(hf_names, group))
     return groups
 

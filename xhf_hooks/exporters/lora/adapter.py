@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-#: peft's SAFETENSORS_WEIGHTS_NAME, the only file that it reads.
+#: peft's SAFETENSORS_WEIGHTS_NAME; peft reads no other file.
 ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 
 
@@ -31,7 +31,7 @@ class AdapterExporter:
 
     Args:
         path: Path of the PeftModel in the trained model.
-        adapter: Its name in the PeftModel, which the files do not contain.
+        adapter: The adapter's name in the PeftModel; it is not in the files.
         alone: No merged model is written beside it; :meth:`entries` then raises a ModelError if a trained tensor
             would be lost or the base model is missing.
     """
@@ -50,7 +50,7 @@ class AdapterExporter:
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         from peft import get_peft_model_state_dict
 
-        # peft uses module paths, to which FSDP1 adds components
+        # peft uses module paths, and FSDP1 adds components to them
         live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
         own = {live[name]: spec for name, spec in specs_below(self._path, specs).items()}
         found = get_peft_model_state_dict(self._peft_model, state_dict=own, adapter_name=self._adapter)
@@ -93,7 +93,7 @@ class AdapterExporter:
         return hf_assets.base_tokenizer_of(self._model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        """Write all files but the weights. Runs on: rank 0."""
+        """Write all files except the weights. Runs on: rank 0."""
         self._peft_model.create_or_update_model_card(str(folder))
         config = copy.copy(self._config)  # a deep copy could change the order of sets
         config.base_model_name_or_path = self._recorded_base()
@@ -120,7 +120,7 @@ class AdapterExporter:
 
 def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
     """Every PeftModel in the trained model, by path."""
-    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # imported if there is a PeftModel
+    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # if there is a PeftModel, peft was imported
     if peft_model is None:
         return {}
     return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightMerge:
-    """Computes ``W + scaling * B A`` of one weight in fp32 (or wider), without rounding. Reads the live model only.
+    """Computes ``W + scaling * B A`` of one weight in fp32 (or wider), without rounding. Only reads the live model.
 
     The operations are those of peft's ``get_delta_weight``, ``merge`` and DoRA variants (``tuners/lora/layer.py``,
     ``variants.py``, ``dora.py``), so that fp32 linear layers equal peft's bit for bit. For 16-bit models peft rounds
@@ -99,7 +99,7 @@ class MergedExporter(HuggingFaceExporter):
 
     Args:
         path: Path of the PeftModel in the trained model.
-        adapter: Its name in the PeftModel.
+        adapter: The adapter's name in the PeftModel.
 
     Raises:
         ModelError: The base model is quantized, or a layer has an unsupported kind of adapter.
@@ -201,7 +201,7 @@ def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> l
 
 
 def _require_only(merged: set[str], own: Mapping[str, TensorSpec], merges: Mapping[str, object]) -> None:
-    """Refuse a tied weight that is adapted under one name only."""
+    """Refuse a tied weight that is adapted under only one of its names."""
     for name, spec in own.items():
         if spec.name in merges and name not in merged:
             raise _tied(name)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class NestedLoraExporter(MergedExporter):
     """Writes the full model with each adapter merged into its part.
 
-    The parts cannot be loaded separately, and other trained weights (InternVL's ``mlp1``) must be saved with them. Same
-    as XTuner's ``configs/internvl/v1_5/convert_to_official.py``.
+    The parts cannot be loaded separately, and other trained weights (InternVL's ``mlp1``) must be saved with them.
+    XTuner's ``configs/internvl/v1_5/convert_to_official.py`` does the same.
 
     Args:
-        lora: Only 'merge'.
+        lora: Only 'merge' is accepted.
 
     Raises:
         OptionError: Another value was given.
@@ -56,7 +56,7 @@ class NestedLoraExporter(MergedExporter):
 
 
 def quantized_parts(pretrained: PreTrainedModel) -> dict[str, str]:
-    """The quantization methods of the model and of the parts with adapters, where there are any."""
+    """The quantization methods of the model and of its parts with adapters; unquantized ones are omitted."""
     parts = {type(pretrained).__name__: pretrained}
     parts.update((path, peft_model.get_base_model()) for path, peft_model in adapters_in(pretrained).items())
     methods = {name: quantization_of(part) for name, part in parts.items()}

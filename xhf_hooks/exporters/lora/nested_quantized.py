@@ -31,7 +31,7 @@ class QuantizedNestedLoraExporter(CompositeExporter):
     adapter to its part with ``PeftModel.from_pretrained``, and load the rest with ``load_state_dict(strict=False)``.
 
     Args:
-        lora: Only 'adapter'.
+        lora: Only 'adapter' is accepted.
 
     Raises:
         OptionError: Another value was given.

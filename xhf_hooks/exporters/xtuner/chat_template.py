@@ -1,17 +1,17 @@
 """Converts XTuner's prompt template to a chat template for the tokenizer.
 
 XTuner trains with its own PROMPT_TEMPLATE, which the tokenizer does not have: without this conversion the exported
-model would chat in another format than in training. The format of training (``openai_map_fn``, ``template_map_fn`` and
-``encode_fn`` in ``xtuner/dataset``):
+model would chat in a different format than it was trained on. The training format (``openai_map_fn``,
+``template_map_fn`` and ``encode_fn`` in ``xtuner/dataset``):
 
-- Each turn is ``[BOS] [SYSTEM] INSTRUCTION | output SUFFIX | [EOS] | SEP``. The last turn ends with SEP, too.
+- Each turn is ``[BOS] [SYSTEM] INSTRUCTION | output SUFFIX | [EOS] | SEP``. The last turn also ends with SEP.
 - EOS follows the output unless ``SUFFIX_AS_EOS``. A turn begins with BOS when it is the first or an EOS came before.
-- System and user messages before an answer are one turn: user texts are joined, the last system text counts.
+- System and user messages before an answer form one turn: user texts are joined, and the last system text counts.
 - Answers before the first system or user message are not trained on and not rendered.
 
 XTuner drops messages after the last answer. Here they open the next turn, with or without ``add_generation_prompt``:
 the instruction ends with the assistant's header. ``encode_fn`` encodes the pieces between bars separately; the full
-text has the same ids if the tokenizer splits there, too.
+text has the same ids if the tokenizer also splits there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 from xhf_hooks.errors import OptionError
 
-#: Builders of training data without prompt template: they use the tokenizer's chat template
+#: Builders of training data that take no prompt template. They use the tokenizer's chat template
 #: (``preference_dataset.py``) or a copy of the base model's official one (``internvl_dataset.py``).
 _OWN_FORMAT = ('build_preference_dataset', 'InternVL_V1_5_Dataset')
 
-#: With spaces at the ends: XTuner trains with them, but many templates strip them.
+#: Has whitespace at the ends: XTuner trains with it, but many templates strip it.
 _PROBE_TURN = ({'role': 'user', 'content': ' Why?\n'}, {'role': 'assistant', 'content': ' Because.\n'})
 _PROBE_SYSTEM = {'role': 'system', 'content': ' Be brief.\n'}
 
@@ -120,12 +120,12 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     """The tokenizer to write for a run that was trained with ``template``. Runs on: rank 0.
 
     Args:
-        tokenizer: Not changed.
+        tokenizer: It is not changed.
         name: The template's name, for messages.
 
     Returns:
-        The tokenizer itself if its chat template renders the text of training, else a copy with one that does; and
-        log messages.
+        The tokenizer itself if its chat template renders the training text, else a copy with one that does; and log
+        messages.
 
     Raises:
         OptionError: XTuner could not train with this template.
@@ -165,8 +165,8 @@ def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[An
 def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
     """The name and content of the prompt template in a run's config. Imports xtuner only if the config has a name.
 
-    That of the training data (``template_map_fn``); for prepared data, ``prompt_template``. None for raw text, and for
-    data that does not use a prompt template, such as preference pairs.
+    The template is that of the training data (``template_map_fn``) or, for prepared data, ``prompt_template``. None for
+    raw text and for data that does not use a prompt template, such as preference pairs.
 
     Raises:
         OptionError: The template does not exist or is ambiguous.
@@ -195,7 +195,7 @@ def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] 
 
 
 def _expression(template: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
-    """Convert a text for ``str.format`` to a Jinja expression."""
+    """Convert a ``str.format`` string to a Jinja expression."""
     parts = []
     try:
         for literal, field, spec, conversion in string.Formatter().parse(template[key]):
@@ -212,7 +212,7 @@ def _expression(template: Mapping[str, Any], key: str, known: tuple[str, ...]) -
 
 
 def _quoted(text: str) -> str:
-    """A Jinja string literal. Line ends are escaped, since Jinja normalises them."""
+    """A Jinja string literal. Line endings are escaped, since Jinja normalises them."""
     for found, escaped in (('\\', '\\\\'), ("'", "\\'"), ('\n', '\\n'), ('\r', '\\r')):
         text = text.replace(found, escaped)
     return f"'{text}'"
@@ -236,7 +236,7 @@ def _token_id(tokenizer: Any, word: str) -> int | None:
 
 
 def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str | None:
-    """The first difference between the tokenizer's chat template and training on sample dialogues; None if equal."""
+    """The first difference, on sample dialogues, between the tokenizer's chat template and training; or None."""
     if getattr(tokenizer, 'chat_template', None) is None:
         return 'the tokenizer has no chat template'
     dialogues = [[*_PROBE_TURN], [*_PROBE_TURN] * 3, [_PROBE_TURN[0]], [*_PROBE_TURN, _PROBE_TURN[0]]]
@@ -283,7 +283,7 @@ def _type_name(config: Mapping[str, Any]) -> str:
 
 
 def _resolve(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """The name and the content of a template, given one of them."""
+    """The name and the content of a template, given either."""
     if isinstance(value, Mapping):
         loaded = getattr(sys.modules.get('xtuner.utils.templates'), 'PROMPT_TEMPLATE', {})
         names = [name for name in loaded if loaded[name] == value]

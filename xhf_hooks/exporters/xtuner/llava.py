@@ -26,11 +26,11 @@ _FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'project
 
 @EXPORTERS.register_module()
 class LlavaExporter(CompositeExporter):
-    """Writes XTuner's layout with the trained parts or with all, or transformers' LlavaForConditionalGeneration.
+    """Writes the trained parts, or all parts, in XTuner's layout, or transformers' LlavaForConditionalGeneration.
 
     Args:
         lora: 'adapter', 'merge' or 'both', if a part has an adapter. Beside merged parts the adapters go to
-            ``adapter/<part>_adapter``: XTuner would apply ``llm_adapter`` to the merged llm again.
+            ``adapter/<part>_adapter``, or XTuner would apply ``llm_adapter`` to the merged llm again.
         llava_format: One of LLAVA_FORMATS. 'xtuner' omits frozen parts, as XTuner does.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import LlavaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 IMAGE_TOKEN, PAD_TOKEN = '<image>', '<pad>'
-#: Names in XTuner's ``model/modules/projector`` to those in transformers' ``LlavaMultiModalProjector``.
+#: Maps names in XTuner's ``model/modules/projector`` to those in transformers' ``LlavaMultiModalProjector``.
 _PROJECTOR_NAMES = {'model.0.': 'linear_1.', 'model.2.': 'linear_2.'}
 _PROJECTOR_DEPTH = 2
 
@@ -32,7 +32,7 @@ _PROJECTOR_DEPTH = 2
 class LlavaHuggingFaceExporter(HuggingFaceExporter):
     """Writes the result of ``LLaVAModel.to_huggingface_llava`` (xtuner ``model/llava.py``), with some differences.
 
-    The llm may be any model of transformers, not only Llama. A frozen visual encoder is written, too. Features come
+    The llm may be any model of transformers, not only Llama. A frozen visual encoder is also written. Features come
     from the layer used in training. The processor has the patch size. The tokenizer gets ``<image>`` and ``<pad>``; new
     rows of the embeddings are the mean of the existing ones, where XTuner samples around it. The row of ``<image>`` is
     never used: features replace it.
@@ -204,7 +204,7 @@ def _n_patches(vision: PretrainedConfig) -> int:
 
 
 def _prefixes(llm: PreTrainedModel) -> dict[str, Mapping[str, str]]:
-    """Old to new prefix of names, by part; the first match counts."""
+    """Maps old to new name prefixes, by part; the first match counts."""
     import transformers
 
     nested = hasattr(

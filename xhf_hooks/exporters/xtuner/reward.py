@@ -42,7 +42,7 @@ def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config, kind = backbone.config, type(backbone)
-    own_code = sys.modules[kind.__module__]  # the base model's custom code, if it has some
+    own_code = sys.modules[kind.__module__]  # the base model's custom code, if it has any
     named = [str(value).rpartition('.')[2] for value in (getattr(config, 'auto_map', None) or {}).values()]
     for name in (name for name in named if name.endswith('ForRewardModel')):
         if hasattr(own_code, name):
@@ -81,7 +81,7 @@ class HeadedExporter(HuggingFaceExporter):
     """Exports a backbone and its head as one model of :func:`reward_class`.
 
     Args:
-        reward_token_id: The token whose score is the reward, for classes with such a token.
+        reward_token_id: The token whose score is the reward, for classes that use one.
     """
 
     def __init__(self, *args: Any, reward_token_id: int | None) -> None:
@@ -208,7 +208,7 @@ class RewardLoraExporter(LoraExporter):
 
 def has_head(model: nn.Module) -> bool:
     """Whether there is a ``v_head`` beside ``llm``."""
-    children = dict(model.named_children())  # getattr would search llm, too
+    children = dict(model.named_children())  # getattr would also search llm
     return BACKBONE in children and isinstance(children.get(HEAD), nn.Linear)
 
 

@@ -33,7 +33,7 @@ from xhf_hooks.registry import EXPORTERS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: Model class to the official names of an expert's gate, up and down projection (XTuner's PARAM_NAME_MAPPING).
+#: Official names of an expert's gate, up and down projection, by model class (XTuner's PARAM_NAME_MAPPING).
 _EXPERT_PARTS = {
     'DeepseekV2ForCausalLM': ('gate_proj', 'up_proj', 'down_proj'),
     'MixtralForCausalLM': ('w1', 'w3', 'w2'),
@@ -60,7 +60,7 @@ class Unfuse:
 class ShardedMoeExporter(HuggingFaceExporter):
     """Writes the official model, with its names and a config without XTuner's options.
 
-    The official class is that of transformers if this version has it, else XTuner's class with
+    The official class is transformers' own if this version has it, else XTuner's class with
     ``moe_implementation='origin'``, which has the names of the base model's custom code.
 
     Raises:
@@ -72,7 +72,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
         if not any(map(is_sharded_moe, pretrained_in(model).values())):
             return False
         path, found = find_pretrained(model, module)
-        return is_sharded_moe(found) and not path.endswith(base_path(''))  # below a PeftModel: for LoraExporter
+        return is_sharded_moe(found) and not path.endswith(base_path(''))  # below a PeftModel: left to LoraExporter
 
     def __init__(self, model: nn.Module, module: str | None) -> None:
         super().__init__(model, module)
@@ -108,12 +108,12 @@ class ShardedMoeExporter(HuggingFaceExporter):
         return build_on_meta(model_class(self._model), config)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names in the checkpoint: transformers 5 also fuses experts in memory, in another way."""
+        """The names in the checkpoint: transformers 5 also fuses experts in memory, but differently."""
         specs = {n: TensorSpec(n, tuple(t.shape), dtype_code(t.dtype)) for n, t in module_tensors(self._reference)}
         return {entry.hf_name: entry.shape for entry in convert_specs(self._reference, specs)}
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """The official names; the spec of an expert's part has the source name of the fused tensor."""
+        """The official names; the specs of an expert's parts have the source name of the fused tensor."""
         own: dict[str, TensorSpec] = {}
         for name, spec in super()._own_names(specs).items():
             own.update((part, replace(spec, shape=shape)) for part, shape in self._unfused(name, spec))
@@ -160,5 +160,5 @@ class ShardedMoeExporter(HuggingFaceExporter):
 
 
 def is_sharded_moe(model: nn.Module) -> bool:
-    """Whether the model has experts fused by XTuner, by the names of its tensors."""
+    """Whether the model has experts fused by XTuner, judging by the names of its tensors."""
     return any(_FUSED.fullmatch(name) for name, _ in model.named_parameters())
