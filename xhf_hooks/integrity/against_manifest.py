@@ -43,8 +43,8 @@ def check_folder(
         manifest: The content of ``xhf_manifest.json``.
         level: ``'sizes'``: files and their sizes, and the tensors in their headers. ``'full'``: also the checksums
             of all bytes, read back from the disk where they were flushed.
-        only: Names of the files to check, as in the manifest; None: all. Ranks may share them out.
-        threads: Threads that read; None: starts some.
+        only: Names of the files to check, as in the manifest; None: all. Ranks may divide them among themselves.
+        threads: Threads to read with; None: starts some.
 
     Raises:
         IncompleteError: The folder differs from the manifest; one fault per line.
@@ -135,7 +135,7 @@ def read_files(
     open_reader: OpenReader = FileReader,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, FileSums]:
-    """Checksums of the files ``names``, without those that are missing or cannot be read."""
+    """Checksums of the files ``names``, except those that are missing or cannot be read."""
     headers = {folder.prefix + name: h for folder in folders for name, h in folder.headers.items()}
     names = [name for name in names if content.files.get(name, -1) >= 0]
     files = [
@@ -150,7 +150,7 @@ def read_files(
 
 
 def compare_sums(content: FolderContent, manifest: Manifest, sums: Mapping[str, FileSums], findings: Findings) -> None:
-    """Compare checksums: of each file, and of its tensors where it has some."""
+    """Compare the recorded checksums of files and of the tensors in them."""
     n_files, n_tensors = 0, 0
     for name, found in sums.items():
         record = manifest.files.get(name)

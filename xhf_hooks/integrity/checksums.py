@@ -28,7 +28,7 @@ class FileSums:
     Attributes:
         crc32: CRC-32 of the file.
         tensors: CRC-32 of each tensor.
-        non_finite: Number of infinite and NaN elements by tensor, without zeros; {} if not counted.
+        non_finite: Number of infinite and NaN elements, for tensors that have any; {} if not counted.
         hole_nbytes: Bytes in holes, which were not read.
         error: Why the file could not be read; the other fields are then empty.
     """
@@ -42,7 +42,7 @@ class FileSums:
 
 @dataclass(frozen=True)
 class FileToRead:
-    """A file to read; with a header, its tensors get checksums of their own."""
+    """A file to read; with a header, each tensor gets a checksum of its own."""
 
     path: Path
     nbytes: int
@@ -52,7 +52,7 @@ class FileToRead:
 
 @dataclass
 class _Part:
-    """Consecutive bytes of one tensor, of the header, or of a file without header: at most a window, or a hole."""
+    """A hole, or at most a window of consecutive bytes: of one tensor, of the header, or of a file without header."""
 
     tensor: str | None
     dtype: str
@@ -186,7 +186,7 @@ def _parts(file: FileToRead, holes: Sequence[Range]) -> Iterator[_Part]:
     for name, dtype, start, end in segments:
         position, width = start, DTYPE_NBYTES.get(dtype, 1)
         for first, last in (*within(holes, start, end), (end, end)):
-            # Holes begin and end at pages; shrink them to whole elements
+            # Holes begin and end at page boundaries; shrink them to whole elements
             first += (start - first) % width
             last -= (last - start) % width
             if last < first:

@@ -18,7 +18,7 @@ _LEAST_HOLE_NBYTES = 1 << 20
 
 
 class Reader(Protocol):
-    """What bytes of a file are read with, by several threads; :class:`FileReader` is one."""
+    """Reads bytes of a file from several threads; :class:`FileReader` is one."""
 
     holes: list[Range]
 
@@ -33,13 +33,13 @@ class Reader(Protocol):
 
 
 class OpenReader(Protocol):
-    """As the constructor of :class:`FileReader`: for files that lie elsewhere, and are named by a path here."""
+    """Takes the arguments of :class:`FileReader`; the file may be stored elsewhere, with the path as its name here."""
 
     def __call__(self, path: Path, nbytes: int, *, from_disk: bool = False) -> Reader: ...
 
 
 class FileReader:
-    """Open until :meth:`close`.
+    """Reads a file, which stays open until :meth:`close`.
 
     Args:
         nbytes: Size of the file.
@@ -85,7 +85,7 @@ class FileReader:
             self._mapped.forget(start, end)
 
     def close(self) -> None:
-        """Close it, after all views were released."""
+        """Close the file, once all views have been released."""
         if self._mapped is not None:
             self._mapped.close()
         os.close(self._fd)

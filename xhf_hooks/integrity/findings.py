@@ -28,7 +28,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects findings; a problem does not end the checks."""
+    """Collects findings; a problem does not stop the checks."""
 
     found: list[Finding] = field(default_factory=list)
 

@@ -33,7 +33,7 @@ class WeightFolder:
     Attributes:
         name: Path relative to the checkpoint, with slashes; ``''`` is the checkpoint itself.
         path: The folder.
-        files: Name to size in bytes, of the files directly in it.
+        files: Sizes in bytes of the files directly in it, by name.
         headers: Headers of its undamaged weight files, by file name.
     """
 
@@ -79,9 +79,9 @@ class FolderContent:
     """The files of a checkpoint, without hidden ones.
 
     Attributes:
-        files: Relative path, with slashes, to size in bytes; -1 for a broken link.
-        special: Relative path to kind, of devices, pipes and the like, and of folders named like files. These are
-            never opened.
+        files: Sizes in bytes by relative path, with slashes; -1 for a broken link.
+        special: Kinds of special files (devices, pipes and the like) and of folders named like files, by relative
+            path. These are never opened.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class FolderContent:
         return [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
 
     def by_folder(self) -> dict[str, dict[str, int]]:
-        """The files directly in each folder: relative path of the folder to name and size."""
+        """The sizes of the files directly in each folder: by the folder's relative path, then by name."""
         found: dict[str, dict[str, int]] = {}
         for path, nbytes in self.files.items():
             parent, _, name = path.rpartition('/')

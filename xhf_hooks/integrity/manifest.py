@@ -48,7 +48,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """As it is written."""
+    """The text of the file."""
     return json.dumps(content, indent=1) + '\n'
 
 
@@ -105,7 +105,7 @@ def read_commit(folder: Path) -> Commit | None:
 
 
 def parse_commit(manifest: str | bytes) -> Commit | None:
-    """What a manifest says of it; None when it is none of ours."""
+    """The commit that a manifest records; None if the manifest is not one of ours."""
     try:
         content = json.loads(manifest)
         step = Step(content['step']['unit'], int(content['step']['number']), int(content['iteration']))
@@ -128,7 +128,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file at its commit; ``crc32`` and ``tensors`` are None if the manifest has none."""
+    """A file as committed; ``crc32`` and ``tensors`` are None if the manifest has none."""
 
     nbytes: int
     crc32: int | None = None
