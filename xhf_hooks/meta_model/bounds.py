@@ -11,7 +11,7 @@ from torch.nn.modules import module as nn_module
 
 from xhf_hooks.errors import DamagedError
 
-#: Models of transformers register up to 4 modules and parameters per tensor.
+#: transformers' models register up to 4 modules and parameters per tensor.
 _REGISTERED, _REGISTERED_PER_TENSOR = 10_000, 20
 #: Labels, layer types, module names. The ImageNet-21k labels, in both directions, are 44,000 items.
 _ITEMS, _ITEMS_PER_TENSOR = 200_000, 10
@@ -19,13 +19,13 @@ _ITEMS, _ITEMS_PER_TENSOR = 200_000, 10
 
 @contextmanager
 def limited_modules(n_tensors: int) -> Iterator[None]:
-    """Within it, this thread may build a limited number of modules.
+    """Inside the block, this thread may build a limited number of modules only.
 
     Args:
         n_tensors: Number of tensors in the files.
 
     Raises:
-        DamagedError: Many more modules and parameters are built than the files have tensors.
+        DamagedError: There are far more modules and parameters than tensors in the files.
     """
     most, thread, count = _REGISTERED + _REGISTERED_PER_TENSOR * n_tensors, threading.get_ident(), 0
 

@@ -1,9 +1,9 @@
 """Builds the trained model on the meta device.
 
-- Models of XTuner, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
+- XTuner's models, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
 - Models of transformers.Trainer and Axolotl, from ``config.json`` and ``adapter_config.json`` in the checkpoint.
-- Other modules that contain one transformers model, from the folder given with ``--base``; the names in the checkpoint
-  give its path.
+- Other modules that contain one transformers model, from the folder given with ``--base``. Its path in the module
+  follows from the names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.meta_model.trial import in_child
 from xhf_hooks.model.tensors import module_tensors, names_by_identity
 
-#: Fields of an XTuner model's config that are models, and adapters of these (xtuner ``model/*.py``).
+#: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 #: Lower bound for limits: a checkpoint may hold few of its model's tensors (LoRA, a projector). Mixtures of experts
@@ -38,7 +38,7 @@ class MetaModel:
 
     Attributes:
         described_by: The config that it was built from, for messages.
-        bases: Folder of each base model, and its tensors' names there by ``id`` of the meta model's tensor.
+        bases: Folder of each base model, and the names of its tensors there, by ``id`` of the meta model's tensor.
         notes: Notes for the user.
     """
 
@@ -48,7 +48,7 @@ class MetaModel:
     notes: list[str] = field(default_factory=list)
 
     def remember_base(self, folder: str, model: nn.Module) -> None:
-        """Record a base model. Called before it is wrapped or adapted, while its names are those in the files."""
+        """Record a base model. Called before it is wrapped or adapted, while its names still match the files."""
         self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
 
 
@@ -62,12 +62,12 @@ def build_meta_model(
 ) -> MetaModel:
     """Build the model of a checkpoint.
 
-    The configs are untrusted, so it is built twice, first in a child process with limits on time and memory. For most
-    models, both together take less than a second.
+    The configs are untrusted, so the model is built twice, first in a child process with limits on time and memory. For
+    most models, both builds together take less than a second.
 
     Args:
         config: The run's config.
-        checkpoint: The tag folder or file. ``config.json`` is searched beside it and in the hook's folders.
+        checkpoint: The tag folder or file. ``config.json`` is looked for beside it and in the hook's folders.
         names: Names of the checkpoint's tensors.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
 
@@ -238,7 +238,7 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _projector_classes() -> tuple[Any, Any]:
-    """XTuner's config and model class of the projector.
+    """XTuner's config and model classes of the projector.
 
     Raises:
         ConfigError: XTuner is not installed.

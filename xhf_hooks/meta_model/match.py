@@ -115,13 +115,13 @@ class _BaseWeights:
 
 
 def _embeddings(module: nn.Module) -> set[int]:
-    """``id`` of the weights with a row per token: training may have added rows."""
+    """``id`` of each weight with a row per token: training may have added rows."""
     found = set()
     for child in module.modules():
         for get in ('get_input_embeddings', 'get_output_embeddings'):
             try:
                 layer = getattr(child, get, lambda: None)()
-            except (NotImplementedError, AttributeError):  # a model without such embeddings
+            except (NotImplementedError, AttributeError):  # the model has no such embeddings
                 continue
             for name in ('weight', 'bias'):
                 tensor = getattr(layer, name, None)
@@ -135,7 +135,7 @@ def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
 
 
 def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: MetaModel) -> None:
-    """Tied tensors must be stored once, or be equal (runs on GPUs store equal copies)."""
+    """Require that tied tensors are stored once or are equal (runs on GPUs store equal copies)."""
     for other in held[1:]:
         if not _same_bytes(held[0], other, source):
             raise BaseModelError(

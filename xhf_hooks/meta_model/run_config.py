@@ -54,7 +54,7 @@ def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: P
 
     Args:
         given: File given by the user.
-        in_checkpoint: The text in the checkpoint's ``meta.cfg``.
+        in_checkpoint: The text of the checkpoint's ``meta.cfg``.
         checkpoint: The tag folder or file; configs beside it are read.
 
     Raises:
@@ -89,7 +89,7 @@ def _read(file: Path) -> RunConfig:
 
 
 def required(value: Any, what: str, where: str) -> Any:
-    """Check that a value of the config is there.
+    """Return a value of the config that must be there.
 
     Raises:
         ConfigError: It is missing, or not a plain value.

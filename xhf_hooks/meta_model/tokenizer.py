@@ -90,7 +90,7 @@ def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, tr
 def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
     """The size of the tokenizer's files if they, or a number in them, are suspiciously large; else None.
 
-    Only these are loaded twice: loading takes up to a second.
+    Only such tokenizers are loaded twice, since loading takes up to a second.
     """
     nbytes, suspect = 0, False
     for name in (*TOKENIZER_FILES, *_SMALL_FILES):

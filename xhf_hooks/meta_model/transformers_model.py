@@ -93,7 +93,7 @@ def own_code(*configs: Mapping[str, Any]) -> list[str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """A library's message in one line, shortened; with the error's class if the text is very short."""
+    """A library's error message, shortened to one line; with the error's class if the text is very short."""
     line = ' '.join(str(error).split())
     line = line if len(line) > _CLEAR else f'{type(error).__name__}: {line}'.rstrip(': ')
     return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
@@ -101,7 +101,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, transformers logs nothing: its log lines quote the files, and failures are raised."""
+    """Inside the block, transformers logs nothing: its log lines quote the files, and failures are raised anyway."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -127,7 +127,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     """Build the model on the meta device.
 
     Args:
-        auto_class: Such as ``'AutoModelForCausalLM'`` or a model class; None: the config's ``architectures``.
+        auto_class: Auto class such as ``'AutoModelForCausalLM'``, or model class; None: the config's ``architectures``.
 
     Raises:
         BaseModelError: transformers does not have the model.
@@ -159,7 +159,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
                 model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
             else:
                 model = kind(config)
-        config.to_json_string()  # as it is when the weights are written
+        config.to_json_string()  # as is done when the weights are written
     except (XhfError, MemoryError):
         raise
     except ImportError as error:

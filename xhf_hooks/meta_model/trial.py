@@ -31,7 +31,7 @@ def in_child(task: Callable[[], T], what: str, size: int) -> T:
     Args:
         task: Must return a picklable value and use no accelerator.
         what: Describes the task in messages, such as ``'building the model of x/config.json'``.
-        size: Tensors, or kilobytes of text, in the task's files; the limits grow with it.
+        size: Number of tensors, or kilobytes of text, in the task's files; the limits grow with it.
 
     Raises:
         DamagedError: The task exceeded a limit or crashed.
@@ -74,7 +74,7 @@ def in_child(task: Callable[[], T], what: str, size: int) -> T:
 
 
 def _run(task: Callable[[], object], writing: Connection, secs: float, nbytes: int) -> NoReturn:
-    """The child process; exits without the cleanup that belongs to the parent."""
+    """Run the task in the child process, and exit without the cleanup that belongs to the parent."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
