@@ -111,7 +111,7 @@ def _load_problems(folder: WeightFolder, config: Mapping[str, Any]) -> tuple[lis
 
 
 def _misfits(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[str, Any]) -> list[str]:
-    """Pairs whose product has another shape than the base weight. Needs neither peft nor transformers."""
+    """Pairs whose product differs in shape from the base weight. Needs neither peft nor transformers."""
     base = _base_folder(config)
     if base is None:
         return []
@@ -131,7 +131,7 @@ def _misfits(pairs: Mapping[tuple[str, str], HeaderEntry], config: Mapping[str, 
 
 
 def _differences_from_peft(folder: WeightFolder, config: Mapping[str, Any], lora: PeftConfig) -> list[str]:
-    """Builds the adapter with peft on its base model (meta device) and compares the LoRA tensors."""
+    """Build the adapter with peft on its base model (meta device) and compare the LoRA tensors."""
     from xhf_hooks.verify.expected import expected_adapter
 
     base = _base_folder(config)
@@ -144,7 +144,7 @@ def _differences_from_peft(folder: WeightFolder, config: Mapping[str, Any], lora
         expected = expected_adapter(lora, str(base), len(tensors))
     except ConfigError as error:
         return [str(error)[:300]]
-    except XhfError:  # the base model is incomplete, or no causal language model: not checked here
+    except XhfError:  # the base model is incomplete or not a causal language model: not checked here
         return []
     found = {name: entry.shape for name, entry in tensors.items() if '.lora_' in name}
     wanted = {name: shape for name, shape in expected.items() if '.lora_' in name and 'embedding' not in name}

@@ -1,4 +1,4 @@
-"""Training checkpoints as models to compare: as ``xhf-convert`` would write them, or as stored."""
+"""Reads training checkpoints for a comparison: as ``xhf-convert`` would write them, or as stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConvertedReader(ModelReader):
     """The tensors that ``xhf-convert`` would write, computed on the fly.
 
     Args:
-        ties: Maps a tied tensor that is not written to the one that is.
+        ties: Maps each tied name that is not written to the one that is.
     """
 
     def __init__(self, conversion: Conversion, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
@@ -66,7 +66,7 @@ class ConvertedReader(ModelReader):
 
 
 class NamedReader(ModelReader):
-    """The tensors of a checkpoint with the names and dtypes of training.
+    """The tensors of a checkpoint with their names and dtypes in training.
 
     Args:
         prefix: Removed from names that begin with it.

@@ -84,7 +84,7 @@ class _Pair:
             position = last
 
     def windows(self, start: int, end: int, buffers: _Buffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Read-only tensors over both; each pair is valid until the next is requested."""
+        """Read-only views of both tensors; each pair is valid until the next is requested."""
         for first in range(start, end, _WINDOW_ELEMENTS):
             last = min(first + _WINDOW_ELEMENTS, end)
             sides = list(zip(self.readers, self.names, self.dtypes, buffers.pair, strict=True))
@@ -111,7 +111,7 @@ class _Pair:
         return found
 
     def went_through(self, buffers: _Buffers) -> str | None:
-        """The narrower dtype that all of one tensor was rounded to. Reads again, usually only one window."""
+        """The narrower dtype that one whole tensor was rounded to, if any. Rereads it, usually only one window."""
         ways = ways_through(*self.dtypes)
         with _held([self]):
             for start, end in self.parts() if ways else ():  # skipped holes are zeros, exact in every dtype
@@ -123,7 +123,7 @@ class _Pair:
         return min(ways)[0] if ways else None
 
     def verdict(self, buffers: _Buffers) -> TensorVerdict:
-        """The result; call it after all parts were compared."""
+        """The result. Call it once all parts have been compared."""
         found, (first, second) = self.found, self.dtypes
         through, reason = None, ''
         if not self.is_alike:
@@ -230,7 +230,7 @@ def _compare_parts(pair: _Pair, parts: Iterable[Range], buffers: _Buffers) -> li
 
 @contextmanager
 def _held(pairs: Sequence[_Pair]) -> Iterator[None]:
-    """Within it, tensors that are computed together are computed once."""
+    """Inside the block, tensors that are computed together are computed only once."""
     (a, b), (in_a, in_b) = pairs[0].readers, zip(*(pair.names for pair in pairs), strict=True)
     with a.held(in_a), b.held(in_b):
         yield

@@ -18,7 +18,7 @@ class TensorVerdict:
     Attributes:
         verdict: ``'identical'``, ``'rounding'`` or ``'different'``.
         through: For ``'rounding'``: the dtype that one side was rounded to.
-        max_ulps: In ULPs of the dtype ``ulp_of``; None for tensors that are not floating point.
+        max_ulps: Largest difference, in ULPs of the dtype ``ulp_of``; None for tensors that are not floating point.
     """
 
     name: str

@@ -46,8 +46,8 @@ class Described:
         written_by: Engine, parallelism and package versions; None if unknown.
         weights: ``'live'`` or ``'averaged'``; None if unknown.
         nbytes: Size of all files.
-        tensors: For a checkpoint, with the training dtype.
-        problems: What is damaged; tensors of such files are left out.
+        tensors: Its tensors; those of a checkpoint have the training dtype.
+        problems: What is damaged; tensors of damaged files are left out.
     """
 
     path: Path
@@ -86,7 +86,7 @@ class Described:
         return lines or ['none']
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The description as JSON values."""
         return {**asdict(self), 'path': str(self.path)}
 
 
@@ -134,7 +134,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Excludes checkpoints of Trainer, which hold weights beside the optimizer state."""
+    """Whether it is a model folder. Trainer's checkpoints, with weights beside the optimizer state, are not."""
     has_weights = any(folder.glob(_WEIGHTS))
     is_checkpoint = (folder / 'latest').is_file() or (folder / 'last_checkpoint').is_file()
     return has_weights and not is_checkpoint

@@ -29,7 +29,7 @@ _TENSORS_OF_A_BASE = 7000
 
 @dataclass(frozen=True)
 class ExpectedModel:
-    """What the model of a config.json saves.
+    """What the model that a config.json describes would save.
 
     Attributes:
         class_name: The class of transformers.

@@ -42,11 +42,11 @@ def verify_folder(
     """Check a Hugging Face folder. With the manifest of this package, checksums are compared, too.
 
     Args:
-        workers: Threads that read; None: see :func:`.default_workers`.
+        workers: Number of threads that read; None: see :func:`.default_workers`.
         read: Read every byte, for checksums and for infinite and NaN values.
         model: Compare with the model and tokenizer that transformers builds.
         trust_remote_code: Allow transformers to run code from the folder.
-        open_reader: Opens the files whose bytes are read.
+        open_reader: Opens files to read their bytes.
         on_progress: Called with bytes done and total bytes.
 
     Raises:
@@ -153,7 +153,7 @@ def _read(
 
 
 def _look_for_lost_shards(content: FolderContent, folders: list[WeightFolder], findings: Findings) -> None:
-    """Report indexes in folders without any weights; :func:`check_indexes` sees folders with weights only."""
+    """Report indexes in folders without any weights, which :func:`check_indexes` does not see."""
     known = {folder.name for folder in folders}
     for name in content.files:
         parent = name.rpartition('/')[0]

@@ -25,7 +25,7 @@ class ModelReader(ABC):
 
     Attributes:
         tensors: Its tensors by name, in file order.
-        ties: Alias to the name in :attr:`tensors` of the same tensor.
+        ties: Maps each alias to the name of the same tensor in :attr:`tensors`.
         label: Path, number of tensors and dtypes, for the report.
         notes: Remarks for the report.
     """
@@ -44,7 +44,7 @@ class ModelReader(ABC):
         """
 
     def forget(self, name: str, start: int, end: int) -> None:
-        """Hint that these bytes, whose view was released, are not needed again soon."""
+        """Hint that these bytes are not needed again soon. Their view must have been released."""
         return None
 
     def holes(self, name: str) -> list[Range]:
@@ -57,11 +57,11 @@ class ModelReader(ABC):
 
     @contextmanager
     def held(self, names: Sequence[str]) -> Iterator[None]:
-        """Within it, tensors that are computed together are computed once."""
+        """Inside the block, tensors that are computed together are computed only once."""
         yield
 
     def close(self) -> None:
-        """Close the files. A source closes its own when it is garbage collected."""
+        """Close the files. Those of a source close when it is garbage collected."""
         return None
 
 
@@ -124,7 +124,7 @@ def _headers_of_file(path: Path) -> list[tuple[str, Header]]:
 
 
 def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
-    """Each header with the prefix of its tensors' names."""
+    """Each header, with the prefix for its tensors' names."""
     findings, content = Findings(), scan(path)
     for name, kind in content.special.items():
         raise CheckpointError(f'{path / name}: {kind}, not a regular file')
@@ -135,7 +135,7 @@ def _headers_of_folder(path: Path) -> list[tuple[str, Header]]:
 
 
 def _ties(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Aliases of tied embeddings, where config.json ties them and one is stored for both."""
+    """Aliases of tied embeddings, if config.json ties them and only one is stored."""
     try:
         config = strict_json.read(path / 'config.json')
     except DamagedError:

@@ -18,10 +18,10 @@ from xhf_hooks.verify.stored_folder import StoredReader
 
 
 def open_models(a: Path | str, b: Path | str, options: ConvertOptions) -> tuple[ModelReader, ModelReader]:
-    """Readers of both, in this order.
+    """Readers of both, in the given order.
 
-    Next to a folder, a checkpoint is read as ``xhf-convert`` would write it. Where that is impossible, and for two
-    checkpoints, tensors are matched by their names in training.
+    A checkpoint that is compared with a folder is read as ``xhf-convert`` would write it. Where that is impossible, and
+    for two checkpoints, tensors are matched by their names in training.
 
     Args:
         a: A path, or the URL of a folder in a store.
@@ -46,7 +46,7 @@ def _folder_reader(place: Path | str) -> SafetensorsReader | None:
 
 
 def _is_folder_of_weights(path: Path) -> bool:
-    """Excludes a work_dir, which holds a checkpoint and the models exported from it."""
+    """Whether it holds weights. A work_dir, with a checkpoint and the models exported from it, does not count."""
     if path.is_file():
         return path.suffix == '.safetensors'
     if not path.is_dir():
@@ -68,7 +68,7 @@ def _two_checkpoints(a: Path, b: Path) -> tuple[ModelReader, ModelReader]:
 
 
 def _as_converted(path: Path, folder: SafetensorsReader, folder_path: Path, options: ConvertOptions) -> ModelReader:
-    """The checkpoint with the folder's names, understood by its own config or else by the folder's."""
+    """The checkpoint with the folder's names, interpreted with its own config or else with the folder's."""
     ema = not _is_live(folder_path)
     source = CheckpointSource(find_checkpoint(path), ema=ema, optimizer_restarted=True)
     names = [name for spec in source.specs() for name in (spec.name, *spec.aliases)]

@@ -22,7 +22,7 @@ def plot(found: Comparison, path: Path) -> None:
     """Plot the largest difference of each tensor on a logarithmic scale; identical ones are at the bottom.
 
     Raises:
-        TargetError: The file cannot be written, or its suffix is no image format.
+        TargetError: The file cannot be written, or its suffix is not an image format.
     """
     from matplotlib.figure import Figure
 

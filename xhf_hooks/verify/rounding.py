@@ -41,8 +41,8 @@ class Difference:
     """Differences over the compared pieces of one tensor; merged with ``+=``.
 
     Attributes:
-        n_differ: Elements of different value; equal values with different bits (zeros, NaNs) do not count.
-        n_beyond: Those of them that rounding between the two dtypes does not explain.
+        n_differ: Elements with different values; equal values with different bits (zeros, NaNs) do not count.
+        n_beyond: How many of these rounding between the two dtypes does not explain.
         same_bytes: All bytes are equal.
         max_abs, sum_abs: Over finite differences.
         max_ulps: Largest difference in ULPs of the narrower dtype; 0.5 if every difference is rounding.
@@ -85,7 +85,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _compare_floats(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Each step uses torch or NumPy, whichever was measured to be faster."""
+    """Compare floats. Each step uses torch or NumPy, whichever was measured to be faster."""
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     x, y = a.to(wide), b.to(wide)
     distance = (x - y).abs_()
@@ -120,7 +120,7 @@ def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
 
 
 def _max_ulps(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, narrow: torch.finfo) -> float:
-    """In ULPs of the larger of the two values."""
+    """The largest distance, in ULPs of the larger of the two values."""
     kind, mask = _EXPONENT[x.dtype]
     exponent = x.view(kind) & mask
     torch.maximum(exponent, y.view(kind) & mask, out=exponent)
@@ -130,7 +130,7 @@ def _max_ulps(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, narrow: 
 
 
 def _count_beyond(a: torch.Tensor, b: torch.Tensor, left: np.ndarray) -> int:
-    """Exact test of the elements that are left: halfway between two values, either is right."""
+    """Test the remaining elements exactly. Halfway between two values, rounding to either is right."""
     places = torch.from_numpy(np.flatnonzero(left))
     x, y = a[places].double(), b[places].double()
     return int((~(_is_nearest(x, y, b.dtype) | _is_nearest(y, x, a.dtype))).sum())
@@ -143,7 +143,7 @@ def _is_nearest(values: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) 
 
 
 def _compare_exact(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Compares dtypes without rounding: integers, booleans, and dtypes that torch only stores."""
+    """Compare dtypes without rounding: integers, booleans, and dtypes that torch only stores."""
     result = Difference(a.numel(), same_bytes=False)
     wide = torch.complex128 if a.dtype.is_complex or b.dtype.is_complex else torch.float64
     try:

@@ -1,7 +1,7 @@
-"""A model folder in a store, looked at from here: small files are fetched, weights are read by ranges.
+"""Checks a model folder in a store: small files are downloaded, weights are read by ranges.
 
-The functions that look at a folder get a temporary one. Its weights are their headers, in files of the right sizes
-without content; the bytes of tensors come from the store, through :meth:`StoredFolder.open_reader`.
+The functions that check a folder get a temporary local one. Its weight files have the right sizes but only their
+headers as content; the bytes of tensors come from the store, through :meth:`StoredFolder.open_reader`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from xhf_hooks.stores.publication import read_pointer
 from xhf_hooks.verify.model_reader import SafetensorsReader
 
 _LENGTH_NBYTES = 8
-#: Larger files than any that is read as a whole.
+#: Larger files are not downloaded; none of them is read as a whole.
 _LARGE_NBYTES = 200 * 10**6
 _MOST_FILES = 100_000
 
 
 class StoredFolder:
-    """Open until :meth:`close`.
+    """A model folder in a store, open until :meth:`close`.
 
     Args:
-        url: Of a folder; where there is a pointer instead, of its newest save.
-        name: Of that pointer's saves.
+        url: URL of the folder. If there is a pointer instead, its newest save is opened.
+        name: Name of the saves that the pointer lists.
 
     Attributes:
-        url: Of the folder that is looked at.
-        path: The temporary one that stands for it.
+        url: URL of the opened folder.
+        path: The temporary folder that stands for it.
 
     Raises:
         StoreError: The store cannot be read.
-        CheckpointError: There is no folder of a model.
+        CheckpointError: There is no model folder.
     """
 
     def __init__(self, url: str, name: str = 'hf_model') -> None:
@@ -55,15 +55,15 @@ class StoredFolder:
             raise
 
     def open_reader(self, path: Path, nbytes: int, *, from_disk: bool = False) -> StoredFileReader:
-        """What :data:`.OpenReader` is, for paths in :attr:`path`."""
+        """An :data:`.OpenReader` for paths in :attr:`path`."""
         return StoredFileReader(self._store, self._prefix + path.relative_to(self.path).as_posix(), nbytes)
 
     def told(self, text: str) -> str:
-        """A message about the temporary folder, as one about the URL."""
+        """Reword a message about the temporary folder to name the URL."""
         return text.replace(str(self.path), self.url)
 
     def told_report(self, report: FolderReport) -> FolderReport:
-        """The same of a report."""
+        """Reword a report in the same way."""
         findings = tuple(replace(finding, text=self.told(finding.text)) for finding in report.findings)
         return replace(report, path=self.url, findings=findings)
 
@@ -89,7 +89,7 @@ class StoredFolder:
                 file.truncate(info.nbytes)
 
     def _header(self, key: str, nbytes: int) -> bytes:
-        """Of safetensors; only its length where that cannot be."""
+        """The safetensors header with its length; only the length if that is impossible."""
         start = _read(self._store, key, 0, min(_LENGTH_NBYTES, nbytes))
         if len(start) < _LENGTH_NBYTES:
             return start
@@ -100,7 +100,7 @@ class StoredFolder:
 
 
 class StoredFileReader:
-    """Ranges of an object; a :class:`.Reader`."""
+    """A :class:`.Reader` of ranges of an object in the store."""
 
     def __init__(self, store: Store, key: str, nbytes: int) -> None:
         self._store, self._key, self._nbytes = store, key, nbytes
@@ -115,14 +115,14 @@ class StoredFileReader:
         return memoryview(bytearray(_read(self._store, self._key, start, end)))
 
     def forget(self, start: int, end: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no bytes are kept."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class StoredReader(SafetensorsReader):
-    """A :class:`.ModelReader` of such a folder."""
+    """A :class:`.ModelReader` for a folder in a store."""
 
     def __init__(self, url: str) -> None:
         self._stored = StoredFolder(url)
@@ -147,7 +147,7 @@ def _read(store: Store, key: str, start: int, end: int) -> bytes:
 
 
 def _find(store: Store, name: str) -> tuple[Store, str]:
-    """The prefix of the folder in the store, with a slash unless it is the whole of it."""
+    """The store and the folder's prefix in it; '' for the whole store."""
     try:
         pointer = None if store.info(MANIFEST_NAME) is not None else read_pointer(store, name)
     except StoreError as error:

@@ -11,7 +11,7 @@ from xhf_hooks.format.text import some
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import WeightFolder
 
-#: Their size bounds the memory that loading may take.
+#: The size of these files limits the memory that loading may take.
 _VOCABULARIES = frozenset(
     {'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model'}
 )
@@ -25,7 +25,7 @@ class _Vocabulary:
     Attributes:
         beyond: The first few of the ``n_beyond`` tokens without a row.
         special: Special tokens without a row.
-        needs_more: The error is a missing package or permission, no damage.
+        needs_more: The error is a missing package or permission, not damage.
     """
 
     n_tokens: int = 0
@@ -73,7 +73,7 @@ def _check_special_ids(folder: WeightFolder, name: str, rows: int, findings: Fin
 
 
 def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> _Vocabulary:
-    """Load it in a child process with a memory limit: tokenizer files may ask for any amount."""
+    """Load it in a child process with a memory limit: tokenizer files can demand any amount."""
     from transformers import AutoTokenizer  # noqa: F401  (once, before the process forks)
 
     from xhf_hooks.meta_model.transformers_model import quiet
