@@ -13,7 +13,7 @@ from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.pieces import Region, StoredTensor
 
-#: Shape, at ZeRO-3, of a parameter in the state dict whose values are stored elsewhere.
+#: Shape in the state dict, at ZeRO-3, of a parameter whose values are stored elsewhere.
 _PLACEHOLDER_SHAPE = (0,)
 _MASTER, _ROUNDED = 'F32', ('BF16', 'F16')
 
@@ -73,7 +73,7 @@ def _assemble(
 
     Args:
         trained_dtype: The dtype of parameters that are not in the state dict.
-        placeholders: Tensors of the state dict of which only the dtype is valid.
+        placeholders: Tensors of the state dict whose dtype alone is valid.
     """
     module = {name: tensor for name, tensor in state_dict.items() if name not in placeholders}
     owners = _owners([*state_dict, *masters, *frozen], module, shared)
@@ -103,10 +103,10 @@ def _assemble(
 
 
 def _owners(names: Sequence[str], module: Mapping[str, LazyTensor], shared: Mapping[str, str]) -> dict[str, list[str]]:
-    """First name of each parameter to all of its names.
+    """All names of each parameter, by its first name.
 
-    Names belong to one parameter if DeepSpeed records so or if they are views of the same bytes: in a file, unlike in
-    memory, such views were one tensor.
+    Names belong to one parameter if DeepSpeed says so or if they are views of the same bytes: in a file, unlike in
+    memory, such views come from one tensor.
     """
     place = {name: index for index, name in enumerate(dict.fromkeys(names))}
     first_at: dict[Any, str] = {}

@@ -22,7 +22,7 @@ _BUILTINS = ('builtins', '__builtin__')
 
 
 class Builder:
-    """Builds values by the names of their constructors, which are compared, never imported or called.
+    """Builds values from the names of their constructors, which are compared, never imported or called.
 
     Args:
         budget: Memory limit: a pickle that refers to one list many times needs more than its own size.

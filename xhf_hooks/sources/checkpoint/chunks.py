@@ -30,7 +30,7 @@ class Chunk:
 
 
 def join(where: str, name: str, shape: tuple[int, ...], dtype: str, chunks: Iterable[Chunk]) -> StoredTensor:
-    """Join chunks of consecutive elements, such as rows, to the full tensor.
+    """Join chunks of consecutive elements, such as rows, into the full tensor.
 
     Replicas of a chunk, saved by several groups of ranks, count once.
 
@@ -88,7 +88,7 @@ def contiguous_piece(tensor: Any, sizes: tuple[int, ...], dtype: str) -> Piece |
 
 
 def attributes(value: Any, class_name: str) -> dict[str, Any]:
-    """The attributes of a pickled object of this class; {} for other values."""
+    """The attributes of a pickled object of the given class; {} for other values."""
     if not isinstance(value, Inert):
         return {}
     state = value.state

@@ -20,11 +20,11 @@ from xhf_hooks.sources.checkpoint.tensors import as_dtype
 from xhf_hooks.sources.checkpoint.torch_file import load_pickle_file, load_torch_file
 from xhf_hooks.sources.pieces import StoredTensor
 
-#: Keys that trainers save a model's state dict under; Accelerate: ``model``.
+#: Keys under which trainers save a model's state dict; Accelerate: ``model``.
 _MODELS = ('model', 'state_dict', 'module', 'model_state_dict')
 _SHOWN = 5
 
-#: (name in the checkpoint, offsets of the chunk) to its storage info.
+#: Maps (name in the checkpoint, offsets of the chunk) to the chunk's storage info.
 Places = Mapping[tuple[str, tuple[int, ...]], Any]
 
 
@@ -49,9 +49,9 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
 
 
 def _names(index: Path, keys: list[Any], paths: Any) -> dict[str, str]:
-    """Name in the checkpoint to name in the model.
+    """Maps names in the checkpoint to names in the model.
 
-    ``planner_data`` has the path of each in the nested dict that was saved: ``('model', 'lm_head.weight')``.
+    ``planner_data`` has the path of each tensor in the nested dict that was saved: ``('model', 'lm_head.weight')``.
     """
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for key in keys:
@@ -161,7 +161,7 @@ class _Folder:
         return self._files[file], (window[0], window[1])
 
     def require_apart(self) -> None:
-        """Refuse overlapping chunks: an index could name one archive many times, and each is opened."""
+        """Refuse overlapping chunks: an index could name one archive many times, and it would be opened each time."""
         for file, windows in self._windows.items():
             windows.sort()
             for (_, end), (start, _) in pairwise(windows):

@@ -1,7 +1,7 @@
-"""Metadata in DeepSpeed's files that identifies the save and the rank of each.
+"""Metadata in DeepSpeed's files that identifies the save and the rank of each file.
 
 Written by ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``) and the optimizers'
-``state_dict``. It is not needed to read the weights, so missing or unusual values are no error.
+``state_dict``. It is not needed to read the weights, so missing or unusual values are not an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xhf_hooks.sources.checkpoint.inert import Global, Inert, as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import zip_root
 
-#: Keys of a parameter group that are equal on all ranks; D-Adaptation and Prodigy keep sums of one rank in others.
+#: Keys of a parameter group that are equal on all ranks; in others, D-Adaptation and Prodigy keep sums of one rank.
 _SETTINGS = ('lr', 'initial_lr', 'betas', 'eps', 'weight_decay', 'momentum', 'decoupled_weight_decay')
 #: Sections and keys of ``ds_config`` that are equal on all machines; others may be paths.
 _CONFIG = (
@@ -31,7 +31,7 @@ _CONFIG = (
 _MOMENTS = ('exp_avg_sq', 'square_avg', 'momentum_buffer', 'exp_avg')
 _UNPACKED = {'F32': '<f', 'F64': '<d', 'I32': '<i', 'I64': '<q'}
 
-#: Parameter to (start in a rank's part of the group, number of elements).
+#: Maps a parameter to (start in a rank's part of the group, number of elements).
 Slices = dict[str, tuple[int, int]]
 
 
@@ -80,7 +80,7 @@ class OptimEvidence:
 
     @property
     def step(self) -> float | None:
-        """Steps of the optimizer; parameters that were added later have fewer."""
+        """Number of optimizer steps; parameters that were added later have fewer."""
         return max((step for step in self.steps if step is not None), default=None)
 
 

@@ -128,7 +128,7 @@ def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[Lazy
     """Locate a frozen parameter at ZeRO-3: a slice in each rank's model file.
 
     Raises:
-        CheckpointError: A slice has another size.
+        CheckpointError: A slice has the wrong size.
     """
     slices = zero3_slices([{name: shape}], len(fragments))
     vectors = [_zero3_vector([fragment], slices, len(fragments), f'{name} has') for fragment in fragments]

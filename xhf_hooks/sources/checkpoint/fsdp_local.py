@@ -1,7 +1,7 @@
 """LOCAL_STATE_DICT of FSDP with ``use_orig_params=True``, the default of MMEngine's FSDPStrategy.
 
-Each rank's file has, under a parameter's name, the elements in this rank's part of the flat parameter, as a
-one-dimensional view; and the part itself as ``_flat_param``, a ShardedTensor with its offset (torch
+Each rank's file holds the rank's part of the flat parameter as ``_flat_param``, a ShardedTensor with its offset. Under
+each parameter's name it has that parameter's elements in the part, as a one-dimensional view (torch
 ``fsdp/_state_dict_utils.py``, ``_local_post_state_dict_hook``). The parameter's shape is taken from the optimizer's
 moments, which are ShardedTensors of the full parameter (``FSDP.optim_state_dict``).
 """
@@ -34,7 +34,7 @@ def is_flat(name: Any) -> bool:
 
 
 def join_local(files: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> list[StoredTensor]:
-    """Join all parameters; buffers are those of the first rank.
+    """Join all parameters; buffers are taken from the first rank.
 
     Raises:
         CheckpointError: A shape is unknown, or the ranks' parts are incomplete.

@@ -33,7 +33,7 @@ def load_fsdp_ranks(found: FoundCheckpoint) -> tuple[Mapping[str, Any], Assemble
     """The content of the first file, and the joined tensors of all files.
 
     Raises:
-        CheckpointError: Files are missing, of several saves, or of an unsupported kind.
+        CheckpointError: Files are missing, from several saves, or of an unsupported kind.
     """
     contents = [_content(file) for file in found.model_files]
     states = [content['state_dict'] for content in contents]

@@ -53,7 +53,7 @@ class Inert:
 _DEEPEST_DATA = 50
 #: A file of 100,000 parameters has about 500,000, with their shapes.
 _MOST_DATA = 2_000_000
-_NUMBER_KEY_PARTS = 30  # number keys count more: their hashes may collide (see limits.py)
+_NUMBER_KEY_PARTS = 30  # extra parts per number key: their hashes may collide (see limits.py)
 
 
 def as_data(value: Any, where: str) -> Any:

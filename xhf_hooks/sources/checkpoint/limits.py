@@ -22,7 +22,7 @@ class UnsafePickle(Exception):
 
 
 class Budget:
-    """A limit on the memory of objects. Every instruction costs some bytes, so that it limits the time, too."""
+    """A limit on the memory of objects. Every instruction costs some bytes, so it also limits the time."""
 
     def __init__(self, nbytes: int = MOST_NBYTES) -> None:
         self.left = self._nbytes = nbytes

@@ -1,4 +1,4 @@
-"""Checks on samples, before anything is written, that weights and their fp32 copies are of one save.
+"""Checks on samples, before anything is written, that weights and their fp32 copies come from one save.
 
 A conversion that reads masters compares all of them (:meth:`.PieceReader.read_into`).
 """
@@ -21,7 +21,7 @@ def require_rounded(tensors: Iterable[StoredTensor], reader: PieceReader) -> Non
     """Compare samples: the start, middle and end of every rank's part of every tensor, up to the limit.
 
     Raises:
-        CheckpointError: Files are of different saves.
+        CheckpointError: Files come from different saves.
     """
     both = [tensor for tensor in tensors if tensor.copy]
     middles = [(t, (start + end - _ELEMENTS) // 2, start, end) for t in both for start, end in _parts(t)]

@@ -1,9 +1,9 @@
 """Parses a pickle as data, without importing or calling anything.
 
-A separate implementation, since a ``pickle.Unpickler`` with a restricted ``find_class`` still calls objects on its
-stack, uses ``copyreg``'s extension cache, sets attributes on what ``find_class`` returned, hashes keys of any depth,
-and allocates memory for any memo index. The opcodes are those of ``pickletools``: protocol 2 and later, as
-``torch.save`` writes, and GLOBAL.
+A ``pickle.Unpickler`` with a restricted ``find_class`` would not do: it still calls objects on its stack, uses
+``copyreg``'s extension cache, sets attributes on what ``find_class`` returned, hashes keys of any depth, and allocates
+memory for any memo index. The opcodes are those of ``pickletools``: protocol 2 and later, as ``torch.save`` writes, and
+GLOBAL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xhf_hooks.sources.checkpoint.limits import ITEM_NBYTES, Budget, UnsafePickl
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 
 _MOST_INT_NBYTES = 64
-#: The cost of any opcode, which limits the time. Slow opcodes, and those that make large objects, cost more.
+#: The cost of every opcode, which limits the time. Slow opcodes, and those that make large objects, cost more.
 _STEP_NBYTES = 50
 
 
@@ -129,7 +129,7 @@ class _Machine:
         self.stack.append(int.from_bytes(self._take(nbytes), 'little', signed=True))
 
     def _text(self, nbytes: int) -> None:
-        taken = self._take(nbytes, 4 * nbytes)  # with one wide character, each takes four bytes
+        taken = self._take(nbytes, 4 * nbytes)  # one wide character makes every character take four bytes
         self.stack.append(str(taken, 'utf-8', 'surrogatepass'))
 
     def _latin1(self, nbytes: int) -> None:
@@ -253,7 +253,7 @@ def _number(layout: str) -> _Action:
 
 
 def _unused(layout: str) -> _Action:
-    """An opcode whose number is a hint."""
+    """An opcode whose number is only a hint."""
     return _with(layout, lambda m, value: None)
 
 

@@ -1,7 +1,7 @@
-"""Checks that the files of a DeepSpeed checkpoint are of one save, each under its own rank's name.
+"""Checks that the files of a DeepSpeed checkpoint come from one save, each under its own rank's name.
 
 Copying checkpoints may swap, mix or leave behind files, which the weights alone do not show. The metadata compared here
-is written by every rank and cheap to read. At stages 1 and 2 the weights are compared, too: :mod:`.rounded`.
+is written by every rank and cheap to read. At stages 1 and 2 the weights are also compared: :mod:`.rounded`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEEPSPEEDS = re.compile(
 )
 _HINT = 'put the files of one save together'
 _ROUND_ROBIN = 'zero_optimization.round_robin_gradients'
-#: A resume within gradient accumulation loses the accumulated gradients, which delays a step; so many are allowed for.
+#: Resumes that are allowed for: one within gradient accumulation loses the accumulated gradients, which delays a step.
 _RESUMES = 4
 #: Elements of padding that are read.
 _PADDING = 4096
@@ -43,12 +43,12 @@ def require_one_save(
     """Compare the metadata of the files.
 
     Args:
-        universal: The model files are those of a universal checkpoint, which has no optimizer file per rank.
+        universal: The model files belong to a universal checkpoint, which has no optimizer file per rank.
         optimizer_restarted: The run was resumed without optimizer state, so the optimizer has made fewer steps than
             the run. Optimizer files of an earlier iteration look the same.
 
     Raises:
-        CheckpointError: A file is missing, left over, of another rank or of another save.
+        CheckpointError: A file is missing or left over, or comes from another rank or another save.
     """
     if not universal:
         _require_all_ranks(models, optims)
@@ -128,7 +128,7 @@ def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState
 
 
 def _require_own_names(states: Sequence[ModelState | OptimState]) -> None:
-    """torch.save records the file name in the file (:func:`.torch_file.zip_root`)."""
+    """Refuse renamed files: torch.save records the file name in the file (:func:`.torch_file.zip_root`)."""
     for state in states:
         saved_as = state.evidence.saved_as
         if saved_as is not None and saved_as != state.file.stem and _DEEPSPEEDS.fullmatch(saved_as):
@@ -145,7 +145,7 @@ def _require_first(models: Sequence[ModelState]) -> None:
 
 
 def require_steps_of(model: ModelState, optim: OptimState) -> None:
-    """Stage 3: check that the optimizer files, which have the weights, are of the model file's step."""
+    """Stage 3: check that the optimizer files, which have the weights, are from the model file's step."""
     told, config = model.evidence, model.evidence.config
     made, accumulation = optim.evidence.step, config.get('gradient_accumulation_steps', 1)
     if made is None or told.steps is None or told.skipped is None or config.get('torch_autocast.enabled'):
@@ -185,7 +185,7 @@ def _require_padding(model: ModelState, optims: Sequence[OptimState], reader: Pi
 
 
 def _has_moments(optim: OptimState) -> bool:
-    """Whether there are moments, and no L2 regularisation, which changes the padding, too."""
+    """Whether there are moments, and no L2 regularisation, which would also change the padding."""
     decay = any(s.get('weight_decay') and not s.get('decoupled_weight_decay') for s in optim.evidence.settings)
     sizes = [group.numel for group in optim.groups]
     return not decay and sizes == [moment.numel for moment in optim.evidence.moments]
@@ -202,7 +202,7 @@ def _untouched(optim: OptimState, ranges: Sequence[tuple[int, int]], reader: Pie
 
 
 def _require_slices(model: ModelState, optims: Sequence[OptimState]) -> None:
-    """Stages 1 and 2: each rank records its parts of parameters; with ``round_robin_gradients`` in another order."""
+    """Stages 1 and 2: compare each rank's recorded parts; with ``round_robin_gradients`` their order differs."""
     if any(o.paddings is not None or o.evidence.config.get(_ROUND_ROBIN) for o in optims):
         return
     for index, shapes in enumerate(model.shapes or ()):

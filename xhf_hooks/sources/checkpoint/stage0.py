@@ -50,7 +50,7 @@ def stage0_masters(model: ModelState, reader: PieceReader) -> tuple[Regions, str
         names.setdefault(_look(tensor, tensor.dtype, reader), []).append(name)
     found: Regions = {}
     for look, candidates in names.items():
-        # Equal ones are in the same order in both, unless one of them has no master
+        # Tensors that look alike are in the same order in both, unless one of them has no master
         if len(candidates) == len(alike.get(look, ())):
             for name, master in zip(candidates, alike[look], strict=True):
                 found[name] = Region(master.shape, master.dtype, (master.piece(),))

@@ -140,7 +140,7 @@ def _number_of_ranks(models: Files, optims: Files) -> tuple[Path | None, int, in
     for rank in sorted(optims):
         try:
             state = load_optim_state(optims[rank])
-        except CheckpointError:  # try the next one
+        except CheckpointError:
             continue
         return optims[rank], state.world_size, state.stage
     for rank in sorted(models):

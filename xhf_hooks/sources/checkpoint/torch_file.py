@@ -22,7 +22,7 @@ from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
 from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
 from xhf_hooks.sources.checkpoint.zip_directory import BadZip, content_start, first_folder, read_directory
 
-#: The pickle of a checkpoint of 100,000 tensors has about 40 MB.
+#: The pickle of a checkpoint of 100,000 tensors takes about 40 MB.
 MAX_PICKLE_NBYTES = 256 * 10**6
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -81,7 +81,7 @@ def zip_root(path: Path) -> str | None:
     torch was given an open file or a path that is not ASCII.
 
     Raises:
-        CheckpointError: The file cannot be read any more.
+        CheckpointError: The file can no longer be read.
     """
     return first_folder(FileBytes(path))
 

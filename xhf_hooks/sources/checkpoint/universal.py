@@ -38,7 +38,7 @@ def load_universal(
         optimizer_restarted: See :func:`.same_save.require_one_save`.
 
     Raises:
-        CheckpointError: A file is missing, or of another model, parameter or save.
+        CheckpointError: A file is missing, or belongs to another model, parameter or save.
     """
     first = models[0]
     shapes = {name: shape for group in first.shapes or () for name, shape in group.items()}
@@ -89,7 +89,7 @@ def _rank0(file: Path) -> OptimState:
 
 
 def _require_slices(model: ModelState, optim: OptimState, masters: Regions, reader: PieceReader) -> None:
-    """Compare samples of rank 0's slices with the beginnings of the parameters."""
+    """Compare samples of rank 0's slices with the first elements of the parameters."""
     for name, slice_ in zero3_first_slices(model.shapes or (), optim.groups, optim.world_size).items():
         numel = min(math.prod(slice_.shape), math.prod(masters[name].shape))
         for start in sorted({0, numel // 3, 2 * numel // 3, max(0, numel - _COMPARED)}):

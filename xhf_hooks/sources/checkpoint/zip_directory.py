@@ -58,7 +58,7 @@ def read_directory(data: FileBytes) -> tuple[str, dict[str, Part]]:
     """The name of the top folder, and the parts by their names in it.
 
     Raises:
-        BadZip: Parts overlap, are too many or have equal names, or the directory is incomplete.
+        BadZip: There are too many parts, parts overlap or have equal names, or the directory is incomplete.
     """
     n_parts, start, end = _bounds(data)
     if n_parts > _MOST_PARTS or end - start > _MOST_NBYTES:
@@ -150,7 +150,7 @@ def _entry(data: bytes, position: int) -> tuple[str, Part, int, int]:
 
 
 def _wide(extra: bytes, *numbers: int) -> list[int]:
-    """Replace saturated 32-bit numbers by those in the zip64 extra field."""
+    """Replace saturated 32-bit numbers with those in the zip64 extra field."""
     position = 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from('<2H', extra, position)
