@@ -31,7 +31,7 @@ class LocalShard:
 
 
 class Source(ABC):
-    """Gives tensors by name, either whole or as this rank's slice, however they are partitioned.
+    """Gives tensors by name, either whole or as this rank's local shard, however they are partitioned.
 
     A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`; then :meth:`local_shard` any number
     of times; then, inside one :meth:`opened`, :meth:`gathered` any number of times, one at a time.
@@ -48,7 +48,7 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def accepts(cls, model: nn.Module) -> bool:
-        """Whether this source can read such a model."""
+        """Whether this source can read the model."""
 
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
@@ -70,7 +70,7 @@ class Source(ABC):
         return {}
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
-        """This rank's slice of a tensor, or all of it. Does not communicate.
+        """This rank's local shard of a tensor, which may be all of it. Does not communicate.
 
         The elements may alias live memory.
 
@@ -81,7 +81,7 @@ class Source(ABC):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Put the model into a state in which it can be read, and restore it afterwards. Runs on: all ranks."""
+        """Make the model readable, and restore its state afterwards. Runs on: all ranks."""
         yield
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Source(ABC):
         block; on the CPU, until training goes on.
 
         Args:
-            wanted: The names that this rank receives. It only helps to gather the others.
+            wanted: The names that this rank receives. For the others, it only takes part in gathering.
             use_fp32_master: Return the fp32 master copies where they exist.
         """
         yield {}

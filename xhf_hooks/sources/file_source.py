@@ -21,23 +21,23 @@ class FileSource(Source):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        """Never: it is not made from a live model."""
+        """Never: this source is not made from a live model."""
         return False
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
-        """Fill ``out`` with elements from ``start`` on, cast; returns how many finite ones became infinite."""
+        """Fill ``out`` with the elements from ``start`` on, cast; return how many finite ones became infinite."""
 
     @abstractmethod
     def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
-        """Number of bytes that reading these tensors reads from the files."""
+        """Number of bytes to read from the files for these tensors."""
 
 
 class JoinedSource(FileSource):
     """Tensors of several sources, renamed.
 
     Args:
-        tensors: Each spec, with the source that holds the tensor and its name there.
+        tensors: Maps each spec to the source that holds the tensor and to its name there.
     """
 
     def __init__(self, tensors: Mapping[TensorSpec, tuple[FileSource, str]]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @SOURCES.register_module()
 class Fsdp2Source(ModuleSource):
-    """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another one.
+    """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another dimension.
 
     Gathers one DTensor at a time. Parameters that a forward pass without a backward pass has left gathered are freed
     first; training gathers them again.
@@ -108,7 +108,7 @@ class Fsdp1Source(ModuleSource):
 
         self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._place: dict[int, tuple[FullyShardedDataParallel, int]] = {}
-        self._skipped: dict[int, int] = {}  # number of elements before this parameter in the flat one
+        self._skipped: dict[int, int] = {}  # number of elements before this parameter in the flat parameter
         for module in self._modules:
             self._enter(module)
         super().__init__(model)
@@ -161,7 +161,7 @@ class Fsdp1Source(ModuleSource):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let FSDP find its root module, which it does at its first use; a nested module must not become the root."""
+        """Let FSDP find its root module, which it does on first use; a nested module must not become the root."""
         inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
         for module in self._modules:
             if module._is_root is None and id(module) not in inside:

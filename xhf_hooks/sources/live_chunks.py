@@ -1,4 +1,4 @@
-"""Yields what a rank writes, from a live model or a snapshot: its own slices, slices it receives, gathered tensors."""
+"""Yields what a rank writes, from a live model or a snapshot: its own slices, received slices, gathered tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChunkStream:
     """The chunks that a rank writes; can be iterated once. Used by: one thread.
 
     Attributes:
-        overflows: Finite elements that became infinite in what this rank has read so far, for whichever rank writes it.
+        overflows: Number of finite elements that became infinite in what this rank has read so far, whoever writes it.
     """
 
     def __init__(self, chunks: Iterable[Chunk], sender: SliceSender) -> None:
@@ -83,7 +83,7 @@ class Snapshot:
 
 
 class LiveChunks:
-    """Reads the same from the model itself.
+    """Reads what this rank writes and sends from the live model.
 
     Args:
         device: Where slices are packed before they are sent (sources/send.py).

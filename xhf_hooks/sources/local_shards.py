@@ -30,7 +30,7 @@ class Slice:
 
     Attributes:
         start: Offset of the first byte in the placement.
-        is_steady: They alias live memory that only an optimizer's step changes.
+        is_steady: The elements alias live memory that only an optimizer's step changes.
         overflows: Number of finite elements that the cast made infinite.
     """
 
@@ -41,7 +41,7 @@ class Slice:
     overflows: int
 
     def held_in(self, hold: ToHost) -> Slice:
-        """A copy that holds its bytes."""
+        """A copy whose bytes are in the memory that ``hold`` returns."""
         copy = torch.frombuffer(hold(self.elements, self._offset, self.is_steady), dtype=torch.uint8)
         return replace(self, elements=copy, is_steady=False)
 
@@ -76,9 +76,9 @@ def local_shards(
 
 
 def _from_a_place_of_its_own(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """The groups, rotated so that each rank begins with another one.
+    """The groups, rotated so that each rank begins with a different one.
 
-    Most file systems let one process at a time write to a file; ranks that write to different files do not wait.
+    Most file systems let one process at a time write to a file; ranks that write to different files need not wait.
     """
     rank, world_size = rank_and_world_size()
     first = len(groups) * rank // world_size
@@ -94,7 +94,7 @@ class SliceReader:
         self._last: tuple[str, LocalShard] | None = None  # many outputs may come from one tensor
 
     def read(self, portions: Iterable[Portion]) -> Iterator[Slice]:
-        """This rank's slices of the portions, without communication. Portions that it has no part of are left out.
+        """This rank's slices of the portions, without communication. Portions that it has no part of are skipped.
 
         Raises:
             TensorError: A slice does not match the plan.

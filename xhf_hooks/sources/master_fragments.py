@@ -1,4 +1,4 @@
-"""Finds the fp32 masters of DeepSpeed ZeRO-1 and 2: fragments of flat buffers, of which each rank has one equal part.
+"""Finds the fp32 masters of DeepSpeed ZeRO-1 and 2: fragments of flat buffers that are split evenly over the ranks.
 
 A rank knows only its own fragment of each parameter (DeepSpeed ``utils/tensor_fragment.py``,
 ``get_hp_fragment_mapping``; ``utils/mixed_precision_linkage.py``). Ranks therefore exchange three numbers per tensor,

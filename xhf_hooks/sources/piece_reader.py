@@ -29,7 +29,7 @@ _WIDEST = max(DTYPE_NBYTES.values())
 
 
 class PieceReader:
-    """Opens files at their first read and keeps them open. Any number of threads may read."""
+    """Opens files on first read and keeps them open. Any number of threads may read."""
 
     def __init__(self) -> None:
         self._fds: dict[Path, int] = {}
@@ -39,7 +39,7 @@ class PieceReader:
         self._last_whole: tuple[Piece, torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[PieceReader], tuple[()]]:
-        """Pickle without open files: another process opens them itself."""
+        """Pickle without open files: each process opens its own."""
         return PieceReader, ()
 
     def __del__(self) -> None:
@@ -55,11 +55,11 @@ class PieceReader:
         *,
         beside: StoredTensor | None = None,
     ) -> int:
-        """Fill ``out`` (flat) with elements from ``start`` on of the tensor that the pieces make up.
+        """Fill ``out`` (flat) from the tensor that the pieces make up, beginning with element ``start``.
 
         Args:
             through: Round to this dtype first.
-            beside: The tensor of which the pieces are the fp32 copy. Their values, rounded, must be its trained ones.
+            beside: The tensor whose fp32 copy the pieces are. Their values, rounded, must equal its trained values.
 
         Returns:
             The number of finite elements that became infinite.
@@ -101,7 +101,7 @@ class PieceReader:
             done += count
 
     def _elements(self, piece: Piece, first: int, count: int, buffer: str) -> torch.Tensor:
-        """A copy of the elements, in this thread's buffer of that name or in new memory."""
+        """A copy of the elements, in this thread's buffer with that name or in new memory."""
         if piece.stride is not None and piece.shape is not None:
             return self._strided(piece, piece.stride, piece.shape, first, count)
         if not hasattr(self._own, buffer):

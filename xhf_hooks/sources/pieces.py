@@ -1,4 +1,4 @@
-"""Records of where the bytes of tensors lie in files."""
+"""Records of where the bytes of tensors are in files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StoredTensor:
 
     Attributes:
         dtype: The dtype of training.
-        trained: Pieces with the trained values. They may be those of the fp32 master, to be cast.
+        trained: Pieces with the trained values. They may be the pieces of the fp32 master, to be cast.
         master: Pieces of the fp32 master copy; None if there is none.
         copy: Pieces of a second copy of the values, in fp32: the master or, in fp32 training, the optimizer's copy.
             None if there is no second copy.

@@ -50,7 +50,7 @@ class ModuleSource(Source):
 
     def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
         masters = {n: t for n, t in self._tensors.items() if use_fp32_master and self._has_master(t)}
-        found = spread_of_fragments(masters, collective)  # a collective: before anything that may fail
+        found = spread_of_fragments(masters, collective)  # a collective, so it comes before anything that may fail
         others = ((n, self._spread_of(t)) for n, t in self._tensors.items() if n not in masters)
         return found | {name: spread for name, spread in others if spread is not None}
 

@@ -3,11 +3,11 @@
 Each byte crosses the network at most once, whereas a gather sends every byte to every rank. A round of the plan is one
 message from each rank to each owner: the cast slices, concatenated, without a header, since both sides know the plan.
 Tensors that every rank has whole are not sent: their owner reads its own copy, which takes two fifths of the processor
-time (2 and 4 ranks, one machine). In background saves each rank sends its share of them, too, so that training stops
-only for the copy of a share.
+time (2 and 4 ranks, one machine). In background saves they are sent as well, a share by each rank, so that training
+stops only while each rank copies its share.
 
-Messages pass through host memory and gloo, whatever the device. nccl could send them from GPU to GPU, but if a rank
-dies, nccl's watchdog kills the others, which should get an error instead; it requires all ranks to take part in a
+Messages pass through host memory and gloo, whatever the device. NCCL could send them from GPU to GPU, but if a rank
+dies, NCCL's watchdog kills the others, which should get an error instead; NCCL requires all ranks to take part in a
 group's first operation; and that path has not run on a GPU. tools/gpu_check.py can try it.
 """
 
@@ -83,7 +83,7 @@ class SliceSender:
             return
         try:
             self._make_buffers()
-        except Exception as error:  # no memory; all ranks learn of it before the first message
+        except Exception as error:  # out of memory; all ranks learn of it before the first message
             self._collective.remember('send', error)
         outgoing = {} if self._collective.is_failing else self._pack(0)
         arrived: dict[int, np.ndarray] = {}
@@ -142,7 +142,7 @@ class SliceSender:
             raise TensorError(f'expected a message of {len(message)} bytes of slices, found {end}')
 
     def _room_for(self, at_once: Round) -> tuple[dict[int, torch.Tensor], np.ndarray]:
-        """Buffers that receive the messages of a round, and the host memory for their content."""
+        """Buffers for the incoming messages of a round, and the host memory for their content."""
         sizes = at_once.incoming(self._rank)
         if not sizes:
             return {}, _NOTHING

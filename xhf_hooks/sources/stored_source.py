@@ -61,7 +61,7 @@ class StoredSource(FileSource):
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Whole tensors in new memory, for outputs that ``combine`` makes from several."""
+        """Whole tensors in new memory, for outputs that ``combine`` makes from several tensors."""
         tensors = {}
         for name in names:
             if name in wanted:

@@ -67,7 +67,7 @@ class Zero3Source(ModuleSource):
     def opened(self) -> Iterator[None]:
         """Free what training has gathered, and restore it afterwards, as DeepSpeed's checkpoint code does.
 
-        Source: ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
+        See ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
         ``_zero3_consolidated_16bit_state_dict`` (``runtime/engine.py``).
         """
         optimizer = next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
@@ -95,7 +95,7 @@ class Zero3Source(ModuleSource):
 
         tensors = {name: self._tensors[name] for name in names}
         from_master = [n for n, t in tensors.items() if use_fp32_master and self._has_master(t)]
-        # A parameter that is whole already (a persistent one of a model without optimizer) must stay whole:
+        # A parameter that is already whole (a persistent one of a model without optimizer) must stay whole:
         # GatheredParameters would partition it on exit
         others = {n: t for n, t in tensors.items() if n not in from_master}
         partitioned = {

@@ -28,7 +28,7 @@ def read_swapped_partition(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def read_swapped_master(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's partition of a trained parameter's fp32 master; None if that is in memory.
+    """This rank's partition of a trained parameter's fp32 master; None if the master is in memory.
 
     Raises:
         OSError: The swap file cannot be read.
