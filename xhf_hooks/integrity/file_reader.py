@@ -33,7 +33,7 @@ class Reader(Protocol):
 
 
 class OpenReader(Protocol):
-    """Takes the arguments of :class:`FileReader`; the file may be stored elsewhere, with the path as its name here."""
+    """Opens a reader, with the arguments of :class:`FileReader`. The path may stand for a file stored elsewhere."""
 
     def __call__(self, path: Path, nbytes: int, *, from_disk: bool = False) -> Reader: ...
 

@@ -48,7 +48,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """The text of the file."""
+    """The manifest's text, as written to the file."""
     return json.dumps(content, indent=1) + '\n'
 
 

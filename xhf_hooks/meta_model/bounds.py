@@ -19,7 +19,7 @@ _ITEMS, _ITEMS_PER_TENSOR = 200_000, 10
 
 @contextmanager
 def limited_modules(n_tensors: int) -> Iterator[None]:
-    """Inside the block, this thread may build a limited number of modules only.
+    """Limit how many modules this thread may build inside the block.
 
     Args:
         n_tensors: Number of tensors in the files.

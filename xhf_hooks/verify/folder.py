@@ -46,7 +46,7 @@ def verify_folder(
         read: Read every byte, for checksums and for infinite and NaN values.
         model: Compare with the model and tokenizer that transformers builds.
         trust_remote_code: Allow transformers to run code from the folder.
-        open_reader: Opens files to read their bytes.
+        open_reader: Opens the files whose bytes are read.
         on_progress: Called with bytes done and total bytes.
 
     Raises:

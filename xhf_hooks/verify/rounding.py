@@ -42,7 +42,7 @@ class Difference:
 
     Attributes:
         n_differ: Elements with different values; equal values with different bits (zeros, NaNs) do not count.
-        n_beyond: How many of these rounding between the two dtypes does not explain.
+        n_beyond: Those of ``n_differ`` that rounding between the two dtypes does not explain.
         same_bytes: All bytes are equal.
         max_abs, sum_abs: Over finite differences.
         max_ulps: Largest difference in ULPs of the narrower dtype; 0.5 if every difference is rounding.
@@ -130,7 +130,7 @@ def _max_ulps(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, narrow: 
 
 
 def _count_beyond(a: torch.Tensor, b: torch.Tensor, left: np.ndarray) -> int:
-    """Test the remaining elements exactly. Halfway between two values, rounding to either is right."""
+    """Test the remaining elements exactly: halfway between two values, rounding to either is right."""
     places = torch.from_numpy(np.flatnonzero(left))
     x, y = a[places].double(), b[places].double()
     return int((~(_is_nearest(x, y, b.dtype) | _is_nearest(y, x, a.dtype))).sum())

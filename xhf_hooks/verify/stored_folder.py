@@ -22,7 +22,7 @@ from xhf_hooks.stores.publication import read_pointer
 from xhf_hooks.verify.model_reader import SafetensorsReader
 
 _LENGTH_NBYTES = 8
-#: Larger files are not downloaded; none of them is read as a whole.
+#: Larger files than this are not downloaded: none of those that are read as a whole is so large.
 _LARGE_NBYTES = 200 * 10**6
 _MOST_FILES = 100_000
 

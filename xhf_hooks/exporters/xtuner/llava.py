@@ -30,7 +30,7 @@ class LlavaExporter(CompositeExporter):
 
     Args:
         lora: 'adapter', 'merge' or 'both', if a part has an adapter. Beside merged parts the adapters go to
-            ``adapter/<part>_adapter``, or XTuner would apply ``llm_adapter`` to the merged llm again.
+            ``adapter/<part>_adapter``, because XTuner would apply ``llm_adapter`` to the merged llm again.
         llava_format: One of LLAVA_FORMATS. 'xtuner' omits frozen parts, as XTuner does.
 
     Raises:

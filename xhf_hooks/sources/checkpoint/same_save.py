@@ -202,7 +202,7 @@ def _untouched(optim: OptimState, ranges: Sequence[tuple[int, int]], reader: Pie
 
 
 def _require_slices(model: ModelState, optims: Sequence[OptimState]) -> None:
-    """Stages 1 and 2: compare each rank's recorded parts; with ``round_robin_gradients`` their order differs."""
+    """Stages 1 and 2: compare the parts that each rank records; ``round_robin_gradients`` orders them differently."""
     if any(o.paddings is not None or o.evidence.config.get(_ROUND_ROBIN) for o in optims):
         return
     for index, shapes in enumerate(model.shapes or ()):
