@@ -336,7 +336,7 @@ class CheckpointManager:
             self._log.warning('a save is being written: waiting for it')
             try:
                 self._report(self._saver.background.outcome())
-            except Exception as error:  # the run is over: carry on closing
+            except Exception as error:  # the run is over: log it and go on closing
                 self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
         CheckpointManager._open.discard(self)
         self._ending.close()
@@ -378,7 +378,7 @@ class CheckpointManager:
     def _watch_for_exceptions(self) -> None:
         if not self._options.save_on_exception:
             return
-        own = weakref.ref(self)  # see __init__: a run that is never closed
+        own = weakref.ref(self)  # weak: a run that is never closed must not keep its model in memory
 
         def iterations_done() -> int | None:
             saves = own()
