@@ -335,7 +335,7 @@ def new_name(final: Path, kind: str) -> Path:
 
 
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
-    """Recover or delete what killed runs left under other timestamps of a work_dir. Their locks identify live runs.
+    """Recover or delete what killed runs left under other timestamps of a work_dir. Skips live runs, by their locks.
 
     Returns:
         The paths that were recovered or deleted.
