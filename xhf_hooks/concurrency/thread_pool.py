@@ -53,7 +53,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(count):
-                # A daemon: at exit, ExitWait and not the interpreter waits for it, for a limited time
+                # A daemon: at exit a time-limited wait (exit_guard.py) applies, not the interpreter's
                 thread = threading.Thread(target=self._work, name=f'xhf-worker-{number}', daemon=True)
                 _require_memory()
                 thread.start()
