@@ -45,7 +45,7 @@ def zero_engine(
 
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
-    """A Saver; ``options`` are those of a save and of Saver itself. Runs on: all ranks."""
+    """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
     from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.save import Saver
 

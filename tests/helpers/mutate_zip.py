@@ -51,7 +51,7 @@ class Archive:
     listed: list[int] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        """The file as bytes; header values are made to fit their fields."""
+        """The file as bytes; header values are clamped to their fields."""
         parts, position, offsets = [self.before], len(self.before), []
         for entry in self.entries:
             offsets.append(position)
