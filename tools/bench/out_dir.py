@@ -1,4 +1,4 @@
-"""``out_dir`` in a store, compared with gathering and uploading by rank 0: launches and measures both ways.
+"""``out_dir`` in a store against gathering, a local folder and its upload by rank 0; launches both ways.
 
 Each rank's uplink is throttled. The server is ``rclone serve s3`` on this machine, in memory.
 """
