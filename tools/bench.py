@@ -61,12 +61,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Bench:
-    """One thing that can be measured.
+    """One benchmark.
 
     Attributes:
-        add_options: Of its own, to its command.
-        expected_secs: About how long it will take, from the options.
-        measure: What WHAT.json will hold, but for the machine.
+        add_options: Adds its options to its command.
+        expected_secs: Estimates its duration from the options.
+        measure: Returns the content of WHAT.json, except the machine.
         stack: The environment that it needs.
         is_quoted: Whether README and docs quote it.
     """
@@ -78,7 +78,7 @@ class Bench:
     is_quoted: bool = True
 
 
-#: In the order in which ``all`` measures. A new one is a line here, a table in report.py and a chart in charts.py.
+#: In the order of ``all``. A new benchmark needs a line here, a table in report.py and a chart in charts.py.
 BENCHES = {
     'save': Bench(saves.add_save_options, saves.save_secs, saves.measure_save),
     'throttled': Bench(saves.add_throttled_options, saves.throttled_secs, saves.measure_throttled),
@@ -109,7 +109,7 @@ def make_parser() -> ArgumentParser:
 
 
 def run(what: str, args: Namespace) -> None:
-    """Measure, and leave JSON, chart and table."""
+    """Run a benchmark; write JSON, chart and table."""
     bench = BENCHES[what]
     print(f'{what}: {time_words(bench.expected_secs(args))}', file=sys.stderr, flush=True)
     measured = {'machine': describe_machine(), **bench.measure(args)}
@@ -125,7 +125,7 @@ def show(what: str, measured: dict[str, Any], out: Path) -> None:
 
 
 def run_all(args: Namespace, parser: ArgumentParser) -> None:
-    """Each in a process of its own: convert's needs another environment."""
+    """Run each benchmark in a separate process, since ``convert`` needs another environment."""
     pythons = {'modern': sys.executable, 'xtuner': str(args.xtuner_env.absolute() / 'bin' / 'python')}
     if not Path(pythons['xtuner']).exists():
         sys.exit(f'{pythons["xtuner"]} is not there; name the environment that has xtuner with --xtuner-env')

@@ -65,7 +65,7 @@ def main() -> int:
 
 @dataclass
 class Fuzzer:
-    """Makes cases, runs them, and counts."""
+    """Makes cases, runs them and counts outcomes."""
 
     tool: str
     seed: int
@@ -77,8 +77,8 @@ class Fuzzer:
         import tqdm
         import transformers
 
-        transformers.logging.get_logger()  # it keeps the standard error that it finds now
-        tqdm.tqdm.monitor_interval = 0  # a thread
+        transformers.logging.get_logger()  # it keeps the current standard error
+        tqdm.tqdm.monitor_interval = 0  # prevents a thread
         with _silent():
             make_templates(self.tool, self._root)
         self._outcomes: Counter[str] = Counter()
@@ -86,7 +86,7 @@ class Fuzzer:
         self._slowest, self._largest = (0.0, -1), (0, -1)
 
     def repeat(self, number: int) -> int:
-        """Run one in this process; what it is made of stays for a look."""
+        """Run one case in this process; its folder is kept for inspection."""
         folder = Path(tempfile.mkdtemp(prefix=f'xhf-fuzz-{self.tool}-{number}-'))
         case = make_case(self.tool, self.seed, number, self._root, folder)
         print(
@@ -98,7 +98,7 @@ class Fuzzer:
         return status
 
     def run(self, numbers: range, jobs: int) -> int:
-        """Run all, several at a time; 1 if one failed."""
+        """Run all cases, several at a time; returns 1 if any failed."""
         self._warm_up()
         started = told = time.monotonic()
         waiting, done = iter(numbers), 0
@@ -123,7 +123,7 @@ class Fuzzer:
                 run.stop()
 
     def _warm_up(self) -> None:
-        """Import what every case needs once; then no thread may be left, since a fork has none of them."""
+        """Import once what every case needs. No thread may remain, since forks do not inherit threads."""
         import torch
 
         torch.set_num_threads(1)

@@ -39,7 +39,7 @@ STEPS_MEANWHILE = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How to save. Messages go through the host, or from device to device."""
+    """How to save, and whether messages go through the host or from device to device."""
 
     writer: str
     in_background: bool = False
@@ -52,13 +52,13 @@ class Way:
 
 WAYS = (
     *(Way(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)),
-    *(Way(writer, on_device=True) for writer in ('parallel', 'stream')),  # last: it is the one that may hang
+    *(Way(writer, on_device=True) for writer in ('parallel', 'stream')),  # last, since it may hang
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One save. Memory is that of the rank that needs most, in MB."""
+    """One save. Memory is in MB, on the rank that needs most."""
 
     writer: str
     in_background: bool
@@ -94,7 +94,7 @@ class Training:
 
     @property
     def shard_nbytes(self) -> int:
-        """For two files for each rank and more: in 'parallel' a file has one writer."""
+        """Gives at least two files per rank: with 'parallel', a file has one writer."""
         nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in self.engine.module.parameters())
         return nbytes // (2 * dist.get_world_size())
 
@@ -105,7 +105,7 @@ class Training:
         self.engine.step()
 
     def save_pretrained(self, folder: Path) -> None:
-        """The reference: gathered parameter by parameter, saved by transformers on rank 0."""
+        """Save the reference: gathered parameter by parameter, saved by transformers on rank 0."""
         weights = {}
         for name, parameter in self.engine.module.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
@@ -119,7 +119,7 @@ class Training:
 
 
 def save(training: Training, way: Way, bucket_nbytes: int, out: Path) -> Row:
-    """One way to save. Runs on: all ranks."""
+    """Save in one way. Runs on: all ranks."""
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
     in_background = way.in_background
@@ -202,7 +202,7 @@ def main() -> int:
         result: dict[str, Any] = {'device': name, 'ranks': dist.get_world_size(), 'rows': [asdict(row) for row in rows]}
         (args.out / 'gpu_check.json').write_text(json.dumps(result, indent=2) + '\n')
     wrong = torch.tensor([sum(bool(row.problems) for row in rows)], device=device)
-    dist.all_reduce(wrong)  # the files are looked at on every rank
+    dist.all_reduce(wrong)  # every rank compares the files
     dist.destroy_process_group()
     return int(wrong.item() > 0)
 

@@ -26,7 +26,7 @@ from tests.helpers.network_saves import DOORS, WRITERS, Way, save_in_a_row, scen
 from tests.helpers.ranks import run_ranks
 
 CACHE_SECS = 60.0
-#: Saves into one folder.
+#: Number of saves into one folder.
 IN_A_ROW = 10
 
 

@@ -16,7 +16,7 @@ _DOORS = {
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the page."""
     lines = ['# Options', '', 'Made from `xhf_hooks/config/options.py` by `tools/options_page.py`. A bad value, a bad']
     lines[-1] += ' combination and a misspelt name are errors when the hook is built.'
     told: dict[str, str] = {}

@@ -50,8 +50,8 @@ def parse_args() -> argparse.Namespace:
 def init_process_group() -> None:
     """Join the process group, with the backend that this machine's devices need.
 
-    MMEngine would do it too, but calls `torch.cuda.set_device` whatever the backend. A process
-    group that is there already, it uses as it is.
+    MMEngine would do this, too, but calls `torch.cuda.set_device` with any backend. It uses an
+    existing process group unchanged.
 
     Runs on: all ranks, before anything else imports deepspeed.
     """
@@ -67,7 +67,7 @@ def init_process_group() -> None:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read the config file and put the command line's wishes into it."""
+    """Read the config file and apply the command-line options."""
     cfg = Config.fromfile(args.config)
     if args.cfg_options is not None:
         cfg.merge_from_dict(args.cfg_options)
@@ -78,7 +78,7 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.load_from = None if args.resume == 'auto' else args.resume
     cfg.launcher = 'pytorch'
     if 'runner_type' not in cfg and not torch.cuda.is_available():
-        # Runner gives DistributedDataParallel the id of a GPU unless it is told that there is none
+        # By default, Runner gives DistributedDataParallel the id of a GPU
         cfg.setdefault('model_wrapper_cfg', dict(type='MMDistributedDataParallel'))
         cfg.model_wrapper_cfg.device_ids = None
     return cfg
@@ -87,7 +87,7 @@ def load_config(args: argparse.Namespace) -> Config:
 def main() -> None:
     """Train."""
     args = parse_args()
-    # DeepSpeed calls names that torch 2.13 renames, several times in each iteration
+    # Several times per iteration, DeepSpeed calls functions that torch 2.13 renames
     warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')
     init_process_group()
     cfg = load_config(args)

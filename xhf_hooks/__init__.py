@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints out of live DeepSpeed ZeRO and FSDP training, or from its old files.
+"""Hugging Face checkpoints from live DeepSpeed ZeRO and FSDP training, or from the files of finished runs.
 
-Importing this package registers :class:`HFCheckpointHook` in MMEngine's HOOKS, where MMEngine is installed: a function
-of that name, which imports the hook when it is built. MMEngine's hooks import its optimizers, and those transformers'
-Trainer and peft, which takes seconds that a conversion does not need. :func:`save_hf` is the same save for your own
-loop; ``xhf_hooks.integrations`` has frontends for other trainers.
+If MMEngine is installed, importing this package registers :class:`HFCheckpointHook` in its HOOKS, as a function that
+imports the hook when it is built. MMEngine's hooks import its optimizers, which import transformers' Trainer and peft.
+That takes seconds, which a conversion does not need. :func:`save_hf` is the same save for your own loop;
+``xhf_hooks.integrations`` has frontends for other trainers.
 """
 
 from __future__ import annotations

@@ -38,22 +38,22 @@ def save_hf(
 ) -> CommittedCheckpoint:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
-    The same save as HFCheckpointHook's, with its options of the same names. Errors that can be known in advance are
-    raised before any weight is read.
+    The same save as HFCheckpointHook's, with the same option names. Errors that can be detected early are raised
+    before any weight is read.
 
     Args:
         model: A DeepSpeed engine, what ``accelerator.prepare`` returned, or a PreTrainedModel or PeftModel,
             alone, in DDP or in FSDP.
         out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete. Or the URL of
-            an object store, to which every rank sends what it owns.
+            an object store, to which every rank sends the files that it owns.
 
     Returns:
-        What was committed: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
-        also logged. The same on every rank except for seconds; only rank 0 knows free space and warnings about files
+        The committed save: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
+        also logged. The same on every rank except for seconds; only rank 0 has free space and warnings about files
         other than weights.
 
     Raises:
-        OptionError: An option has a bad value, or is not for this model.
+        OptionError: An option has a bad value, or does not apply to this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
     began = time.perf_counter()
@@ -79,7 +79,7 @@ def save_hf(
     number = options.step or 0
     committed: list[CommittedCheckpoint] = []
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
-    shared = Collective.shared()  # connections to all ranks: made at the first call
+    shared = Collective.shared()  # connects to all ranks at the first call
     try:
         saves = CheckpointManager(unwrap(model), final, options, log, on_committed=committed.append, collective=shared)
         try:

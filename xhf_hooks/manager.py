@@ -32,7 +32,7 @@ from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_prepara
 from xhf_hooks.uploads.run_uploads import uploads_of_run
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
-#: What the name of the folder of a save after an exception ends with.
+#: Suffix of the folder of a save after an exception.
 _EXCEPTION = 'exception'
 
 
@@ -54,26 +54,26 @@ class RunFrontend:
 class CheckpointManager:
     """Checks that saves will work, and makes them. Runs on: all ranks, every method.
 
-    Hooks and callbacks are not told when training is interrupted, by an exception or Ctrl-C. So the next run in the
-    same process (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one that holds its folders.
+    Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
+    process (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one that holds its folders.
 
     Args:
         unwrapped: The trained model.
         final: The folder of the newest save, or the URL of a store.
-        defer_to: The optimizer whose step copies may be deferred to, as far as that is possible; None: to none.
+        defer_to: Defer copies, where possible, until this optimizer's step; None: copy at once.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
         on_committed: Called with each committed save.
-        on_result: Called on rank 0 with the numbers that ``on_saved`` has returned.
-        collective: One that outlives these saves; None makes one.
+        on_result: Called on rank 0 with the numbers that ``on_saved`` returned.
+        collective: Used and left open; None creates one.
 
     Attributes:
         newest: The folder of the newest save.
-        others: Further folders by the suffix of their names, each with one save.
-        saved_at: Iterations done at the last save to ``newest``, if it has not failed.
-        collective: Of this run's saves.
+        others: Other folders, by name suffix, each with one save.
+        saved_at: Iterations done at the last save to ``newest``, unless it failed.
+        collective: The collective of this run's saves.
     """
 
-    #: The open ones of this process, as locks belong to a process.
+    #: The open managers of this process: locks belong to a process.
     _open: ClassVar[weakref.WeakSet[CheckpointManager]] = weakref.WeakSet()
 
     def __init__(
@@ -93,7 +93,7 @@ class CheckpointManager:
     ) -> None:
         self._options, self._log = options, log
         self._on_committed, self._on_result = on_committed, on_result
-        self._after: Callable[[], None] | None = None  # of the save in flight
+        self._after: Callable[[], None] | None = None  # for the save in flight
         self._requests: SaveRequests | None = None
         self._after_saves: AfterSaves | None = None
         self._passed: Step | None = None
@@ -122,7 +122,7 @@ class CheckpointManager:
                     log, options.writer, new_name(self.newest.final, 'shared'), self.collective
                 )
             self._uploads = uploads_of_run(options, [folder.final for folder in self._folders], self.collective, log)
-            # EMAHook averages after each iteration, whether the optimizer has stepped in it or not
+            # EMAHook averages after each iteration, even if the optimizer did not step
             is_averaged = unwrapped.facts.get('weights') == 'averaged'
             self._is_to_defer = defer_to is not None
             self._saver = Saver(
@@ -141,7 +141,7 @@ class CheckpointManager:
             for folder in self._folders:
                 ending.callback(folder.release)
             self._ending = ending.pop_all()
-        # A run that is never closed must not keep its model in memory, nor its locks once it is collected
+        # A run that is never closed must not keep its model in memory, nor its locks after garbage collection
         weakref.finalize(self, _release, self._process, self._folders).atexit = False
         CheckpointManager._open.add(self)
         self._tokenizer_warnings: tuple[str, ...] = ()
@@ -159,20 +159,20 @@ class CheckpointManager:
         """Plan, claim the folders and rehearse.
 
         Args:
-            tokenizer: Of the run; the option ``tokenizer`` takes precedence, the base model's is the fallback.
-            when: Describes the schedule, for the log; None is no schedule.
-            sweep: A work_dir to clear of what killed runs left.
+            tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
+            when: Describes the schedule, for the log; None means no schedule.
+            sweep: A work_dir from which leftovers of killed runs are removed.
             finish_tokenizer: Returns the final tokenizer, EOS token ids to add, and log messages.
-            request_file: Asks for a save, with the option ``save_on_file``.
+            request_file: The file that requests a save, with the option ``save_on_file``.
 
         Raises:
-            XhfError: Saves will not work; the same on every rank. This manager is closed then.
+            XhfError: Saves will not work; the same on every rank. This manager is then closed.
         """
         try:
             plan = self._saver.prepare()
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
-                    self.newest.connect()  # the others are beside it
+                    self.newest.connect()  # the other targets are beside it
                 else:
                     self._refuse_other_runs()
                     preflight.claim_targets(
@@ -233,16 +233,16 @@ class CheckpointManager:
         facts: Mapping[str, Any] | None = None,
         prepare_secs: float = 0.0,
     ) -> None:
-        """One save; into ``newest`` unless another folder is given.
+        """Make one save, in ``newest`` unless another folder is given.
 
         Args:
             facts: For the manifest of this save.
-            may_skip: It is a scheduled save, which ``async_busy='skip'`` may skip.
-            after: Called when it is committed.
+            may_skip: Whether ``async_busy='skip'`` may skip this save, as it is a scheduled one.
+            after: Called after the commit.
             prepare_secs: Time spent before this call that counts as part of a synchronous save.
 
         Raises:
-            XhfError: It failed, and ``on_error`` is 'raise'.
+            XhfError: The save failed, and ``on_error`` is 'raise'.
         """
         began, folder = time.monotonic(), folder or self.newest
         if self._saver.in_background and not self._make_way(step, may_skip=may_skip):
@@ -265,20 +265,20 @@ class CheckpointManager:
             self._watch.saved(began)
 
     def save_if_asked(self, step: Step, *, validated: bool = False) -> None:
-        """Save where a signal or a file has asked for it. Runs on: all ranks, at points that all of them pass.
+        """Save if a signal or a file requested it. Runs on: all ranks, at the same points.
 
         Args:
-            validated: It is the end of a validation, not of an iteration.
+            validated: Called at the end of a validation rather than of an iteration.
 
         Raises:
-            XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree on it.
+            XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         self._passed = step
         if self._requests is not None and self._requests.is_due(step.iteration, validated=validated):
             self._save_asked(step)
 
     def finish(self, step: Step) -> None:
-        """Training has ended: :meth:`save_if_asked`, then wait for what ``on_saved`` has yet to do."""
+        """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved`` to finish."""
         if self._requests is not None and self._requests.is_due_at_end():
             self._save_asked(step)
         if self._options.on_saved is None:
@@ -290,7 +290,7 @@ class CheckpointManager:
         self._tell_results()
 
     def wait_for_copy(self) -> None:
-        """Before weights are changed elsewhere than in an optimizer's step. Runs on: any rank."""
+        """Wait for deferred copies. Call before anything but an optimizer step changes weights. Runs on: any rank."""
         self._saver.wait_for_copy()
 
     @property
@@ -299,16 +299,16 @@ class CheckpointManager:
         return self._after is not None
 
     def collect_if_done(self) -> None:
-        """Report the background save if it has succeeded on this rank, where the others are about to.
+        """Report the background save if it has succeeded on this rank, and what ``on_saved`` returned.
 
-        And what ``on_saved`` has returned.
+        On the other ranks it is then about to succeed.
         """
         if self._saver.background.succeeded:
             self.collect()
         self._tell_results()
 
     def collect(self) -> None:
-        """Wait for the save in flight, if any, and report it; the same outcome on all ranks."""
+        """Wait for the save in flight, if any, and report it. The outcome is the same on all ranks."""
         if not self._saver.background.busy:
             return
         try:
@@ -320,7 +320,7 @@ class CheckpointManager:
             self._report(committed)
 
     def handle(self, error: XhfError, what: str) -> None:
-        """Raise or log an error that all ranks have, as ``on_error`` says."""
+        """Raise or log an error that all ranks share, depending on ``on_error``."""
         if self._options.on_error == 'raise':
             raise error
         self._log.error(f'{what} failed and training goes on: {error}. The previous save is untouched.')
@@ -336,7 +336,7 @@ class CheckpointManager:
             self._log.warning('a save is being written: waiting for it')
             try:
                 self._report(self._saver.background.outcome())
-            except Exception as error:  # the run is over: only its end may follow
+            except Exception as error:  # the run is over: log it and go on closing
                 self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
         CheckpointManager._open.discard(self)
         self._ending.close()
@@ -344,7 +344,7 @@ class CheckpointManager:
             self._requests.end_process()
 
     def _occasions(self, when: str | None) -> str:
-        """All that makes a save, for the log."""
+        """Everything that triggers a save, for the log."""
         options = self._options
         occasions = [] if when is None else [when]
         if isinstance(options, RunOptions):
@@ -378,7 +378,7 @@ class CheckpointManager:
     def _watch_for_exceptions(self) -> None:
         if not self._options.save_on_exception:
             return
-        own = weakref.ref(self)  # a run that is never closed must not keep its model in memory
+        own = weakref.ref(self)  # weak: a run that is never closed must not keep its model in memory
 
         def iterations_done() -> int | None:
             saves = own()
@@ -393,7 +393,7 @@ class CheckpointManager:
         weakref.finalize(self, exceptions.close).atexit = False
 
     def _save_after(self, error: Exception) -> None:
-        """All ranks have raised, after the same number of iterations."""
+        """Save after an exception that all ranks raised, after the same number of iterations."""
         with suppress(XhfError):
             self.collect()
         facts = {'exception': f'{type(error).__name__}: {error}'[:1000]}
@@ -401,7 +401,7 @@ class CheckpointManager:
         log_save(self._log, self._saver.save(self.others[_EXCEPTION], self._passed, progress, facts))
 
     def _save_asked(self, step: Step) -> None:
-        self.collect()  # before saved_at is looked at: all ranks learn here whether the save in flight has failed
+        self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
         if self.saved_at != step.iteration:
             self.save(step)
         if self._requests.must_end:
@@ -428,7 +428,7 @@ class CheckpointManager:
         return [other for other in others if ours & {folder.final for folder in other._folders}]
 
     def _may_end(self, other: CheckpointManager) -> bool:
-        """A thread that begins a run has left its previous one, if both are known to be different runs."""
+        """Whether this thread has left the other run: it starts a new one, and both are known to be different runs."""
         if self._run is None or other._run is None or other._thread != self._thread:
             return False
         return other._run() is not self._run()
@@ -438,7 +438,7 @@ class CheckpointManager:
         return [self.newest, *self.others.values()]
 
     def _make_way(self, step: Step, *, may_skip: bool) -> bool:
-        """End the save in flight; False where this one is to be skipped instead."""
+        """Wait for the save in flight; returns False if the new save is to be skipped instead."""
         background = self._saver.background
         ranks_agree_on_it = self._options.async_busy == 'skip' and may_skip
         if ranks_agree_on_it and self.collective.any(background.busy and not background.done):
@@ -470,7 +470,7 @@ class CheckpointManager:
 
 
 def _release(process: int, folders: Sequence[SaveTarget]) -> None:
-    """After garbage collection, in this process or in a child."""
+    """Called by the garbage collector, in this process or in a forked child."""
     if os.getpid() == process:
         for folder in folders:
             folder.release_forgotten()

@@ -15,13 +15,13 @@ _Log = logging.Logger | logging.LoggerAdapter
 
 
 def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
-    """Raise where DeepSpeed returns fp32 master weights of other parameters (0.19.6, ``_link_all_hp_params``).
+    """Raise if DeepSpeed returns the wrong parameters' fp32 master weights (0.19.6, ``_link_all_hp_params``).
 
     Args:
-        engine_or_optimizer: DeepSpeed's engine or optimizer, a wrapper of that, or anything else.
+        engine_or_optimizer: DeepSpeed's engine or optimizer, a wrapper of it, or anything else.
 
     Raises:
-        OptionError: It does.
+        OptionError: It does so.
     """
     optimizer = getattr(engine_or_optimizer, 'optimizer', None)
     if any(getattr(found, 'round_robin_gradients', False) is True for found in (engine_or_optimizer, optimizer)):
@@ -36,8 +36,8 @@ def claim_targets(
     """Claim the folders and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
     Args:
-        folders: The newest save's, then those of the best.
-        sweep: A work_dir whose other timestamps are cleared of what killed runs left.
+        folders: The folder of the newest save, then those of the best.
+        sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
 
     Raises:
         TargetError: A folder cannot be used, or the disk is too small.
@@ -53,7 +53,7 @@ def claim_targets(
             for path in sweep_dead_runs(sweep, folder.final.name):
                 log.info(f'cleared what a killed run left: {path}')
     free = newest.require_room(nbytes)
-    copies = newest.max_keep + 1  # the kept ones, and the next while it is written
+    copies = newest.max_keep + 1  # those that are kept, and the one being written
     if newest.max_keep > 0 and free is not None and free < copies * nbytes:
         log.warning(
             f'{newest.final.parent} has {free / 1e9:.2f} GB free; keeping {newest.max_keep} '

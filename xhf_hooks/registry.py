@@ -1,8 +1,8 @@
-"""The registries through which a source, an exporter or a writer is added.
+"""Registries for adding a source, an exporter or a writer.
 
-Among those that accept a model, the one registered last is chosen, so that yours goes before ours. They are not
-MMEngine's, so that what needs nothing else of MMEngine works without it; its registries are asked where a hook is
-registered and where a run's config is built.
+Of those that accept a model, the last one registered wins, so yours takes precedence over ours. These are not
+MMEngine's registries, so that the package works without MMEngine. MMEngine's are used only to register a hook and to
+build objects from a run's config.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from xhf_hooks.errors import OptionError
 
 
 class Registry:
-    """Classes by name, with the methods of MMEngine's Registry that are used here.
+    """Classes by name; has the methods of MMEngine's Registry that are used here.
 
     Args:
-        kind: What it holds, for messages.
+        kind: What the registry holds, for messages.
 
     Attributes:
         module_dict: Name to class, in the order of registration.
@@ -28,15 +28,15 @@ class Registry:
         self.module_dict: dict[str, Any] = {}
 
     def get(self, name: str) -> Any | None:
-        """The class of this name; None when there is none."""
+        """The class with this name; None if there is none."""
         return self.module_dict.get(name)
 
     def register_module(self, name: str | None = None, force: bool = False, module: Any = None) -> Any:
-        """Add a class: ``@WRITERS.register_module(name='mine')`` above it, or with the class as ``module``.
+        """Add a class, as a decorator (``@WRITERS.register_module(name='mine')``) or with the class as ``module``.
 
         Args:
-            name: Default: that of the class.
-            force: Replace the one that has this name.
+            name: Default: the name of the class.
+            force: Replace the class that has this name.
 
         Raises:
             KeyError: The name is taken.
@@ -55,7 +55,7 @@ class Registry:
 SOURCES = Registry('source')
 EXPORTERS = Registry('exporter')
 WRITERS = Registry('writer')
-#: To an object store; not by the option ``writer``, but by the URL of ``out_dir``.
+#: Writers to an object store, chosen when ``out_dir`` is a URL.
 STORE_WRITERS = Registry('writer to a store')
 
 
@@ -63,7 +63,7 @@ def mmengine_hooks() -> Any | None:
     """MMEngine's registry of hooks; None where MMEngine is not installed.
 
     Raises:
-        ImportError: It is installed, and does not import.
+        ImportError: It is installed but cannot be imported.
     """
     try:
         from mmengine.registry import HOOKS
@@ -75,10 +75,10 @@ def mmengine_hooks() -> Any | None:
 
 
 def register_hook(name: str, build: Callable[..., Any]) -> None:
-    """Have MMEngine's configs find a hook by its name, where MMEngine is installed.
+    """Let MMEngine's configs find a hook by name, if MMEngine is installed.
 
     Args:
-        build: The class, or what builds it; what has the name already stays.
+        build: The class, or a function that builds it. An existing entry with this name is kept.
     """
     hooks = mmengine_hooks()
     if hooks is not None and name not in hooks.module_dict:
@@ -86,9 +86,9 @@ def register_hook(name: str, build: Callable[..., Any]) -> None:
 
 
 def build_from_config(config: Mapping[str, Any]) -> Any:
-    """What an MMEngine config describes (``dict(type='transformers.AutoTokenizer.from_pretrained', ...)``).
+    """Build what an MMEngine config describes (``dict(type='transformers.AutoTokenizer.from_pretrained', ...)``).
 
-    Its types are looked up as MMEngine looks up those of a run's config.
+    Types are looked up as MMEngine does for a run's config.
 
     Raises:
         OptionError: MMEngine is not installed.
@@ -97,10 +97,10 @@ def build_from_config(config: Mapping[str, Any]) -> Any:
 
 
 def type_in_config(config: Mapping[str, Any], option: str, instead: str) -> Any:
-    """The class or function that an MMEngine config names; None when there is none.
+    """The class or function that an MMEngine config names; None if there is none.
 
     Args:
-        option: That the config is given as, for the message.
+        option: The option that holds the config, for the message.
         instead: What else the option may be.
 
     Raises:

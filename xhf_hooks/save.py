@@ -1,13 +1,13 @@
 """The whole flow of a save, on one page.
 
-Source.specs()      what there is                     names and full shapes, no data
-Exporter.entries()  what goes out, under which names
-make_plan()         where each byte will lie          digest compared across ranks
-local_shards()      what each rank has of a tensor     with writer='positional', where it is possible
-SliceSender         the same, sent to the owner        with 'stream', 'parallel' and stores, where it is possible
-gather()            the rest, a bucket at a time       under deepspeed.zero.GatheredParameters at ZeRO-3
-Writer.write()      into a staging folder or a store   while the next slice or bucket is read
-require_samples()   some of it, seen by others     before it is committed
+Source.specs()      the tensors of the model          names and full shapes, no data
+Exporter.entries()  the exported tensors              and their names
+make_plan()         the place of each byte            digest compared across ranks
+local_shards()      ranks write their local shards    with writer='positional', where possible
+SliceSender         or send them to the owner         with 'stream', 'parallel' and stores, where possible
+gather()            the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
+Writer.write()      into a staging folder or a store  while the next slice or bucket is read
+require_samples()   other ranks check samples         before the commit
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
 
@@ -50,17 +50,17 @@ from xhf_hooks.writers.choose import writer_named
 from xhf_hooks.writers.evidence import some_samples
 from xhf_hooks.writers.file_io.output_file import FileIdentity
 
-#: What writing slices takes: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
+#: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
 _SLICES_NBYTES = 32 * 10**6
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One save: where it goes, what is said of it, and what of it has threads of its own.
+    """One save: where it goes, what the manifest says of it, and its threads.
 
     Attributes:
-        facts: What the manifest says of this save alone.
-        readers: Read back what was written; on rank 0, with ``verify='full'``.
+        facts: Fields of the manifest for this save only.
+        readers: Threads that read back what was written; on rank 0, with ``verify='full'``.
         to_close: Ends the threads.
     """
 
@@ -78,19 +78,19 @@ class Saver:
 
     Args:
         model: The bare trained module (not the engine or wrapper around it).
-        root: What the source reads where that is another module (model/unwrap.py); None: the model.
-        writer: What the option of that name has come to (writers/choose.py).
-        reward_token_id: Of a reward model that is told by the config of the run; None for any other.
+        root: The module that the source reads, if it is not the model (model/unwrap.py); None: the model.
+        writer: The writer chosen for the option ``writer`` (writers/choose.py).
+        reward_token_id: The token whose score is the reward, from the run's config; None if there is none.
         in_background: Whether :meth:`start` will be used.
-        optimizer: Its step is the first thing in an iteration that changes a weight, so that :meth:`start` can leave
-            copies for until then; None: it makes all at once.
-        facts: What else the manifest says, such as engine and ZeRO stage.
+        optimizer: Its step is the first thing in an iteration that changes weights, so :meth:`start` can defer copies
+            until then; None: it makes all copies at once.
+        facts: More fields of the manifest, such as engine and ZeRO stage.
         after_commit: Called on all ranks after each commit, in the thread that saves, with the final name.
 
     Attributes:
         exporter: Set by :meth:`prepare`.
         plan: Set by :meth:`prepare`, renewed when the model's tensors change.
-        background: Where a save that :meth:`start` began goes on; its outcome is the same on every rank.
+        background: Runs the save that :meth:`start` began; its outcome is the same on every rank.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Saver:
         self.background: Background[CommittedCheckpoint] = Background('xhf-save')
         self._deferred = DeferredCopies(optimizer, self._root)
         self._snapshot = SnapshotMemory(self._deferred)
-        # A group of its own: training and the next save's first stages use the other one meanwhile
+        # A separate group: training and the first stages of the next save use the other one meanwhile
         self._in_background = Collective() if in_background else None
 
     @property
@@ -129,14 +129,14 @@ class Saver:
         return self._in_background is not None
 
     def set_tokenizer(self, tokenizer: Any | None, eos_token_ids: Sequence[int] = ()) -> None:
-        """What to write beside the weights, and the tokens that end an answer. Runs on: rank 0."""
+        """Set the tokenizer to write beside the weights, and EOS token ids to add. Runs on: rank 0."""
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
 
     def prepare(self) -> SavePlan:
         """Plan the save from metadata alone and compare the plan across ranks.
 
         Raises:
-            AgreedError: The model cannot be exported; the reason is in it.
+            AgreedError: The model cannot be exported; the message has the reason.
             PlanError: Ranks hold different models.
         """
         with self._collective.stage('plan'):
@@ -148,7 +148,7 @@ class Saver:
                 llava_format=self._options.llava_format,
                 reward_token_id=self._reward_token_id,
             )
-        with self._collective.stage('plan'):  # of its own: ranks may tell each other what they have
+        with self._collective.stage('plan'):  # a separate stage: ranks may exchange what they have
             spread = self._source.spread(self._use_fp32_master, self._collective)
         with self._collective.stage('plan'):
             self._make_plan(self._source.specs(), spread)
@@ -158,7 +158,7 @@ class Saver:
 
     @property
     def expected_extra_nbytes(self) -> int:
-        """About how much memory a save takes on the busiest rank."""
+        """Estimated memory of a save on the busiest rank."""
         gathered = self._source.memory_factor * self.plan.largest_bucket_nbytes + self.exporter.combine_nbytes
         received = self._half_bucket + 3 * self._round_nbytes if self.plan.rounds else 0
         writer = writer_named(self._writer)
@@ -166,7 +166,7 @@ class Saver:
         return max(gathered, received) + waiting + writer.own_parts_nbytes + _SLICES_NBYTES * bool(self.plan.sliced)
 
     def rehearse(self, folder: SaveTarget) -> list[str]:
-        """Write and remove the files around the weights, where they will go. Runs on: rank 0.
+        """Write the HF assets where saves will go, and remove them. Runs on: rank 0.
 
         Returns:
             Warnings for the log.
@@ -187,10 +187,10 @@ class Saver:
         """Write and commit one checkpoint.
 
         Args:
-            on_progress: Called after each tensor or part of one, on ranks that write, with how many bytes this
-                rank has handed to the writer, and about how many it will.
-            facts: What the manifest says of this save alone.
-            prepare_secs: What the caller has needed before this, and counts as part of the save.
+            on_progress: Called after each tensor or part of one, on ranks that write, with the bytes that this rank
+                has handed to the writer and an estimate of the total.
+            facts: Fields of the manifest for this save only.
+            prepare_secs: Time that the caller spent before this call; counts as part of the save.
 
         Raises:
             AgreedError: A rank failed, in the stage it names; the previous checkpoint is untouched.
@@ -212,11 +212,11 @@ class Saver:
     ) -> None:
         """Copy what is to be saved, and write and commit it in the background.
 
-        Only while this runs must training not go on; where copies are deferred, not beyond :meth:`wait_for_copy`. The
-        save before must have ended, and :attr:`background` have been asked for its outcome.
+        Training must pause only during this call; with deferred copies, also at :meth:`wait_for_copy`. The previous
+        save must have ended, and its outcome must have been collected from :attr:`background`.
 
         Raises:
-            AgreedError: A rank failed while copying; nothing goes on in the background.
+            AgreedError: A rank failed while copying; nothing runs in the background.
             PlanError: Ranks hold different models.
         """
         clock = SaveClock()
@@ -246,7 +246,7 @@ class Saver:
         """Run a trial snapshot, so that memory shortages surface before training.
 
         Returns:
-            Bytes that snapshots take on this rank.
+            Size of a snapshot on this rank, in bytes.
         """
         self._take_snapshot(MemoryMeter())
         self._deferred.run()
@@ -254,20 +254,20 @@ class Saver:
 
     @property
     def deferred_nbytes(self) -> int:
-        """How much of the last snapshot was left for later on this rank."""
+        """Bytes of the last snapshot whose copy was deferred on this rank."""
         return self._deferred.nbytes
 
     def wait_for_copy(self) -> None:
-        """Before weights are changed elsewhere than in an optimizer's step. Runs on: any rank."""
+        """Wait for deferred copies. Call before anything but an optimizer step changes weights. Runs on: any rank."""
         self._deferred.wait()
 
     @property
     def snapshot_is_pinned(self) -> bool:
-        """Whether snapshots are in memory into which a GPU copies by itself."""
+        """Whether snapshots are in pinned memory."""
         return self._snapshot.is_pinned
 
     def close(self) -> None:
-        """Give the process group of background saves back. None may be in flight."""
+        """Destroy the process group of background saves. No save may be in flight."""
         self._deferred.close()
         if self._in_background is not None:
             self._in_background.close()
@@ -277,7 +277,7 @@ class Saver:
         try:
             self._source = source_for(self._root)
             must_plan = self._source.specs() != self._specs
-        except Exception as error:  # as a rule none: then one answer is enough
+        except Exception as error:  # rare; without an error, one collective is enough
             self._collective.remember('plan', error)
         if self._collective.any(must_plan, 'plan'):
             self._collective.agree('plan')
@@ -322,7 +322,7 @@ class Saver:
         *,
         beside_training: bool,
     ) -> _Job:
-        """Start all threads that the save will need, before training goes on. Whoever gets them closes them."""
+        """Start all threads of the save before training goes on. The caller closes them."""
         with ExitStack() as to_close:
             with self._collective.stage('threads'):
                 kind = writer_named(self._writer)
@@ -341,7 +341,7 @@ class Saver:
         collective: Collective,
         clock: SaveClock,
     ) -> CommittedCheckpoint:
-        """Everything after the plan. Runs on: all ranks; in a thread of its own for a save in the background."""
+        """Everything after the plan. Runs on: all ranks; for a background save, in the background thread."""
         plan, is_rank0, folder, writer = self.plan, collective.rank == 0, job.folder, job.writer
         warnings: list[str] = []
         free_before = free_after = made = None
@@ -400,18 +400,18 @@ class Saver:
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
     ) -> tuple[np.ndarray, int]:
-        """Returns this rank's records, and elements that overflowed."""
+        """Returns this rank's records and the number of elements that overflowed."""
         done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
             writer.open(self.plan, place, files)
             for chunk in some:
                 if collective.is_failing:
-                    continue  # the others gather on until the next agreement, and need this rank for it
+                    continue  # the others keep gathering until the next agreement, and need this rank
                 try:
                     done_nbytes += chunk.data.nbytes
                     writer.write(chunk)
-                    del chunk  # the next is made while this one waits for the disk
+                    del chunk  # the next chunk is made while this one waits for the disk
                     if on_progress is not None:
                         on_progress(done_nbytes, total_nbytes)
                 except Exception as error:
@@ -419,10 +419,10 @@ class Saver:
             return pack(self.plan, [] if collective.is_failing else writer.finish()), some.overflows
 
     def _look(self, writer: Writer, collective: Collective) -> None:
-        """Let other ranks see some of what each has written; of what rank 0 alone writes, rank 0 itself."""
+        """Let other ranks check samples of what each rank wrote; if only rank 0 writes, rank 0 checks them itself."""
         samples = some_samples(writer.samples, collective.rank)
         if writer.all_ranks:
-            # The next rank, or the one half way round: one of them is on another host, if there is another
+            # The next rank and the one half way round: with several hosts, one of them is on another host
             distances = sorted({1, max(1, collective.world_size // 2)})
             samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
         with collective.stage('check'):
@@ -431,19 +431,19 @@ class Saver:
                 writer.read_back()
 
     def _own_nbytes(self, collective: Collective) -> int:
-        """About what this rank writes."""
+        """Estimate of the bytes that this rank writes."""
         owned = chain(self.plan.sent, (p for group in self.plan.gathered for p in group.placements))
         from_shards = sum(p.nbytes for group in self.plan.sliced for p in group.placements)
         return sum(p.nbytes for p in owned if p.owner == collective.rank) + from_shards // collective.world_size
 
     @property
     def _half_bucket(self) -> int:
-        """One half of the bucket is gathered while the other is written."""
+        """Half a bucket: one half is gathered while the other is written."""
         return max(1, self._options.bucket_nbytes // 2)
 
     @property
     def _round_nbytes(self) -> int:
-        """What an owner receives at once: while it does, two such wait for its disk."""
+        """Bytes of a round: an owner receives one while two more wait for its disk."""
         return max(1, self._half_bucket // 2)
 
     @property
@@ -461,7 +461,7 @@ class Saver:
 
 
 def _sum_and_peak(collective: Collective, count: int, nbytes: int) -> tuple[int, int]:
-    """All ranks' counts together, and the largest of their bytes. Runs on: all ranks."""
+    """The sum of all ranks' counts and the maximum of their bytes. Runs on: all ranks."""
     found = collective.all_reduce(
         np.array([count, nbytes]), lambda one, other: np.array([one[0] + other[0], max(one[1], other[1])])
     )

@@ -1,4 +1,4 @@
-"""Tiny models of the zoo with a LoRA adapter in training, none of whose tensors is zero."""
+"""Tiny models of the zoo with a trainable LoRA adapter. No tensor is zero."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
-    """``model`` with an adapter as after some training: B is not zero, the magnitude not the norm.
+    """Add an adapter as after some training: B is not zero, and the magnitude is not the norm.
 
     Args:
-        dtype: Of all parameters in the end; DeepSpeed's bf16 casts adapters, too. None leaves them alone.
+        dtype: Final dtype of all parameters (DeepSpeed's bf16 casts adapters, too); None does not cast.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -64,7 +64,7 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
 
 
 def adapted(family: str, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
-    """:func:`adapt` a model of the zoo."""
+    """A model of the zoo with an adapter, by :func:`adapt`."""
     return adapt(build(family), dtype, **lora)
 
 
@@ -76,10 +76,10 @@ def merged_by_peft(model: PeftModel, folder: Path) -> PreTrainedModel:
 
 
 def assert_rounded_once(saved: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> None:
-    """Every element is the float64 value rounded once to the saved dtype, give or take fp32's own error.
+    """Check that every element is the float64 value rounded once to the saved dtype, within fp32's own error.
 
-    With u the unit roundoff of the saved dtype and |w| the largest element of the tensor: at most
-    u * |exact| + 2**-20 * |w| away. For bfloat16 the second term is a 4096th of the first at |w|.
+    With u the unit roundoff of the saved dtype and |w| the largest element of the tensor, the error is at most
+    u * |exact| + 2**-20 * |w|. For bfloat16 the second term is a 4096th of the first at |w|.
     """
     import torch
 
@@ -91,7 +91,7 @@ def assert_rounded_once(saved: dict[str, torch.Tensor], exact: dict[str, torch.T
 
 
 def around(**children: nn.Module) -> nn.Module:
-    """A trained model that holds others, as XTuner's do; its type is ``Module``."""
+    """A trained model that contains others, like XTuner's; its type is ``Module``."""
     from torch import nn
 
     model = nn.Module()
@@ -101,7 +101,7 @@ def around(**children: nn.Module) -> nn.Module:
 
 
 def refusal(model: nn.Module, lora: str = 'adapter') -> str:
-    """What is said when ``model`` cannot be exported like this."""
+    """The message of the error when ``model`` cannot be exported this way."""
     import pytest
 
     from xhf_hooks.errors import ModelError, OptionError

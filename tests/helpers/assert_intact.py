@@ -1,4 +1,4 @@
-"""Is a committed folder what its manifest says? Checked with zlib and the safetensors library, none of our code."""
+"""Checks a committed folder against its manifest, with zlib and the safetensors library, not with our code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import zlib
 from pathlib import Path
 
 MANIFEST = 'xhf_manifest.json'
-_VALUES = 251  # bfloat16 has each whole number up to 256
+_VALUES = 251  # bfloat16 represents all integers up to 256
 
 
 def assert_whole(folder: Path) -> int:
-    """Every file and every tensor is there, unchanged, and described; returns the iteration of the save.
+    """Check that every file and tensor is present, unchanged and described; returns the iteration of the save.
 
     Raises:
-        AssertionError: If not.
+        AssertionError: The folder is not intact.
     """
     from safetensors import safe_open
 
@@ -37,21 +37,21 @@ def assert_whole(folder: Path) -> int:
             crc = f'{zlib.crc32(data[header_nbytes + start : header_nbytes + end]):08x}'
             said = about['tensors'][tensor]
             assert (crc, place['shape'], place['dtype']) == (said['crc32'], said['shape'], said['dtype'])
-        with safe_open(folder / name, 'np') as library:  # reads the header with checks of its own
+        with safe_open(folder / name, 'np') as library:  # does its own checks of the header
             assert set(library.keys()) == set(header)
     return manifest['iteration']
 
 
 def weight_of(number: int) -> int:
-    """What every weight of that save is filled with."""
+    """The value of every weight in save ``number``."""
     return number % _VALUES
 
 
 def filled_with(folder: Path) -> float:
-    """The number that every element of every tensor has.
+    """The value that all elements of all tensors have.
 
     Raises:
-        AssertionError: There are several: the folder holds parts of more than one save.
+        AssertionError: There are several values, so the folder mixes saves.
     """
     import torch
     from safetensors.torch import load_file
@@ -65,7 +65,7 @@ def filled_with(folder: Path) -> float:
 
 
 def check_all(parent: Path, name: str = 'hf_model') -> dict[str, int]:
-    """What is visible beside the final name: all of it whole, of one save each; name to iteration."""
+    """Check that each visible folder is intact and from a single save; returns iterations by name."""
     found = {}
     for path in sorted(parent.iterdir()):
         if path.name.startswith('.'):
@@ -78,5 +78,5 @@ def check_all(parent: Path, name: str = 'hf_model') -> dict[str, int]:
 
 
 def hidden(parent: Path) -> list[str]:
-    """What a run keeps beside its saves, without its lock."""
+    """Hidden files and folders beside the saves, except the lock."""
     return sorted(path.name for path in parent.iterdir() if path.name.startswith('.') and path.suffix != '.lock')

@@ -1,4 +1,4 @@
-"""Compares what is on disk: the tensors of two Hugging Face folders, bit for bit."""
+"""Compares the tensors of two Hugging Face folders on disk, bit for bit."""
 
 from __future__ import annotations
 

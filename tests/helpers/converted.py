@@ -1,4 +1,4 @@
-"""Runs the command xhf-convert in this process, and compares what comes out with what the hook wrote."""
+"""Runs xhf-convert in this process, and compares its output with the hook's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def convert(*args: str | Path) -> Path:
-    """The command, which must succeed; gives OUT."""
+    """Run the command, which must succeed; returns OUT."""
     from xhf_hooks.cli.convert import main
 
     assert main([str(arg) for arg in args]) == 0
@@ -16,7 +16,7 @@ def convert(*args: str | Path) -> Path:
 
 
 def assert_same_files(folder: Path, expected: Path) -> None:
-    """The same bytes in all but the manifest, which tells how a folder came about."""
+    """Check that all files have the same bytes, except the manifest, which records how the folder was made."""
     found, wanted = _files(folder), _files(expected)
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     differing = [name for name in found if found[name] != wanted[name]]
@@ -24,7 +24,7 @@ def assert_same_files(folder: Path, expected: Path) -> None:
 
 
 def config_of(folder: Path) -> list[tuple[str, Any]]:
-    """config.json in its order, without where the model was loaded from, which transformers 4 writes."""
+    """Items of config.json in order, without the path that the model was loaded from (transformers 4 writes it)."""
     fields = json.loads((folder / 'config.json').read_text())
     return [(name, value) for name, value in fields.items() if name != '_name_or_path']
 
@@ -32,7 +32,7 @@ def config_of(folder: Path) -> list[tuple[str, Any]]:
 def _files(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for path in folder.rglob('*'):
-        if path.name == 'adapter_config.json':  # some of its lists are sets, in the order of the process
+        if path.name == 'adapter_config.json':  # some of its lists are sets, whose order differs between processes
             fields = json.loads(path.read_text())
             content[str(path.relative_to(folder))] = {
                 name: sorted(value) if isinstance(value, list) else value for name, value in fields.items()

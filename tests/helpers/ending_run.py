@@ -1,4 +1,4 @@
-"""A run that ends while a save is being written in the background; tests/distributed/test_async.py launches it.
+"""A run that ends during a background save; launched by tests/distributed/test_async.py.
 
 torchrun --nproc_per_node 2 tests/helpers/ending_run.py WORK_DIR exception|sigterm
 """
@@ -24,7 +24,7 @@ WRITE_SECS = 0.2
 
 @HOOKS.register_module()
 class EndingHook(Hook):
-    """Ends the run at iteration 3, in the named way, on every rank."""
+    """Ends the run at iteration 3 in the given way, on every rank."""
 
     def __init__(self, how: str) -> None:
         self._how = how
@@ -34,7 +34,7 @@ class EndingHook(Hook):
             if self._how == 'exception':
                 raise RuntimeError('the run ends here')
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)  # the handler runs before this
+            time.sleep(60)  # the handler runs before this ends
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed engines around tiny models, and saves of them, for use on real ranks."""
+"""DeepSpeed engines with tiny models, and saves of them, for real ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def zero_engine(
     """A training engine.
 
     Args:
-        two_groups: Matrices and vectors in two parameter groups, as trainers have them for weight decay.
-        sections: As ``zero``, of :func:`tests.helpers.zero_config.zero_config`.
+        two_groups: Put matrices and vectors into two parameter groups, as trainers do for weight decay.
+        sections: Like ``zero``, an argument of :func:`tests.helpers.zero_config.zero_config`.
     """
     import deepspeed
     import torch
@@ -45,7 +45,7 @@ def zero_engine(
 
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
-    """A Saver with these options, and those of its own. Runs on: all ranks."""
+    """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
     from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.save import Saver
 
@@ -54,13 +54,13 @@ def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
 
 
 def names_read(plan: SavePlan) -> set[str]:
-    """Tensors of the model that a save reads to be sent or gathered."""
+    """Names of the tensors that a save reads to send or gather."""
     sent = {portion.read.name for at_once in plan.rounds for portion in at_once.portions}
     return sent | {name for bucket in plan.buckets for name in bucket.read_names}
 
 
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
-    """What the hook does at a save, without a runner. Runs on: all ranks."""
+    """Save like the hook, without a runner. Runs on: all ranks."""
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.planning.types import Step

@@ -1,7 +1,7 @@
-"""A launch of scenarios on ranks that have the fault layer: python -m tests.helpers.fault_launch MODULE FOLDER.
+"""Runs scenarios on ranks with the fault layer: python -m tests.helpers.fault_launch MODULE FOLDER.
 
-The layer has to be there when a process starts, so the server that ranks are forked from is started anew for it. MODULE
-has ``scenarios(root)``; what came of them is written to FOLDER/outcomes.
+The layer must be loaded when a process starts, so this starts a new server for the ranks to be forked from. MODULE has
+``scenarios(root)``; their outcomes are written to FOLDER/outcomes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORLD_SIZE = 2
 
 
 def launch(module: str, root: Path, layer: Path) -> dict[str, list[Outcome]]:
-    """Run it in a process of its own.
+    """Run it in a separate process.
 
     Args:
         layer: A folder for the compiled layer.

@@ -1,6 +1,6 @@
-"""File-system calls that fail, or kill the process, at will: the Python side of ``fault_layer.c``.
+"""Makes file-system calls fail or kill the process: the Python side of ``fault_layer.c``.
 
-A process has the layer when it, or the server it was forked from, was started with :func:`environment`.
+A process has the layer if it, or the server that it was forked from, was started with :func:`environment`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name('fault_layer.c')
-#: Every call that changes something on disk, and what opens files for it.
+#: All calls that change something on disk, and ``open``.
 CHANGES = 'open pwrite write fsync fdatasync ftruncate fallocate rename renameat2 unlink rmdir mkdir'
-KILL, SHORT = -1, -2  # beside these, an errno
+KILL, SHORT = -1, -2  # any other outcome is an errno
 EVERY = 10**9
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Compile the layer into ``folder``; what to start a process with so that it has it."""
+    """Compile the layer into ``folder``; returns environment variables that load it into a new process."""
     library = folder / 'fault_layer.so'
     command = ['cc', '-shared', '-fPIC', '-O1', '-Wall', '-Werror', '-o', str(library), str(SOURCE), '-ldl']
     subprocess.run(command, check=True)
@@ -28,18 +28,18 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class Injected:
-    """What the layer saw: ``n_calls`` is known when the block has ended."""
+    """What the layer saw: ``n_calls`` is set when the block ends."""
 
     n_calls = 0
 
 
 @contextmanager
 def fault(calls: str, path: Path | str, outcome: int, *, first: int = 1, last: int | None = None) -> Iterator[Injected]:
-    """In this process, from the ``first`` to the ``last`` of the ``calls`` on paths that contain ``path`` end so.
+    """Give the ``first`` to ``last`` of the ``calls`` on paths that contain ``path`` this outcome, in this process.
 
     Args:
-        outcome: An errno, or KILL, or SHORT (write half of what was asked for).
-        last: None is ``first``: one call fails; ``first=0`` only counts.
+        outcome: An errno, KILL, or SHORT (write half of the bytes).
+        last: Default: ``first``, so that one call fails. ``first=0`` only counts calls.
     """
     layer = ctypes.CDLL(None)
     layer.fault_disarm.restype = ctypes.c_long
@@ -54,7 +54,7 @@ def fault(calls: str, path: Path | str, outcome: int, *, first: int = 1, last: i
 
 @contextmanager
 def shifted_clock(seconds: int) -> Iterator[None]:
-    """The wall clock, not the monotonic one, is so many seconds off in this process."""
+    """Shift this process's wall clock, not the monotonic one."""
     layer = ctypes.CDLL(None)
     layer.fault_shift_clock.argtypes = [ctypes.c_long]
     layer.fault_shift_clock(seconds)
@@ -66,7 +66,7 @@ def shifted_clock(seconds: int) -> Iterator[None]:
 
 @contextmanager
 def no_exchange() -> Iterator[None]:
-    """As on a file system that cannot swap two folders, such as NFS."""
+    """Behave like a file system that cannot swap two folders, such as NFS."""
     layer = ctypes.CDLL(None)
     layer.fault_forbid_exchange(1)
     try:

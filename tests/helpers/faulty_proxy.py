@@ -1,4 +1,4 @@
-"""An HTTP server between a client and S3 that refuses, hangs or cuts connections as it is told."""
+"""An HTTP proxy between a client and S3 that refuses requests, hangs or cuts connections on demand."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
-#: What is done instead of passing a request on: a status, 'cut', 'hang', or 'lose' (pass it on, and cut the answer).
+#: What happens instead of forwarding a request: a status, 'cut', 'hang', or 'lose' (forward it, but cut the answer).
 Fault = int | str | None
 _CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError', 503: 'SlowDown'}
 
 
 @dataclass
 class FaultyProxy:
-    """A running one.
+    """A running proxy.
 
     Attributes:
-        decide: Called with method and path of each request, from many threads.
-        seen: How often each method and path came.
+        decide: Called with the method and path of each request, from many threads; returns the fault.
+        seen: Number of requests by method and path.
     """
 
     port: int
@@ -35,7 +35,7 @@ class FaultyProxy:
 
 @contextmanager
 def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
-    """Pass requests on to a server on this host, unless ``decide`` says otherwise."""
+    """Forward requests to a server on this host, unless ``decide`` returns a fault."""
     ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -96,7 +96,7 @@ def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *args: object) -> None:
-            """A client has gone: it was killed."""
+            """Ignore clients that have gone: they were killed."""
 
     server = Server(('127.0.0.1', 0), Handler)
     server.daemon_threads = True
@@ -111,10 +111,10 @@ def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
 
 
 class EachInTurn:
-    """Fails each request once, in one way after the other; then, and what comes again, passes.
+    """Fails each request once, with the faults in turn; when it is repeated, it passes.
 
     Args:
-        matters: Which methods and paths.
+        matters: Whether a method and path is to fail.
     """
 
     def __init__(self, matters: Callable[[str, str], bool], faults: tuple[Fault, ...]) -> None:
@@ -123,7 +123,7 @@ class EachInTurn:
         self._lock = threading.Lock()
 
     def __call__(self, method: str, path: str) -> Fault:
-        """What :attr:`FaultyProxy.decide` is."""
+        """Used as :attr:`FaultyProxy.decide`."""
         with self._lock:
             if not self._matters(method, path) or (method, path) in self._failed:
                 return None
@@ -132,14 +132,14 @@ class EachInTurn:
 
 
 class AwayFor:
-    """Cuts every connection for a time, from the first request that matters on."""
+    """Cuts all connections for some time, from the first request that matters on."""
 
     def __init__(self, matters: Callable[[str, str], bool], secs: float, fault: Fault = 'cut') -> None:
         self._matters, self._secs, self._fault = matters, secs, fault
         self._began: float | None = None
 
     def __call__(self, method: str, path: str) -> Fault:
-        """What :attr:`FaultyProxy.decide` is."""
+        """Used as :attr:`FaultyProxy.decide`."""
         if self._matters(method, path) and self._began is None:
             self._began = time.monotonic()
         is_away = self._began is not None and time.monotonic() - self._began < self._secs

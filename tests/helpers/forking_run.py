@@ -1,8 +1,8 @@
-"""A run that forks while a save is being written in the background; tests/distributed/test_forked.py launches it.
+"""A run that forks during a background save; launched by tests/distributed/test_forked.py.
 
 python tests/helpers/forking_run.py OUT_DIR
 
-Prints what became of each child, and of the save, as JSON.
+Prints the outcome of each child and of the save, as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE_SECS = 60.0
 
 
 def become(work: Callable[[], None], number: int | None = None) -> str:
-    """Fork a child that does some work; its end, after a signal if one is given."""
+    """Fork a child that does some work, and optionally send it a signal; returns how it ended."""
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
@@ -54,7 +54,7 @@ def become(work: Callable[[], None], number: int | None = None) -> str:
 
 
 def sleep_on() -> None:
-    """As a worker of a DataLoader that waits for work."""
+    """Sleep, like a DataLoader worker that waits for work."""
     while True:
         time.sleep(0.01)
 

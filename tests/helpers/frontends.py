@@ -1,4 +1,4 @@
-"""Tiny models under Accelerate, Trainer, DDP and FSDP, for use on real ranks. Runs on: all ranks."""
+"""Tiny models under Accelerate, Trainer, DDP and FSDP, for real ranks. Runs on: all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.zoo.llamas import VOCAB
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """One sequence, and itself as labels."""
+    """One sequence, which is also its labels."""
     tokens = torch.arange(8).reshape(1, -1)
     return {'input_ids': tokens, 'labels': tokens}
 
@@ -31,7 +31,7 @@ class Sequences(torch.utils.data.Dataset):
 
 @contextmanager
 def fresh_accelerate(**environment: str) -> Iterator[None]:
-    """Accelerate and transformers remember per process whether DeepSpeed is used; here they forget."""
+    """Reset the state in which Accelerate and transformers remember whether DeepSpeed is used."""
     import os
 
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -55,7 +55,7 @@ def fresh_accelerate(**environment: str) -> Iterator[None]:
 
 
 def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
-    """Plain torch."""
+    """Train with plain torch."""
     for _ in range(steps):
         model(**batch()).loss.backward()
         optimizer.step()
@@ -63,7 +63,7 @@ def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
 
 
 def verify_folder(folder: Path) -> int:
-    """Compare every file with the manifest, by size and CRC-32; returns how many there are."""
+    """Compare every file with the manifest, by size and CRC-32; returns the number of files."""
     import json
     import zlib
 

@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP runs as trainers write them, with the hook's own export beside each. Runs on: all ranks."""
+"""Checkpoints of FSDP runs as trainers write them, each with the hook's export beside it. Runs on: all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.helpers.zoo.llamas import odd_llama
 
 
 def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
-    """A trained model under FSDP1 or FSDP2; each decoder layer is a unit of its own.
+    """A trained model under FSDP1 or FSDP2; each decoder layer is a separate unit.
 
     Args:
         kind: ``'untied'``, ``'tied'``, ``'lora'`` or ``'bf16'``.
-        columns: Matrices are split along their second dimension where that is even.
+        columns: Shard matrices along their second dimension if that is even.
     """
     import torch
     import torch.distributed as dist
@@ -47,7 +47,7 @@ def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
 
 
 def accelerates(kind: str, version: int, state_dict_type: str, folder: Path, **options: Any) -> None:
-    """What ``accelerator.save_state(folder/state)`` makes of an FSDP model, by the functions that it calls.
+    """Write what ``accelerator.save_state(folder/state)`` writes for an FSDP model, by the functions that it calls.
 
     Accelerate itself wraps a model in FSDP only on a machine with a GPU. With ``use_dcp=False`` each rank saves a file.
     """
@@ -67,7 +67,7 @@ def accelerates(kind: str, version: int, state_dict_type: str, folder: Path, **o
 
 
 def plain_dcp(kind: str, folder: Path, *, columns: bool = False, all_in_one: bool = False) -> None:
-    """``torch.distributed.checkpoint.save`` of FSDP2's state dict; with ``all_in_one`` beside the optimizer's."""
+    """``torch.distributed.checkpoint.save`` of FSDP2's state dict; with ``all_in_one``, optimizer state included."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -83,7 +83,7 @@ def plain_dcp(kind: str, folder: Path, *, columns: bool = False, all_in_one: boo
 
 
 def strategy_run(kind: str, folder: Path) -> None:
-    """MMEngine's FSDPStrategy.
+    """A run with MMEngine's FSDPStrategy.
 
     Args:
         kind: ``'full'``, ``'sharded'`` or ``'local'``. ``'local_layers'``: several units; ``'local_weights'``: without
@@ -96,7 +96,7 @@ def strategy_run(kind: str, folder: Path) -> None:
 
     from tests.helpers.toy_run import run_config, train
 
-    # As state_dict_cfg='full', but for rank0_only and offload_to_cpu, with which torch's FSDP1 crashes on a CPU
+    # Like state_dict_cfg='full', but without rank0_only and offload_to_cpu, which make torch's FSDP1 crash on a CPU
     state: Any = dict(
         state_dict_type='FULL_STATE_DICT',
         state_dict_config=FullStateDictConfig(),
@@ -114,7 +114,7 @@ def strategy_run(kind: str, folder: Path) -> None:
     wrapper = dict(
         type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=kind != 'local_flat'
     )
-    if kind == 'local_layers':  # each a unit of its own
+    if kind == 'local_layers':  # each layer is a separate unit
         wrapper['auto_wrap_policy'] = dict(
             type='torch.distributed.fsdp.wrap.size_based_auto_wrap_policy', min_num_params=4000
         )
@@ -126,7 +126,7 @@ def strategy_run(kind: str, folder: Path) -> None:
 
 
 def config_alone(export: Path, folder: Path) -> Path:
-    """A base model without weights, so that nothing can be read from there."""
+    """Make a base model without weights, so that none can be read from it."""
     folder.mkdir(parents=True)
     for name in ('config.json', 'adapter_config.json'):
         if (export / name).is_file():

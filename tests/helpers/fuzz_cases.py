@@ -1,4 +1,4 @@
-"""What a fuzzer does to a checkpoint or model folder, told by a number: which one, which file, how, which options."""
+"""Fuzzer cases: a number determines the checkpoint or model folder, the file, how it is spoiled, and the options."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ORIGINAL = 'original'
 
 @dataclass(frozen=True)
 class Case:
-    """One spoiled folder.
+    """One spoiled checkpoint or model folder.
 
     Attributes:
-        template: Which of the templates it is made of.
+        template: The template that it was copied from.
         kind: How it was spoiled.
-        what: The same in words, with the file.
-        argv: For the command, run in the folder.
+        what: The same as a description, with the file.
+        argv: Arguments of the command, which runs in the folder.
     """
 
     tool: str
@@ -42,7 +42,7 @@ class Case:
 
 
 def make_templates(tool: str, root: Path) -> None:
-    """All that cases are copies of."""
+    """Make all templates of a tool's cases."""
     for name in CHECKPOINTS if tool == 'convert' else MODELS:
         (root / name).mkdir(parents=True)
         (make_checkpoint if tool == 'convert' else make_model)(name, root / name)
@@ -96,7 +96,7 @@ _CONVERT_EDITS: dict[str, Callable[[bytes, int], bytes]] = {
 
 
 def _spoil_text(folder: Path, rng: random.Random, sub: int, options: list[str]) -> tuple[str, list[str]]:
-    """The run's config, in the checkpoint or beside it."""
+    """Spoil the run's config, in the checkpoint or beside it."""
     script = folder / 'work_dir' / 'run.py'
     old = script.read_text()
     new = mutated_text(old, sub)
@@ -142,7 +142,7 @@ def _spoil_header(file: Path, sub: int) -> None:
 
 
 def _spoil_with_hole(file: Path, sub: int) -> None:
-    """A tensor of up to terabytes that the header describes, and no disk holds."""
+    """Make the header describe a tensor of up to terabytes, and add a hole as its data."""
     rng = random.Random(sub)
     header, body = _split(file.read_bytes())
     name = max(header, key=lambda key: header[key].get('data_offsets', [0, 0])[1])

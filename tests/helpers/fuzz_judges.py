@@ -1,4 +1,4 @@
-"""Is what a command did with a spoiled folder right? What it printed and left is judged here; weights elsewhere."""
+"""Judges what a command printed and left after reading a spoiled folder. Weights are judged by fuzz_weights.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GOOD, _REFUSED = {'convert': (0,), 'verify': (0,)}, {'convert': (1, 2), 'verify
 
 
 def fault(case: Case, measured: Measured, out: Path, err: Path) -> str:
-    """What is wrong, in one line that is the same for the same fault; '' if nothing is."""
+    """What is wrong, as one line; the same fault gives the same line. '' if nothing is wrong."""
     errors = read_output(err)
     if 'Traceback (most recent call last)' in errors:
         return f'traceback: {_place(errors)}'
@@ -26,12 +26,12 @@ def fault(case: Case, measured: Measured, out: Path, err: Path) -> str:
 
 
 def outcome(measured: Measured) -> str:
-    """For counting."""
+    """The outcome of a run as a word, for counting."""
     return 'good' if measured.status == 0 else 'refused'
 
 
 def _place(errors: str) -> str:
-    """The last of ours in a traceback, the last of all, and the type of the error."""
+    """From a traceback: our last frame, the last frame of all, and the type of the error."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', errors)
     ours = [frame for frame in frames if '/xhf_hooks/' in frame[0]]
     shown = [f'{file.rpartition("xhf_hooks/")[2]}:{line} {function}' for file, line, function in ours[-1:]]
@@ -43,7 +43,7 @@ def _place(errors: str) -> str:
 
 
 def _wrong_text(case: Case, status: int, out: str, errors: str) -> str:
-    """One line for an error, notes besides; nothing that moves a terminal's cursor."""
+    """Check the output: one line for an error, plus notes; nothing that moves a terminal's cursor."""
     for name, text in (('output', out), ('error', errors)):
         lines = text.splitlines() if text.isascii() else text.split('\n')
         if any(not char.isprintable() for line in text.split('\n') for char in line):
@@ -66,7 +66,7 @@ def _wrong_text(case: Case, status: int, out: str, errors: str) -> str:
 
 
 def left_behind(case: Case, folder: Path, status: int) -> str:
-    """What a command left that it should not have."""
+    """Files that a command should not have left."""
     known = {'checkpoint-5', 'work_dir', 'base', 'model', ORIGINAL}
     expected = {'out'} if case.tool == 'convert' and status == 0 and '--dry-run' not in case.argv else set()
     found = {path.name for path in folder.iterdir()} - known

@@ -1,4 +1,4 @@
-"""Small whole checkpoints and model folders of real formats, which a fuzzer copies and spoils."""
+"""Small, complete checkpoints and model folders in real formats, which a fuzzer copies and spoils."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.zoo.llamas import llama
 if TYPE_CHECKING:
     import torch
 
-#: What xhf-convert is given in each folder, and what it is given besides.
+#: The checkpoint argument of xhf-convert in each folder, and the other arguments.
 CHECKPOINTS = {
     'stage1': 'checkpoint-5',
     'stage2_lora': 'checkpoint-5',
@@ -24,7 +24,7 @@ MODELS = ('whole', 'sharded', 'no_manifest', 'sharded_no_manifest', 'adapter')
 
 
 def make_checkpoint(kind: str, folder: Path) -> None:
-    """One of :data:`CHECKPOINTS`; paths inside are relative to ``folder``."""
+    """Make one of :data:`CHECKPOINTS`; paths in it are relative to ``folder``."""
     model = llama()
     tokens = model.config.vocab_size
     model.config.architectures = ['LlamaForCausalLM']
@@ -53,7 +53,7 @@ def make_checkpoint(kind: str, folder: Path) -> None:
 
 
 def make_model(kind: str, folder: Path) -> None:
-    """One of :data:`MODELS`: the folder ``model``."""
+    """Make one of :data:`MODELS`, as the folder ``model``."""
     target = folder / 'model'
     if kind == 'adapter':
         _adapted(folder).save_pretrained(target)
@@ -82,7 +82,7 @@ def _save_base(folder: Path) -> None:
 
 
 def _adapted(folder: Path) -> torch.nn.Module:
-    """A model with an adapter, and ``base`` beside it."""
+    """A model with an adapter; its base model is saved as ``base``."""
     from peft import LoraConfig, get_peft_model
 
     _save_base(folder / 'base')
@@ -93,7 +93,7 @@ def _adapted(folder: Path) -> torch.nn.Module:
 
 
 def _save_file(folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
-    """As a plain MMEngine run leaves it."""
+    """Save a checkpoint like a plain MMEngine run."""
     import torch
 
     llm = dict(type='transformers.AutoModelForCausalLM.from_pretrained', pretrained_model_name_or_path='base')

@@ -1,4 +1,4 @@
-"""Are weights and verdicts right? torch, safetensors, transformers and peft read the same spoiled files."""
+"""Judges weights and verdicts by reading the same spoiled files with torch, safetensors, transformers and peft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANIFEST = 'xhf_manifest.json'
 
 
 def judge(case: Case, status: int, root: Path, folder: Path) -> str:
-    """'' if the folder or verdict that a command made is right, or nothing can tell."""
+    """'' if the command's folder or verdict is right or cannot be judged, else what is wrong."""
     if wrong := left_behind(case, folder, status):
         return wrong
     if status or '--dry-run' in case.argv:
@@ -42,18 +42,18 @@ def _judge_weights(case: Case, original: Path, folder: Path) -> str:
     masters = 'float32' in case.argv
     true = said_by_checkpoint(case.template, original, use_fp32_master=masters)
     if case.kind in ('names', 'config', 'text'):
-        expected = true  # the contents are what they were
+        expected = true  # the contents are unchanged
     else:
         try:
             expected = said_by_checkpoint(case.template, folder, use_fp32_master=masters)
-        except Exception:  # torch does not read it, or what is in it is no checkpoint: nothing to compare with
+        except Exception:  # torch cannot read it, or it is not a checkpoint: nothing to compare with
             return ''
     if found.keys() != true.keys():
         return f'other tensors: {sorted(found.keys() ^ true.keys())[:2]}'
     for name, tensor in found.items():
         if name not in expected:
             if 'not in the checkpoint' in (folder.parent / 'err').read_text():
-                continue  # the base model's
+                continue  # comes from the base model
             return 'a tensor that is not in the checkpoint'
         theirs = expected[name]
         if tensor.dtype != theirs.dtype or tensor.shape != theirs.shape or not _equal(tensor, theirs):
@@ -69,7 +69,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def said_by_checkpoint(template: str, folder: Path, *, use_fp32_master: bool) -> dict[str, torch.Tensor]:
-    """The weights that a conversion must write; a reader of its own, without the code that is tested."""
+    """The weights that a conversion must write, by a separate reader that shares no code with the tested one."""
     if template == 'file':
         content = _load(folder / 'work_dir' / 'iter_5.pth')
         named = {name.removeprefix('llm.'): tensor for name, tensor in content['state_dict'].items()}
@@ -184,7 +184,7 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _judge_by_loading(case: Case, model: Path) -> str:
-    """Without a manifest: transformers must load it, and miss nothing."""
+    """Without a manifest: transformers must load the folder with no tensor missing."""
     import transformers
 
     logging.disable(logging.CRITICAL)

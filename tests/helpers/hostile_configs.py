@@ -1,4 +1,4 @@
-"""Config texts that would do something if anything in them were run or imported."""
+"""Config texts that would have an effect if any of their code were run or imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def hostile_texts(trace: Path) -> dict[str, str]:
-    """Name to text; each makes ``trace`` if it is run."""
+    """Name to text; running a text creates ``trace``."""
     touch = f'open({str(trace)!r}, "w")'
     return {
         'call': f'model = {touch}',

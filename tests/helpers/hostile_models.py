@@ -1,7 +1,7 @@
-"""What a ``config.json`` and its neighbours can ask for, and one process that tries all of it on the commands.
+"""Hostile contents of ``config.json`` and other files of its folder, and a process that tries them on the commands.
 
 Run as a program: ``python -m tests.helpers.hostile_models FOLDER CASES``. It imports what the commands import, then
-forks for each case: an import takes longer than a case.
+forks for each case, since the imports take longer than a case.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from unittest import mock
 from tests.helpers.model_folder import save_tokenizer
 from tests.helpers.zoo import DECODER
 
-#: A case that goes beyond ends with a signal or a MemoryError. Far above what is allowed, so that it is measured.
+#: A case beyond these limits ends with a signal or a MemoryError. They are far above what the test allows, so that
+#: the excess is measured.
 _CPU_SECS = 60
 _MEMORY_NBYTES = 6 * 10**9
-#: A tenth of what users' trials have: 14 runs are meant to be ended at the limit, and others need a tenth of it.
+#: A tenth of the limit for users: 14 runs are meant to hit it, and the others need a tenth of it.
 _TRIAL_CPU_SECS = 1.0
 
 _MANY = 10**7
@@ -49,7 +50,7 @@ def _nested(depth: int) -> dict[str, Any]:
     return found
 
 
-#: Of more modules, labels or numbers than the file has tensors for.
+#: Configs with more modules, labels or numbers than the file has tensors for.
 ABSURD: dict[str, dict[str, Any]] = {
     'bart layers': _model('bart', 'BartForConditionalGeneration', encoder_layers=_MANY),
     'swin depths': _model('swin', 'SwinForImageClassification', depths=[2, 2, _MANY, 2]),
@@ -76,7 +77,7 @@ ABSURD: dict[str, dict[str, Any]] = {
     'nested': _llama(**_nested(900)),
 }
 
-#: Of another JSON kind than the field has, or of a name that is not what it should name.
+#: Values of the wrong JSON type, or names of something else than the field requires.
 WRONG: dict[str, dict[str, Any]] = {
     **{f'model_type {value!r}': _llama(model_type=value) for value in (['llama'], 5, {}, None, True)},
     **{
@@ -104,7 +105,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 _T5 = {'tokenizer_class': 'T5Tokenizer'}
-#: Files beside a good config.json, of which transformers builds the tokenizer or the generation config.
+#: Files beside a good config.json from which transformers builds the tokenizer or the generation config.
 BESIDE: dict[str, dict[str, Any]] = {
     'extra ids': {'tokenizer_config.json': {**_T5, 'extra_ids': 10**9}},
     'pegasus offset': {'tokenizer_config.json': {'tokenizer_class': 'PegasusTokenizer', 'offset': 10**9}},
@@ -132,7 +133,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 _ADAPTER = {'peft_type': 'LORA', 'base_model_name_or_path': '<model>', 'r': 4, 'target_modules': ['q_proj']}
-#: An adapter_config.json beside the checkpoint, of which peft adapts the model.
+#: An adapter_config.json beside the checkpoint, from which peft adapts the model.
 ADAPTERS: dict[str, dict[str, Any]] = {
     'a pattern that never ends': {**_ADAPTER, 'target_modules': r'([\w.]+)*!'},
     'a pattern of ranks that never ends': {**_ADAPTER, 'rank_pattern': {r'([\w.]+)*!': 4}},
@@ -154,8 +155,8 @@ class Outcome:
 
     Attributes:
         status: Exit status; the negative number of a signal.
-        cpu_secs: With its own child processes.
-        peak_nbytes: Resident memory beyond that of the process that it was forked off.
+        cpu_secs: CPU time, child processes included.
+        peak_nbytes: Peak resident memory beyond that of the parent process.
     """
 
     status: int
@@ -166,7 +167,7 @@ class Outcome:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name to files; each has a ``config.json``."""
+    """Case name to files; each case has a ``config.json``."""
     found: dict[str, dict[str, Any]] = {}
     for name, config in {**ABSURD, **WRONG}.items():
         found[name] = {'config.json': config}
@@ -186,13 +187,13 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def outcomes(folder: Path) -> dict[tuple[str, str], Outcome]:
-    """What the program left: by case and command."""
+    """The outcomes that the program left, by case and command."""
     content = json.loads((folder / 'outcomes.json').read_text())
     return {(name, command): Outcome(**found) for name, command, found in content}
 
 
 def _write(folder: Path, files: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """A model folder, and in it a checkpoint of one file that the config is beside."""
+    """Write a model folder with a single-file checkpoint beside the config."""
     import torch
     from safetensors.torch import save_file
 
@@ -207,7 +208,7 @@ def _write(folder: Path, files: dict[str, Any], tensors: dict[str, Any]) -> None
 
 
 def _measured(run: Any, args: list[str], folder: Path) -> Outcome:
-    """``run(args)`` in a fork."""
+    """Run and measure ``run(args)`` in a fork."""
     files = [folder / 'stdout', folder / 'stderr']
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     child = os.fork()
@@ -235,7 +236,7 @@ def main(folder: Path, *wanted: str) -> None:
     import peft  # noqa: F401
     import torch
     import transformers
-    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM  # noqa: F401  (imported before it is forked)
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM  # noqa: F401  (imported before the forks)
 
     import xhf_hooks.convert  # noqa: F401
     from xhf_hooks.cli import convert, verify
@@ -243,7 +244,7 @@ def main(folder: Path, *wanted: str) -> None:
     from xhf_hooks.verify import expected  # noqa: F401
 
     mock.patch.object(trial, '_CPU_SECS', _TRIAL_CPU_SECS).start()
-    torch.set_num_threads(1)  # GNU's OpenMP does not live through a fork
+    torch.set_num_threads(1)  # GNU OpenMP does not survive a fork
     model = LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     found = []

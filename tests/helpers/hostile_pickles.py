@@ -1,4 +1,4 @@
-"""Pickles that would run code, hang, or take all memory under ``pickle.load``, and what refuses them here."""
+"""Pickles that would run code, hang or exhaust memory under ``pickle.load``, and the messages that refuse them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import subprocess
 
 from tests.helpers.torch_zip import Call, pickled
 
-#: The file that each of those that run code would leave behind.
-#: A file of this process alone: two runs of the tests may go on at once.
+#: The file that the pickles that run code would create.
+#: A name for this process only, since two test runs may be active at once.
 TRACE = f'/tmp/xhf_hostile_pickle_ran_{os.getpid()}'
 TOUCH = f'touch {TRACE}'
 
@@ -45,7 +45,7 @@ def big_int(value: int) -> bytes:
     return b'\x8a' + bytes([len(data)]) + data
 
 
-#: Each with part of the message that refuses it; '' where it is data without effect.
+#: Each with part of the message that refuses it; '' if it is data without effect.
 HOSTILE: dict[str, tuple[bytes, str]] = {
     # --- calls of what the file names
     'os.system': (pickled(Call(os.system, TOUCH)), ''),

@@ -1,4 +1,4 @@
-"""As much of the Hub as uploading a model takes: what huggingface_hub calls, answered from memory."""
+"""The part of the Hub that uploading a model needs: answers huggingface_hub's requests from memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Files = dict[str, bytes]
 
 @dataclass
 class HubServer:
-    """Its state.
+    """The state of the server.
 
     Attributes:
-        branches: Of the only repository; empty where there is none.
+        branches: Branches of the only repository; empty if there is no repository.
         tags: Name to files.
-        lfs: What was uploaded beside commits, by its SHA-256.
-        fails: How many of the next requests are answered with 500.
+        lfs: Contents uploaded outside of commits, by SHA-256.
+        fails: Number of next requests to answer with 500.
     """
 
     url: str = ''
@@ -39,7 +39,7 @@ class HubServer:
     refuses: bool = False
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Returns status and JSON."""
         name, _, rest = path.removeprefix('/api/models/org/name/').partition('/')
         if path == '/api/repos/create':
             asked = json.loads(body)
@@ -106,7 +106,7 @@ class HubServer:
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
-    """Run it until the block ends."""
+    """Run a server until the block ends."""
     hub, lock = HubServer(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,6 @@
-"""Small files that would take gigabytes or minutes. Each is made when it is asked for.
+"""Small files that would take gigabytes or minutes to read. Each is made on demand.
 
-Counts are near what 20 million instructions or a pickle of 256 MB allow.
+Counts are near the limits of 20 million instructions and 256 MB per pickle.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _LANE_1, _LANE_2, _START = 11400714785074694791, 14029467366897019727, 287017745
 
 
 def many(unit: bytes, n: int, before: bytes = b'') -> Callable[[], bytes]:
-    """A list of what ``unit`` makes, again and again."""
+    """A list of ``n`` values made by ``unit``."""
     return lambda: proto(before + b'(' + unit * n + b'l')
 
 
 def dropped(unit: bytes, n: int, before: bytes = b'') -> Callable[[], bytes]:
-    """As many, and not kept: time alone."""
+    """The same values, but each is dropped: this takes only time."""
     return lambda: proto(before + (unit + b'0') * n + b'N')
 
 
@@ -33,7 +33,7 @@ def keys(made: Callable[[], Iterable[bytes]]) -> Callable[[], bytes]:
 
 
 def equal_tuples() -> Iterable[bytes]:
-    """Pairs of numbers of one hash (CPython ``tupleobject.c``, ``tuplehash``)."""
+    """Pairs of numbers with equal hashes (CPython ``tupleobject.c``, ``tuplehash``)."""
     inverse = pow(_LANE_2, -1, 2**64)
     found = 0
     first = 0
@@ -48,7 +48,7 @@ def equal_tuples() -> Iterable[bytes]:
 
 
 def chained_numbers(size: int = 2**20) -> list[int]:
-    """Numbers that fill the places a dict of ``size`` looks at one after the other, and others that start there."""
+    """Numbers that fill the slots that a dict of ``size`` probes in turn, and others that start probing there."""
     chain = [1]
     for _ in range(size // 3 + 1000):
         chain.append((5 * chain[-1] + 1) % size)
@@ -71,14 +71,14 @@ def text(nbytes: int) -> bytes:
 
 
 def called(module: str, name: str, args: bytes) -> bytes:
-    """To be put before; ``h\\x00h\\x01R`` is the call then."""
+    """A prefix; after it, ``h\\x00h\\x01R`` is the call."""
     return args + b'q\x01' + named(module, name) + b'q\x00'
 
 
 _CALL = b'h\x00h\x01R'
 _REBUILT = ('torch._utils', '_rebuild_tensor_v2')
 _CUBE = b'(' + b'K\x01' * 64 + b't'
-#: Name to what makes the pickle.
+#: Name to a function that makes the pickle.
 HUNGRY: dict[str, Callable[[], bytes]] = {
     'sets': many(b'\x8f', 19_000_000),
     'dicts': many(b'}', 19_000_000),

@@ -1,4 +1,4 @@
-"""Zip files whose directories would take gigabytes, or say what is not so."""
+"""Zip files whose directories would take gigabytes or contain false statements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ending64(n: int, nbytes: int, start: int) -> bytes:
 
 
 def entries(n: int, *, counted: int | None = None) -> Callable[[Path], None]:
-    """A pickle, and ``n`` parts without content, each with a name of its own."""
+    """A pickle and ``n`` empty parts with different names."""
 
     def write(path: Path) -> None:
         first = local(b'a/data.pkl', _PKL)
@@ -53,11 +53,11 @@ def entries(n: int, *, counted: int | None = None) -> Callable[[Path], None]:
 
 
 def made(*parts: tuple[bytes, bytes], end: Callable[[int, bytes, int], bytes] | None = None, header: int | None = None):
-    """A file of parts.
+    """A zip file with these parts.
 
     Args:
-        end: Of number of parts, directory and its place: all that follows the parts.
-        header: Where all parts but the first say that they begin.
+        end: Makes all that follows the parts, from their number, the directory and its offset.
+        header: The offset that all parts but the first claim.
     """
 
     def write(path: Path) -> None:
@@ -74,7 +74,7 @@ def made(*parts: tuple[bytes, bytes], end: Callable[[int, bytes, int], bytes] | 
 _PICKLE = (b'a/data.pkl', _PKL)
 _PARTS = (_PICKLE, (b'a/data/0', b'x' * 64), (b'a/data/1', b'y' * 64))
 _DAMAGED = 'not a valid zip file of torch.save: '
-#: Name to what writes the file, and part of the message.
+#: Name to a function that writes the file, and part of the message.
 HUNGRY_ZIPS: dict[str, tuple[Callable[[Path], None], str]] = {
     '3 million parts': (entries(3_000_000), '3000001 parts'),
     '8 million parts': (entries(8_000_000), '8000001 parts'),

@@ -1,7 +1,7 @@
-"""Lives of a run that saves all the time and is killed at a random instant; what is on disk afterwards.
+"""Runs that save continuously and are killed at a random instant, and checks of what is then on disk.
 
-Each life is a group of real ranks, forked from the server of `tests.helpers.ranks`. Every save's weights are filled
-with its number, so a folder tells which save it is of, and whether all of it is of that one.
+Each life is a group of real ranks, forked from the server of `tests.helpers.ranks`. All weights of a save equal its
+number, so a folder shows which save it is from, and whether it mixes saves.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = 'hf_model'
-#: A save of these models takes about so long here; a kill comes at a random instant of that and a little more.
+#: About the time of a save of these models; a kill comes at a random instant within a little more than that.
 SAVE_SECS = 0.12
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a life is lived and ended.
+    """How a run saves and is killed.
 
     Attributes:
-        zero3: Parameters are partitioned by DeepSpeed; else they are whole on every rank.
+        zero3: Whether DeepSpeed partitions parameters; otherwise every rank has all of them.
         victims: 'all' or 'one' (a random rank).
     """
 
@@ -61,13 +61,13 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Death:
-    """What came of one life.
+    """The outcome of one life.
 
     Attributes:
         began: The last save that a rank began.
-        copied: The last save in the background of which all ranks had copied their bytes.
+        copied: The last background save for which all ranks had copied their bytes.
         committed: The last save that a rank saw committed.
-        found: What is on disk, name to save.
+        found: Saves on disk, by name.
     """
 
     began: int
@@ -78,10 +78,10 @@ class Death:
 
 
 def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_keep: int = 1) -> Death:
-    """One life in ``parent``, saves numbered from ``first`` on, and a check of what is visible after it.
+    """Run one life in ``parent``, with saves numbered from ``first``, and check what is visible afterwards.
 
     Raises:
-        AssertionError: Something visible is not whole, a committed save is lost, or a survivor hangs.
+        AssertionError: A visible save is incomplete, a committed save is lost, or a survivor hangs.
     """
     ends = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
     store = parent.with_name(f'{parent.name}.store{first}')
@@ -110,10 +110,10 @@ def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_
 
 
 def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
-    """What the next run finds when it has swept, before it saves. Runs in this process.
+    """Clean up like the next run and return what it finds before it saves. Runs in this process.
 
     Raises:
-        AssertionError: Something is left over, or the newest save went back.
+        AssertionError: There are leftovers, or the newest save is older than before.
     """
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 
@@ -128,7 +128,7 @@ def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
 
 
 def _listen(readers: list[Connection], until: tuple[str, int] | None) -> list[tuple[str, Any]]:
-    """What ranks say, until one of them says ``until``, or all have ended."""
+    """Messages of ranks, until one of them is ``until`` or all ranks have ended."""
     said: list[tuple[str, Any]] = []
     while readers and until not in said:
         ready = wait(readers, timeout=HANG_SECS)
@@ -143,7 +143,7 @@ def _listen(readers: list[Connection], until: tuple[str, int] | None) -> list[tu
 
 
 def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store: str, connection: Connection) -> None:
-    """One rank. Ends when it is killed, or with what it says of the loss of another."""
+    """One rank. Ends when it is killed, or after reporting the loss of another rank."""
     from xhf_hooks.errors import XhfError
 
     join_group(rank, store)
@@ -192,7 +192,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
 
 
 def tiny_model(zero3: bool) -> nn.Module:
-    """Fourteen tensors; at ZeRO-3 in bfloat16."""
+    """A model of fourteen tensors; in bfloat16 at ZeRO-3."""
     from tests.helpers.zoo.llamas import llama
 
     if not zero3:
@@ -205,7 +205,7 @@ def tiny_model(zero3: bool) -> nn.Module:
 
 
 def fill(model: nn.Module, number: int) -> None:
-    """Give every weight, or this rank's part of it, one value."""
+    """Set every weight, or this rank's part of it, to one value."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Ranks that a test kills while they live, off the server of `tests.helpers.ranks`."""
+"""Ranks that a test kills, forked from the server of `tests.helpers.ranks`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WORLD_SIZE = 2
 
 @contextlib.contextmanager
 def ending(ranks: list[Process], what: object) -> Iterator[None]:
-    """The block starts `ranks`, and kills some; when it ends, the others have to end by themselves.
+    """The block starts `ranks` and kills some; after it, the others must end by themselves.
 
     Raises:
-        AssertionError: One hangs.
+        AssertionError: A rank hangs.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def ending(ranks: list[Process], what: object) -> Iterator[None]:
 
 
 def join_group(rank: int, store: str | Path) -> None:
-    """In a rank: meet the others at a file. If it hangs afterwards, it says where."""
+    """Join the others by a file store; if this rank hangs later, it prints where. Runs on: all ranks."""
     import faulthandler
 
     import torch

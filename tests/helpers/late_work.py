@@ -1,8 +1,8 @@
-"""Work in the background that needs its threads when the interpreter already shuts down.
+"""Background work that needs its threads while the interpreter is shutting down.
 
 python tests/helpers/late_work.py RESULT raise|exit|end
 
-It needs nothing but the standard library, so that any Python can run it; tests/stress/test_late_work.py does.
+It needs only the standard library, so that any Python can run it. Used by tests/stress/test_late_work.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / 'xhf_hooks'
 
 
 def load(path: str) -> ModuleType:
-    """A module by its file: the package itself imports torch."""
+    """Load a module from its file, since the package imports torch."""
     spec = importlib.util.spec_from_file_location(path.replace('/', '_'), PACKAGE / f'{path}.py')
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,7 +31,7 @@ def main() -> None:
     workers = load('concurrency/thread_pool').WorkerThreads(3)
 
     def work() -> None:
-        while threading.main_thread().is_alive():  # as long as the interpreter does not shut down
+        while threading.main_thread().is_alive():  # until the interpreter shuts down
             time.sleep(0.001)
         result.write_text(str(sum(workers.run([lambda n=n: n for n in range(100)]))))
         workers.close()

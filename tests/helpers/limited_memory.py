@@ -1,6 +1,6 @@
-"""The commands under a limit of memory: ``python -m tests.helpers.limited_memory FOLDER`` prints a line for each run.
+"""Runs the commands with limited memory: ``python -m tests.helpers.limited_memory FOLDER`` prints a line per run.
 
-Imports are made once, without a limit; each run is a fork that may have so many MB more than the imports took.
+Modules are imported once, without a limit; each run is a fork that may use a given number of MB more.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tests.helpers.special_files import run_forked
 from xhf_hooks.cli import convert, verify
 from xhf_hooks.verify import folder as verify_folder  # noqa: F401
 
-#: From not enough to open the checkpoint, by not enough for its threads, to plenty.
+#: From too little to open the checkpoint, over too little for its threads, to plenty.
 MORE_MB = (0, 3, 30, 130, 160, 200, 250, 300, 400, 600, 10_000)
 _SIZES = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, vocab_size=20_000, num_attention_heads=8)
 
 
 def size_of_this_process() -> int:
-    """Bytes of address space."""
+    """Address space of this process, in bytes."""
     return int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
 
 
 def make_model(folder: Path) -> None:
-    """125 MB: ``iter_7.pth`` and the folder ``model``."""
+    """Make ``iter_7.pth`` and the folder ``model``, of 125 MB."""
     model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=8, **_SIZES))
     model.save_pretrained(folder / 'model')
     torch.save({'state_dict': model.state_dict(), 'meta': {'iter': 7}}, folder / 'iter_7.pth')

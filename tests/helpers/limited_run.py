@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, and measures it: CPU seconds, memory, whether it hangs, what it printed."""
+"""Runs a function in a separate process and measures it: CPU seconds, memory, whether it hangs, what it printed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 _TICK = os.sysconf('SC_CLK_TCK')
-_KEPT_NBYTES = 4 * 10**6  # of what was printed
+_KEPT_NBYTES = 4 * 10**6  # of the output
 _JUDGING_SECS = 120.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may take.
+    """The limits of one run.
 
     Attributes:
-        cpu_secs: Of all its threads together.
-        nbytes: Of memory, beyond what its process had when it began.
-        asleep_secs: Without a thread that runs or could run, or that waits for a disk.
-        file_nbytes: Of a file that it writes.
+        cpu_secs: CPU time of all threads together.
+        nbytes: Memory beyond what the process had at the start.
+        asleep_secs: Time without a thread that runs, is ready to run, or waits for a disk.
+        file_nbytes: Size of a file that it writes.
     """
 
     cpu_secs: float = 30.0
@@ -41,12 +41,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run.
+    """The result of one run.
 
     Attributes:
         about: What ``prepare`` returned.
-        status: What ``work`` returned; None if it did not come to an end.
-        ended_by: Else why: a limit, a signal, an exception of ``prepare`` or ``judge``.
+        status: What ``work`` returned; None if it did not end normally.
+        ended_by: In that case the reason: a limit, a signal, an exception of ``prepare`` or ``judge``.
         verdict: What ``judge`` returned.
     """
 
@@ -62,8 +62,8 @@ class Run:
     """One forked process. The caller must have no other thread, and polls until it is done.
 
     Args:
-        prepare: Called first, with no limits; what it returns is passed on to ``judge``.
-        work: What is measured. Its output goes to ``output``.
+        prepare: Called first, without limits; its result is passed to ``work`` and ``judge``.
+        work: The function to measure. Its output goes to ``output``.
         judge: Called last, with what ``prepare`` and ``work`` returned.
         output: Two files for standard output and standard error.
     """
@@ -91,14 +91,14 @@ class Run:
         self._killed_for = ''
 
     def poll(self) -> Measured | None:
-        """What came of it, once it has ended; enforces the limits until then."""
+        """Enforce the limits; returns the result once the run has ended."""
         pid, status, usage = os.wait4(self._pid, os.WNOHANG)
         self._receive()
         if not pid:
             self._enforce()
             return None
         with suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # what it has left running
+            os.killpg(self._pid, signal.SIGKILL)  # processes that it left running
         os.close(self._pipe)
         said = self._said
         ended_by = self._killed_for or said.get('fault', '')
@@ -145,7 +145,7 @@ class Run:
             states = [_activity(pid) for pid in family]
             ticks, asleep = sum(ticks for ticks, _ in states), all(asleep for _, asleep in states)
             resident = max(_resident(pid) for pid in family)
-        except (OSError, IndexError, ValueError):  # it has just ended
+        except (OSError, IndexError, ValueError):  # the process has just ended
             return
         cpu_secs, now = ticks / _TICK, time.monotonic()
         if ticks != self._seen[0] or not asleep:
@@ -163,7 +163,7 @@ class Run:
 
     def _kill(self, reason: str) -> None:
         self._killed_for = reason
-        for kill in (os.killpg, os.kill):  # its own children, too
+        for kill in (os.killpg, os.kill):  # its children, too
             with suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
 
@@ -185,7 +185,7 @@ def _run_child(
     try:
         for descriptor, path in zip((1, 2), output, strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-        sys.stdout = os.fdopen(1, 'w', encoding='utf-8')  # as a command's are
+        sys.stdout = os.fdopen(1, 'w', encoding='utf-8')  # like a command's
         sys.stderr = os.fdopen(2, 'w', buffering=1, encoding='utf-8', errors='backslashreplace')
         about = prepare()
         gc.collect()
@@ -199,7 +199,7 @@ def _run_child(
         sys.stdout.flush()
         sys.stderr.flush()
         say(verdict=judge(about, status))
-    except BaseException:  # of prepare or judge: a fault of the test
+    except BaseException:  # of prepare or judge: an error in the test
         say(fault=traceback.format_exc()[-3000:])
         os._exit(97)
     os._exit(0)
@@ -226,14 +226,14 @@ def _resident(pid: int) -> int:
 
 
 def _family(pid: int) -> list[int]:
-    """The process, and those that it started, and those that these started."""
+    """The process and all of its descendants."""
     tasks = os.listdir(f'/proc/{pid}/task')
     children = [int(child) for t in tasks for child in Path(f'/proc/{pid}/task/{t}/children').read_text().split()]
     return [pid, *(member for child in children for member in _family(child))]
 
 
 def _activity(pid: int) -> tuple[int, bool]:
-    """Ticks of CPU that it and its ended children have had, and whether all of its threads sleep."""
+    """CPU ticks of the process and its ended children, and whether all of its threads sleep."""
     fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     states = [
         Path(f'/proc/{pid}/task/{task}/stat').read_text().rpartition(')')[2].split()[0]
@@ -243,6 +243,6 @@ def _activity(pid: int) -> tuple[int, bool]:
 
 
 def read_output(path: Path) -> str:
-    """What was printed, as far as it is kept."""
+    """The kept part of the output."""
     with path.open('rb') as file:
         return file.read(_KEPT_NBYTES).decode(errors='replace')

@@ -1,6 +1,6 @@
-"""Small disks with file systems of several kinds, seen only by the processes that enter.
+"""Small disks with several kinds of file systems, visible only to processes that enter.
 
-They are mounted in a namespace of their own, so nothing is left behind, however the test run ends. Needs root, loop
+They are mounted in a separate namespace, so nothing is left behind, however the test run ends. Needs root, loop
 devices, and Debian's xfsprogs and btrfs-progs.
 """
 
@@ -16,7 +16,7 @@ from tests.helpers.namespaces import enter
 from tests.helpers.processes import started, wait_until
 
 PACKAGES = ('xfsprogs', 'btrfs-progs')
-#: And about how large each is. XFS and Btrfs take no less.
+#: Kinds and approximate sizes, the minimum for XFS and Btrfs.
 KINDS = {'ext4': 64 * 2**20, 'xfs': 320 * 2**20, 'btrfs': 128 * 2**20, 'tmpfs': 64 * 2**20}
 _MOUNT = """
 cd "$1"
@@ -37,9 +37,9 @@ class Disks:
     """Where the file systems are. Picklable.
 
     Attributes:
-        pid: Of the process that keeps them.
+        pid: The process that keeps the namespace alive.
         root: A folder with one folder for each kind.
-        missing: Kind to the reason why there is none.
+        missing: Kind to the reason why it is missing.
     """
 
     pid: int
@@ -47,11 +47,11 @@ class Disks:
     missing: dict[str, str] = field(default_factory=dict)
 
     def enter(self) -> None:
-        """Let this process see them, before it has threads. Runs on: a rank."""
+        """Make them visible to this process, which must not have threads yet. Runs on: a rank."""
         enter(self.pid, 'mnt')
 
     def sees(self, path: Path) -> Path:
-        """The path by which any process of this machine can look at ``path``."""
+        """The path by which any process on this machine can access ``path``."""
         return Path('/proc', str(self.pid), 'root', path.relative_to('/'))
 
 
@@ -60,7 +60,7 @@ def loop_mounts(folder: Path) -> Iterator[Disks]:
     """Make and mount them all.
 
     Args:
-        folder: An empty one, with room for half a gigabyte, of which little is used.
+        folder: An empty folder with 0.5 GB free, of which little is used.
     """
     if os.geteuid() != 0:
         yield Disks(os.getpid(), folder, dict.fromkeys(KINDS, 'only root can mount it'))

@@ -1,4 +1,4 @@
-"""Runs that end badly on hosts of their own, and runs that meet: the ranks of tests/stress/test_network_fs.py."""
+"""Runs that end badly on separate hosts, and competing runs: the ranks of tests/stress/test_network_fs.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.helpers.network_saves import Way, judged, tell, wait_for
 
 
 def save_until_death(host: Host, victim: int, parent: Path) -> str:
-    """Two saves, and a third in which the host of a rank goes. Runs on: all ranks; returns what a survivor got.
+    """Save twice; during a third save a rank's host dies. Runs on: all ranks; returns a survivor's error.
 
-    It goes before it writes. When it has written, the server lets nobody else write there for two minutes.
+    It dies before it writes: after a write, the server lets nobody else write there for two minutes.
     """
     import torch.distributed as dist
 
@@ -47,7 +47,7 @@ def save_until_death(host: Host, victim: int, parent: Path) -> str:
 
 
 def save_until_rename(before: int, parent: Path) -> str:
-    """Two saves, and a third that ends before a rename. Runs on: all ranks; returns what a survivor got."""
+    """Save twice; a third save ends before a rename. Runs on: all ranks; returns a survivor's error."""
     import torch.distributed as dist
 
     from xhf_hooks.errors import XhfError
@@ -75,15 +75,15 @@ def save_until_rename(before: int, parent: Path) -> str:
     return 'no error'
 
 
-#: What the host of a run knows of another run's lock, when it comes to ask for it.
+#: What the host has cached about another run's lock when its run asks for the lock.
 REMEMBERED = ('nothing', 'no lock', 'an older lock')
 
 
 def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, remembered: str) -> Any:
-    """Rank 0 is one run, rank 1 another. Runs on: all ranks, without a process group between them.
+    """Rank 0 is one run, rank 1 another. Runs on: all ranks, without a process group.
 
     Args:
-        remembered: By the host of rank 1; one of :data:`REMEMBERED`.
+        remembered: What the host of rank 1 has cached; one of :data:`REMEMBERED`.
     """
     import torch
 
@@ -134,7 +134,7 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, reme
 
 
 def two_runs_at_once(hosts: Sequence[Host], parent: Path, signs: Path) -> list[str]:
-    """As `two_runs`, both saving all the time where locks do not reach from host to host; returns their errors."""
+    """Like `two_runs`, but both save continuously and hosts do not see each other's locks; returns their errors."""
     import torch
 
     from xhf_hooks.errors import XhfError

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints made by hand, in the layout of its files, for what this machine cannot train (fp16)."""
+"""Hand-made DeepSpeed checkpoints in its file layout, for what cannot be trained on this machine (fp16)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class ZeroStageEnum(enum.IntEnum):
-    """Of ``deepspeed.runtime.zero.config``, pickled likewise."""
+    """Like that of ``deepspeed.runtime.zero.config``, and pickled the same way."""
 
     disabled = 0
     optimizer_states = 1
@@ -23,14 +23,14 @@ class ZeroStageEnum(enum.IntEnum):
 
 @dataclass
 class fragment_address:
-    """Of ``deepspeed.utils.tensor_fragment``."""
+    """Like that of ``deepspeed.utils.tensor_fragment``."""
 
     numel: int
     start: int
 
 
 class DynamicLossScaler:
-    """Of ``deepspeed.runtime.fp16.loss_scaler``."""
+    """Like that of ``deepspeed.runtime.fp16.loss_scaler``."""
 
     def __init__(self, iterations: int, skipped: int) -> None:
         self.cur_scale = 2.0 ** (16 - skipped)
@@ -40,7 +40,7 @@ class DynamicLossScaler:
 
 
 def some_weights(seed: int = 0, frozen: bool = True) -> dict[str, torch.Tensor]:
-    """fp32 masters of odd shapes: fewer elements than ranks, a scalar, none at all."""
+    """fp32 master weights of odd shapes: fewer elements than ranks, a scalar, an empty tensor."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         'embed.weight': (13, 7), 'a.weight': (5, 3), 'a.bias': (1,), 'scalar': (), 'empty': (0, 4), 'b.weight': (11,),
@@ -51,16 +51,16 @@ def some_weights(seed: int = 0, frozen: bool = True) -> dict[str, torch.Tensor]:
 
 @dataclass
 class MadeCheckpoint:
-    """What is to be saved, and how.
+    """The contents of a checkpoint and how to save them.
 
     Attributes:
-        masters: Trained parameters in optimizer order.
-        groups: Names by parameter group; None puts all into one.
-        alignment: Elements that each parameter is padded to in the flat vector (DeepSpeed 0.19.8; ZeRO-1 and 2).
-        sub_group: At ZeRO-3, elements after which a rank's flat vector is cut.
-        frozen, buffers: As they are.
-        step, skipped: Of the engine: steps, and those of them that an overflow made it skip.
-        optimizer_step: That the optimizer has made; None for those that were not skipped.
+        masters: fp32 master weights of trained parameters, in optimizer order.
+        groups: Names by parameter group; None: a single group.
+        alignment: Each parameter is padded to a multiple of this in the flat vector (DeepSpeed 0.19.8; ZeRO-1 and 2).
+        sub_group: At ZeRO-3, a rank's flat vector is cut after this many elements.
+        frozen, buffers: Saved unchanged.
+        step, skipped: Steps of the engine, and how many of them it skipped after an overflow.
+        optimizer_step: Steps of the optimizer; None: those that were not skipped.
     """
 
     masters: Mapping[str, torch.Tensor] = field(default_factory=some_weights)
@@ -81,12 +81,12 @@ class MadeCheckpoint:
 
     @property
     def as_trained(self) -> dict[str, torch.Tensor]:
-        """What reading it must give."""
+        """The tensors that reading it must return."""
         rounded = {name: master.to(self.dtype) for name, master in self.masters.items()}
         return {**rounded, **self.frozen, **self.buffers}
 
     def write(self, folder: Path) -> Path:
-        """The files, in ``folder``."""
+        """Write the files into ``folder``."""
         folder.mkdir(parents=True)
         for rank in range(self.world_size):
             torch.save(self._optim_state(rank), folder / f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt')
@@ -150,7 +150,7 @@ class MadeCheckpoint:
         return {'fp16': {'enabled': self.dtype == torch.float16}, 'zero_optimization': {'stage': self.stage}}
 
     def _mapping(self, group: list[str], rank: int) -> dict[str, fragment_address]:
-        """Of what the rank has, as ``utils/mixed_precision_linkage.py`` counts, which knows nothing of alignment."""
+        """Addresses of the rank's fragments as ``utils/mixed_precision_linkage.py`` counts, which ignores alignment."""
         size = -(-sum(self.masters[name].numel() for name in group) // (2 * self.world_size)) * 2
         found, position = {}, 0
         for name in group:

@@ -1,4 +1,4 @@
-"""What a call takes in time and memory, measured in a process of its own that limits stop."""
+"""Measures the time and memory of a call in a separate process with limits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: For the process, so that the machine survives what is measured; far beyond what a test may find good.
+#: Limits that protect the machine; far beyond what a test accepts.
 _MOST_NBYTES, _MOST_SECS = 8 * 10**9, 120
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of a call.
+    """The outcome of a call.
 
     Attributes:
-        result: What it returned, or the text of what it raised.
+        result: The return value, or the text of the exception.
         raised: Name of the exception, ``'killed'`` when the process died; None if it returned.
-        cpu_secs: Of the processor: not longer when the machine is busy.
-        nbytes: Memory at the peak, less what was there before the call.
+        cpu_secs: CPU time, which does not depend on how busy the machine is.
+        nbytes: Peak memory, minus that before the call.
     """
 
     result: Any
@@ -36,7 +36,7 @@ class Measured:
 
 
 def measured(function: Callable[..., Any], *args: Any) -> Measured:
-    """Call it in a fork of this process."""
+    """Call the function in a fork of this process."""
     here, there = os.pipe()
     child = os.fork()
     if child == 0:
@@ -62,7 +62,7 @@ def _call(pipe: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Non
         with os.fdopen(pipe, 'wb') as file:
             file.write(pickle.dumps(answer))
     finally:
-        os._exit(0)  # nothing of the test run ends twice
+        os._exit(0)  # skips the exit handlers of the test run
 
 
 def _resident_nbytes() -> int:

@@ -1,4 +1,4 @@
-"""A whole model folder with its manifest, made without the code that reads it."""
+"""Complete model folders with a manifest, made without the code that reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """A tiny model as ``save_pretrained`` writes it, with a tokenizer of as many tokens as its embedding has rows."""
+    """Save a tiny model with ``save_pretrained``, and a tokenizer with a token for each row of its embedding."""
     from tests.helpers.zoo import build
 
     model = build(family).to(dtype)
@@ -22,7 +22,7 @@ def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
 
 
 def save_tokenizer(folder: Path, n_tokens: int) -> None:
-    """Words ``w0``, ``w1``, ... after the special tokens."""
+    """Save a tokenizer with words ``w0``, ``w1``, ... after the special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +36,7 @@ def save_tokenizer(folder: Path, n_tokens: int) -> None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """What a save writes into ``xhf_manifest.json``, from the files as they are."""
+    """The content of ``xhf_manifest.json`` that a save would write for these files."""
     files = {}
     for path in sorted(folder.rglob('*')):
         name = path.relative_to(folder).as_posix()
@@ -62,7 +62,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Put it there."""
+    """Write :func:`manifest_of` the folder into it."""
     (folder / 'xhf_manifest.json').write_text(json.dumps(manifest_of(folder)))
 
 
@@ -79,13 +79,13 @@ def _tensors(data: bytes) -> dict[str, Any]:
 
 
 def edit_json(path: Path, **changed: Any) -> None:
-    """Replace keys of a JSON file; None removes one."""
+    """Replace keys of a JSON file; None removes a key."""
     content = {**json.loads(path.read_text()), **changed}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 def flip(path: Path, at: int) -> None:
-    """Change a bit of a byte; negative places count from the end."""
+    """Flip a bit of a byte; negative offsets count from the end."""
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)

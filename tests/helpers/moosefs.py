@@ -1,8 +1,8 @@
-"""A network file system with clients that cache names: MooseFS's servers and hosts, on this machine.
+"""A network file system whose clients cache names: MooseFS servers and hosts on this machine.
 
-The servers and all hosts share one network namespace of their own, so ports never clash with another test run's. A
+The servers and all hosts share a separate network namespace, so ports never clash with those of another test run. A
 host is a mount namespace, a host name and one `mfsmount`. Everything ends with the process that made it: namespaces
-and mounts live as long as the processes in them, and those are told to die with their parent.
+and mounts live as long as the processes in them, which die with their parent.
 
 Needs root, FUSE, iproute2 and Debian's moosefs-master, moosefs-chunkserver and moosefs-client.
 """
@@ -51,12 +51,12 @@ MASTER_RECONNECTION_DELAY = 1
 
 @dataclass(frozen=True)
 class Host:
-    """One client of the file system. Picklable, so that a rank can be told which host it is on.
+    """One client of the file system. Picklable, so that it can be passed to a rank.
 
     Attributes:
-        pid: Of its `mfsmount`.
-        mounted: Where the file system is, on every host.
-        cache_secs: How long it believes what it knows of names and attributes.
+        pid: Process id of its `mfsmount`.
+        mounted: The mount point, the same on every host.
+        cache_secs: How long it caches names and attributes.
     """
 
     name: str
@@ -65,16 +65,16 @@ class Host:
     cache_secs: float
 
     def enter(self) -> None:
-        """Make this process one of the host's, before it has threads. Runs on: a rank."""
+        """Move this process, which must not have threads yet, to the host. Runs on: a rank."""
         enter(self.pid, 'net', 'uts', 'mnt')
         os.environ |= {'MASTER_ADDR': _ADDRESS, 'GLOO_SOCKET_IFNAME': 'lo'}
 
     def sees(self, path: Path) -> Path:
-        """The path by which any process of this machine looks at ``path`` through this host's eyes."""
+        """The path by which any process on this machine sees ``path`` as this host does."""
         return Path('/proc', str(self.pid), 'root', path.relative_to('/'))
 
     def die(self) -> None:
-        """End its client without a word, as a host that loses power does."""
+        """Kill its client without notice, like a host that loses power."""
         os.kill(self.pid, signal.SIGKILL)
 
 
@@ -82,7 +82,7 @@ class MooseFS:
     """A running file system.
 
     Attributes:
-        hosts: Those that :meth:`add_host` has added, by name.
+        hosts: Hosts added by :meth:`add_host`, by name.
     """
 
     def __init__(self, folder: Path, running: contextlib.ExitStack, network: int) -> None:
@@ -94,7 +94,7 @@ class MooseFS:
         """Start one more client.
 
         Args:
-            options: Further ones of `mfsmount`.
+            options: More options of `mfsmount`.
 
         Raises:
             StartError: It does not mount.
@@ -110,7 +110,7 @@ class MooseFS:
         mounts = Path(f'/proc/{process.pid}/mountinfo')
         wait_until(lambda: f' {self.mounted} ' in mounts.read_text(), process, log, f'{name} mounted')
         host = Host(name, process.pid, self.mounted, cache_secs)
-        # The server takes nothing before it knows of a disk
+        # The server accepts nothing until it knows a disk
         seen = host.sees(self.mounted)
         wait_until(lambda: os.statvfs(seen).f_bavail > 0, process, log, f'{name} had room to write')
         if not self.hosts:
@@ -119,13 +119,13 @@ class MooseFS:
         return host
 
     def _keep_one_copy(self, host: Host) -> None:
-        """There is one disk: a file that is to have two copies lets its second writer wait for 30 s at each turn."""
+        """Set one copy per file: with a single disk and two copies, a second writer waits 30 s at each turn."""
         inside = ['nsenter', f'--net=/proc/{host.pid}/ns/net', f'--mount=/proc/{host.pid}/ns/mnt']
         run(*inside, 'mfssetgoal', '1', self.mounted)
 
 
 def missing() -> str | None:
-    """Why there can be no such file system on this machine; None if there can."""
+    """Why this machine cannot run MooseFS; None if it can."""
     if os.geteuid() != 0:
         return 'only root can mount it'
     if not os.access('/dev/fuse', os.R_OK | os.W_OK):
@@ -138,14 +138,14 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
-    """Start the servers; end them and every host on the way out.
+    """Run the servers until the block ends, and end all hosts with them.
 
     Args:
-        folder: An empty one, for the servers' data and logs, on an ordinary disk.
-        sustain_secs: So long the server keeps what belongs to a client that it no longer hears from, such as locks.
+        folder: An empty folder on an ordinary disk, for the servers' data and logs.
+        sustain_secs: How long the server keeps locks and the like of a client that no longer responds.
 
     Raises:
-        StartError: One does not come up.
+        StartError: A server does not start.
     """
     (folder / 'mnt').mkdir(parents=True)
     with contextlib.ExitStack() as running:

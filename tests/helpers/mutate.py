@@ -1,4 +1,4 @@
-"""Mutations of files for fuzzing: of bytes, and of JSON values; every one is reproducible from its number."""
+"""Mutations of bytes and of JSON values, for fuzzing. Each is reproducible from its number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-#: What a reader may not expect in the place of a value.
+#: Values that a reader may not expect.
 HOSTILE: list[Any] = [
     None,
     True,
@@ -71,7 +71,7 @@ def mutated_bytes(data: bytes, number: int) -> bytes:
 
 
 def mutated_json(content: Any, number: int) -> Any:
-    """One to three values replaced, removed, renamed, or exchanged for another one of the same document."""
+    """One to three values replaced, removed, renamed, or swapped with another one of the document."""
     rng = random.Random(number)
     result = copy.deepcopy(content)
     for _ in range(rng.randint(1, 3)):
@@ -95,7 +95,7 @@ def mutated_json(content: Any, number: int) -> Any:
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a JSON value with every key or index of it."""
+    """Every container in a JSON value, with each of its keys or indices."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in pairs:
         yield value, key

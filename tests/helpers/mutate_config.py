@@ -1,4 +1,4 @@
-"""Mutations of configs: of JSON (a model's, an adapter's, a tokenizer's) and of the Python text of a run."""
+"""Mutations of configs: JSON (of a model, an adapter, a tokenizer) and the Python text of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.helpers.mutate import mutated_json, places_in
 
-#: Values that are of a plausible kind, and that nothing can be built from, or too much.
+#: Plausible values from which nothing, or something too large, would be built.
 _ABSURD: dict[str, list[Any]] = {
     'architectures': [['pipeline'], ['AutoModel'], ['load_tf_weights_in_bert'], ['LlamaConfig'], ['os.system'],
                       'Llama', [7],
@@ -42,7 +42,7 @@ _MOST_NBYTES = 32 * 10**6
 
 
 def mutated_config(text: bytes, number: int) -> bytes:
-    """One to three edits of a JSON file; those of :func:`mutated_json` among them."""
+    """One to three edits of a JSON file, including those of :func:`mutated_json`."""
     rng = random.Random(number)
     content = json.loads(text)
     if rng.random() < 0.25:
@@ -85,7 +85,7 @@ def _edit(content: Any, places: list[tuple[Any, Any]], rng: random.Random) -> No
 
 
 def mutated_text(text: str, number: int) -> str:
-    """One to three edits of Python text: literals, names and lines replaced, repeated, nested, exchanged."""
+    """One to three edits of Python text: literals, names and lines replaced, repeated, nested or swapped."""
     rng = random.Random(number)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         tokens = re.findall(r"'[^']*'|[\w.]+|\s+|.", text)

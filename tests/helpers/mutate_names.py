@@ -1,4 +1,4 @@
-"""Mutations of a folder that leave every content as it is: names, kinds of files, links; each has a number."""
+"""Mutations of a folder's names, file types and links that keep all contents. Each has a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def mutate_names(folder: Path, number: int) -> str:
-    """One or two files get another name, or something else takes their place.
+    """Rename one or two files, or put something else in their place.
 
     Returns:
         What was done.
@@ -27,11 +27,11 @@ def mutate_names(folder: Path, number: int) -> str:
     return '; '.join(done)
 
 
-# --- edits; each says what it did ---
+# --- edits; each returns a description ---
 
 
 def _swap(file: Path, files: list[Path], rng: random.Random) -> str:
-    """Two files of one kind exchange their names."""
+    """Swap the names of two files of one kind."""
     alike = [other for other in files if other.suffix == file.suffix and other != file]
     if not alike:
         return _remove(file, files, rng)
@@ -44,7 +44,7 @@ def _swap(file: Path, files: list[Path], rng: random.Random) -> str:
 
 
 def _overwrite(file: Path, files: list[Path], rng: random.Random) -> str:
-    """One file is a copy of another."""
+    """Replace a file with a copy of another."""
     alike = [other for other in files if other.suffix == file.suffix and other != file]
     other = rng.choice(alike or files)
     if other != file:
@@ -58,7 +58,7 @@ def _remove(file: Path, files: list[Path], rng: random.Random) -> str:
 
 
 def _again(file: Path, files: list[Path], rng: random.Random) -> str:
-    """A copy under a name with other digits."""
+    """Copy a file to a name with other digits."""
     name = _other_name(file.name, rng)
     copy = file.with_name(name)
     if not copy.exists():
@@ -93,7 +93,7 @@ def _other_name(name: str, rng: random.Random) -> str:
 
 
 def _link(file: Path, files: list[Path], rng: random.Random) -> str:
-    """A link in the place of a file: to where the file went, to another, to itself, to nothing, to a device."""
+    """Replace a file with a link: to where it was moved, another file, itself, nothing, or a device."""
     away = file.parent / f'.{file.name[:100]}.away'
     targets = [
         'away',
@@ -115,7 +115,7 @@ def _link(file: Path, files: list[Path], rng: random.Random) -> str:
 
 
 def _special(file: Path, files: list[Path], rng: random.Random) -> str:
-    """A FIFO, a socket, or a folder in the place of a file."""
+    """Replace a file with a FIFO, a socket or a folder."""
     kind = rng.choice(['FIFO', 'FIFO', 'link to a FIFO', 'socket', 'folder'])
     file.unlink()
     if kind == 'FIFO':
@@ -129,7 +129,7 @@ def _special(file: Path, files: list[Path], rng: random.Random) -> str:
         file.mkdir()
     else:
         here = os.getcwd()
-        os.chdir(file.parent)  # a socket's whole path has room for 107 bytes
+        os.chdir(file.parent)  # a socket's path can have at most 107 bytes
         try:
             with socket.socket(socket.AF_UNIX) as bound:
                 bound.bind(file.name[:100])
@@ -139,14 +139,14 @@ def _special(file: Path, files: list[Path], rng: random.Random) -> str:
 
 
 def _size(file: Path, files: list[Path], rng: random.Random) -> str:
-    """Nothing in it, its end cut off, or a hole of up to a terabyte behind it."""
+    """Empty a file, truncate it, or append a hole of up to a terabyte."""
     nbytes = rng.choice([0, 0, 1, file.stat().st_size // 2, file.stat().st_size + 1, 10**9, 10**12])
     os.truncate(file, nbytes)
     return f'{file.name} has {nbytes} bytes'
 
 
 def _extra(file: Path, files: list[Path], rng: random.Random) -> str:
-    """A file that nobody asked for."""
+    """Add an unexpected file."""
     name = rng.choice(['FIFO', 'notes.txt', 'model.safetensors', 'config.json', 'tokenizer.json', 'latest',
                        'x.safetensors',
                        'model-00003-of-00003.safetensors', 'zero_to_fp32.py', 'bad\n\x1b[2J',

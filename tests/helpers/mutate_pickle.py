@@ -1,4 +1,4 @@
-"""Mutations of pickles that keep to their grammar: values, counts, nesting, sharing, names; each has a number."""
+"""Mutations of pickles that follow the grammar: values, counts, nesting, sharing, names. Each has a number."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-#: Of a result: what a mutation would make longer is left as it is.
+#: Largest result; a mutation that would exceed it is not applied.
 MOST_NBYTES = 48 * 10**6
 _MOST_PARSED_NBYTES = 10**6
 
-#: First and one past the last instruction of what makes one value.
+#: The instructions that make one value: the first, and one past the last.
 Span = tuple[int, int]
 
 
@@ -21,11 +21,11 @@ class Program:
     """A pickle cut into its instructions.
 
     Attributes:
-        code: The bytes of each.
-        names: Of their opcodes.
-        values: Instructions that together push one value.
-        entries: Likewise, a key and its value.
-        numbers, texts, globals, puts, gets: Places of such instructions.
+        code: The bytes of each instruction.
+        names: The names of their opcodes.
+        values: Spans of instructions that push one value.
+        entries: Spans that push a key and its value.
+        numbers, texts, globals, puts, gets: Indices of such instructions.
     """
 
     code: list[bytes]
@@ -44,14 +44,14 @@ def parse(data: bytes) -> Program:
     """Cut a pickle, and find which instructions make which value.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a pickle.
     """
     found = [(opcode, at) for opcode, _, at in pickletools.genops(data)]
     ends = [at for _, at in found[1:]] + [found[-1][1] + 1]
     program = Program(
         [data[at:end] for (_, at), end in zip(found, ends, strict=True)], [opcode.name for opcode, _ in found]
     )
-    stack: list[int | None] = []  # where each value begins; None is a mark
+    stack: list[int | None] = []  # where each value starts; None is a mark
     for at, (opcode, _) in enumerate(found):
         starts = [at]
         if pickletools.markobject in opcode.stack_before:
@@ -86,14 +86,14 @@ def _pairs(starts: list[int], end: int) -> list[Span]:
 
 
 def mutated_pickle(data: bytes, number: int) -> bytes:
-    """One to three edits of a pickle; it may be no pickle afterwards."""
+    """One to three edits of a pickle; the result may not be a pickle."""
     rng = random.Random(number)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if len(data) > _MOST_PARSED_NBYTES:
             break
         try:
             program = parse(data)
-        except (ValueError, IndexError, UnicodeDecodeError):  # of the edit before
+        except (ValueError, IndexError, UnicodeDecodeError):  # caused by the previous edit
             break
         edited = rng.choice(_EDITS)(program, rng)
         if edited is not None and len(edited) <= MOST_NBYTES:
@@ -101,11 +101,11 @@ def mutated_pickle(data: bytes, number: int) -> bytes:
     return data
 
 
-# --- edits; each returns the new pickle, or None where there is nothing to edit ---
+# --- edits; each returns the new pickle, or None if there is nothing to edit ---
 
 
 def _many(rng: random.Random) -> int:
-    """10 to twenty million, the larger ones seldom."""
+    """A number from 10 to 20 million; large ones are rare."""
     return int(10 ** min(7.3, 1 + rng.expovariate(0.6)))
 
 
@@ -118,7 +118,7 @@ def _any_value(program: Program, rng: random.Random) -> Span:
 
 
 def _repeat(program: Program, rng: random.Random) -> bytes | None:
-    """A value, an entry or any run of instructions, over and over."""
+    """Repeat a value, an entry or any run of instructions many times."""
     count = _many(rng)
     kind = rng.randrange(4)
     if kind == 0 and program.entries:
@@ -131,12 +131,12 @@ def _repeat(program: Program, rng: random.Random) -> bytes | None:
     what = program.bytes_of(span)
     count = min(count, MOST_NBYTES // max(1, len(what)))
     if kind == 3:
-        return _spliced(program, span, what + (what + b'0') * (count - 1))  # and each thrown away
+        return _spliced(program, span, what + (what + b'0') * (count - 1))  # and each is dropped
     return _spliced(program, span, what * count)
 
 
 def _collect(program: Program, rng: random.Random) -> bytes | None:
-    """In the place of a value, a container of very many small ones."""
+    """Replace a value with a container of very many small ones."""
     small = rng.choice([b'N', b'K\x07', b']', b'}', b')', b'\x8f', b'G\x3f\xf0\0\0\0\0\0\0', b'h\x00', b']q\xff'])
     count, kind = _many(rng), rng.randrange(5)
     if kind == 0:
@@ -148,7 +148,7 @@ def _collect(program: Program, rng: random.Random) -> bytes | None:
         new = b'}(' + b''.join(b'J' + struct.pack('<i', i) + small for i in range(count)) + b'u'
     elif kind == 3:
         period = (2**61 - 1) << rng.choice([0, 1, 8])
-        keys = (period * i for i in range(1, min(count, 10**5)))  # one hash for all
+        keys = (period * i for i in range(1, min(count, 10**5)))  # all have the same hash
         new = b'}(' + b''.join(_long(key) + b'N' for key in keys) + b'u'
     else:
         new = b']' + (small + b'a') * count
@@ -156,7 +156,7 @@ def _collect(program: Program, rng: random.Random) -> bytes | None:
 
 
 def _nest(program: Program, rng: random.Random) -> bytes | None:
-    """A value inside of very many containers, or of its own copies."""
+    """Nest a value in very many containers, or in copies of itself."""
     span, depth = _any_value(program, rng), _many(rng)
     what = program.bytes_of(span)
     kind = rng.randrange(5)
@@ -175,7 +175,7 @@ def _nest(program: Program, rng: random.Random) -> bytes | None:
 
 
 def _share(program: Program, rng: random.Random) -> bytes | None:
-    """Another memo index; a value that is another's; a container in itself."""
+    """Change a memo index, share a value, or put a container into itself."""
     puts, gets = program.places('BINPUT', 'LONG_BINPUT'), program.places('BINGET', 'LONG_BINGET')
     kind = rng.randrange(4)
     if kind == 0 and puts and gets:
@@ -202,14 +202,14 @@ def _share(program: Program, rng: random.Random) -> bytes | None:
 
 
 def _swap(program: Program, rng: random.Random) -> bytes | None:
-    """A value of another kind in the place of one."""
+    """Replace a value with one of another kind."""
     new = program.bytes_of(_any_value(program, rng)) if rng.random() < 0.4 else rng.choice(_CANNED)
     span = _any_value(program, rng)
     return _spliced(program, span, new)
 
 
 def _number(program: Program, rng: random.Random) -> bytes | None:
-    """An extreme number in the place of one."""
+    """Replace a number with an extreme one."""
     places = program.places('BININT', 'BININT1', 'BININT2', 'LONG1', 'BINFLOAT')
     if not places:
         return None
@@ -227,7 +227,7 @@ def _number(program: Program, rng: random.Random) -> bytes | None:
 
 
 def _key(program: Program, rng: random.Random) -> bytes | None:
-    """A text replaced, spoiled, or made another's; an entry twice or left out; entries exchanged."""
+    """Replace or spoil a text or copy another one; repeat, remove or swap entries."""
     texts = program.places('BINUNICODE', 'SHORT_BINUNICODE')
     kind = rng.randrange(6)
     if kind == 0 and program.entries:
@@ -252,7 +252,7 @@ def _key(program: Program, rng: random.Random) -> bytes | None:
 
 
 def _global(program: Program, rng: random.Random) -> bytes | None:
-    """Another name in the place of a class or function."""
+    """Replace the name of a class or function."""
     places = program.places('GLOBAL')
     if not places:
         return None
@@ -260,7 +260,7 @@ def _global(program: Program, rng: random.Random) -> bytes | None:
 
 
 def _shuffle(program: Program, rng: random.Random) -> bytes | None:
-    """Instructions exchanged, left out, or put elsewhere."""
+    """Swap, remove or move instructions."""
     code = list(program.code)
     one, other = rng.randrange(len(code)), rng.randrange(len(code))
     kind = rng.randrange(3)

@@ -1,4 +1,4 @@
-"""Mutations of zip files, field by field: entries, offsets, sizes, checksums, flags, counts; each has a number."""
+"""Mutations of zip file fields: entries, offsets, sizes, checksums, flags, counts. Each has a number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 @dataclass
 class Entry:
-    """One part of a zip file, and what each of its two headers says of it; None is the truth."""
+    """One part of a zip file, and what its two headers claim; None: the true value."""
 
     name: bytes
     data: bytes
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass
 class Archive:
-    """What a zip file is made of."""
+    """The contents of a zip file."""
 
     entries: list[Entry]
     n_entries: int | None = None
@@ -51,7 +51,7 @@ class Archive:
     listed: list[int] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        """The file; headers are packed as they fit into their fields."""
+        """The file as bytes; header values are clamped to their fields."""
         parts, position, offsets = [self.before], len(self.before), []
         for entry in self.entries:
             offsets.append(position)
@@ -103,7 +103,7 @@ def read_archive(data: bytes) -> Archive:
 
 
 def with_pickle(data: bytes, edit: Callable[[bytes], bytes]) -> bytes:
-    """The zip file with another ``data.pkl`` in it, and in order otherwise."""
+    """The zip file with an edited ``data.pkl``; otherwise valid."""
     archive = read_archive(data)
     for entry in archive.entries:
         if entry.name.endswith(b'/data.pkl'):
@@ -112,7 +112,7 @@ def with_pickle(data: bytes, edit: Callable[[bytes], bytes]) -> bytes:
 
 
 def mutated_zip(data: bytes, number: int) -> bytes:
-    """One to three edits of what the file says about its parts."""
+    """One to three edits of what the file states about its parts."""
     rng = random.Random(number)
     archive = read_archive(data)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -125,7 +125,7 @@ def mutated_zip(data: bytes, number: int) -> bytes:
 
 
 def _twice(archive: Archive, rng: random.Random) -> None:
-    """An entry again: in the file, or in the directory alone; with its name, or another's."""
+    """Repeat an entry, in the file or only in the directory, with its own or another name."""
     at = rng.randrange(len(archive.entries))
     other = rng.choice(archive.entries)
     copy = replace(archive.entries[at])
@@ -141,7 +141,7 @@ def _twice(archive: Archive, rng: random.Random) -> None:
 
 
 def _rename(archive: Archive, rng: random.Random) -> None:
-    """In the directory, beside the part, or both; or the folder of all."""
+    """Rename a part in the directory, in its local header, or both; or rename the folder of all parts."""
     entry, other = rng.choice(archive.entries), rng.choice(archive.entries)
     folder, _, rest = entry.name.partition(b'/')
     names = [
@@ -164,7 +164,7 @@ def _rename(archive: Archive, rng: random.Random) -> None:
 
 
 def _reorder(archive: Archive, rng: random.Random) -> None:
-    """The parts, or the directory alone; or two parts exchange what is in them."""
+    """Reorder the parts or only the directory, or swap the contents of two parts."""
     kind = rng.randrange(3)
     if kind == 0:
         rng.shuffle(archive.entries)
@@ -194,7 +194,7 @@ def _sizes(archive: Archive, rng: random.Random) -> None:
 
 
 def _zip64(archive: Archive, rng: random.Random) -> None:
-    """Sizes and offset of 64 bits, whole or not."""
+    """Use 64-bit sizes and offsets, complete or not."""
     entry = rng.choice(archive.entries)
     kind = rng.randrange(4)
     if kind == 0:
@@ -209,7 +209,7 @@ def _zip64(archive: Archive, rng: random.Random) -> None:
 
 
 def _fields(archive: Archive, rng: random.Random) -> None:
-    """Checksum, compression, flags, extra field, comment of one part."""
+    """Change the checksum, compression, flags, extra field or comment of a part."""
     entry = rng.choice(archive.entries)
     kind = rng.randrange(5)
     if kind == 0:
@@ -231,7 +231,7 @@ def _fields(archive: Archive, rng: random.Random) -> None:
 
 
 def _ends(archive: Archive, rng: random.Random) -> None:
-    """What the end says of the directory; what lies around it."""
+    """Change what the end record says of the directory, or the bytes around it."""
     kind = rng.randrange(5)
     if kind == 0:
         archive.n_entries = rng.choice([0, 1, len(archive.entries) + 1, len(archive.entries) - 1, 65535, 2**33])
@@ -248,7 +248,7 @@ def _ends(archive: Archive, rng: random.Random) -> None:
 
 
 def _more(archive: Archive, rng: random.Random) -> None:
-    """Very many parts, small or empty, the larger numbers seldom."""
+    """Add very many parts, small or empty; large numbers are rare."""
     count = int(10 ** min(6.3, 1 + rng.expovariate(0.7)))
     folder = archive.entries[0].name.partition(b'/')[0]
     same = rng.random() < 0.2

@@ -1,4 +1,4 @@
-"""Linux namespaces of other processes, and how a rank gets into them."""
+"""Lets a rank enter the Linux namespaces of other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(pid: int, *kinds: str) -> None:
-    """Join namespaces of another process: this thread, and all that it starts from now on.
+    """Join namespaces of another process, for this thread and everything that it starts later.
 
     Args:
         kinds: Names of files in /proc/PID/ns, such as ``mnt``.
@@ -21,7 +21,7 @@ def enter(pid: int, *kinds: str) -> None:
     """
     fds = [os.open(Path('/proc', str(pid), 'ns', kind), os.O_RDONLY) for kind in kinds]
     try:
-        _check(_LIBC.unshare(_CLONE_FS))  # a thread that shares these cannot change its mounts
+        _check(_LIBC.unshare(_CLONE_FS))  # a thread that shares its file-system state cannot change its mounts
         for fd in fds:
             _check(_LIBC.setns(fd, 0))
     finally:
@@ -30,7 +30,7 @@ def enter(pid: int, *kinds: str) -> None:
 
 
 def enter_named_network(name: str) -> None:
-    """The same for a network namespace that ``ip netns`` made."""
+    """Join a network namespace that ``ip netns`` made."""
     fd = os.open(Path('/run/netns', name), os.O_RDONLY)
     try:
         _check(_LIBC.setns(fd, 0))
@@ -39,7 +39,7 @@ def enter_named_network(name: str) -> None:
 
 
 def leave_mounts() -> None:
-    """Give this process mounts of its own."""
+    """Give this process a separate mount namespace."""
     _check(_LIBC.unshare(_CLONE_NEWNS))
 
 

@@ -1,6 +1,6 @@
-"""Saves by ranks that are on hosts of their own, judged from a host that writes nothing and caches nothing.
+"""Saves by ranks on separate hosts, judged from a host that neither writes nor caches.
 
-Every weight follows from its name and the number of the save, so the judge knows each byte without asking a rank.
+Each weight is derived from its name and the number of the save, so the judge knows every byte without asking a rank.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 NAME = 'hf_model'
 WRITERS = ('positional', 'parallel', 'stream')
-#: By how it is asked for: `save_hf` each time; one run's many saves; the same in the background.
+#: How to save: a `save_hf` call each time; many saves of one run; the same in the background.
 DOORS = ('call', 'run', 'async')
-#: For as many files as there are ranks, and more: each has one writer in 'parallel'.
+#: Gives at least as many files as ranks: with 'parallel', each file has one writer.
 SHARD_NBYTES = 8_000
 
 
 class Eyes(Protocol):
-    """A host, or whatever else looks at files in a way of its own."""
+    """A host, or anything else with its own view of files."""
 
     def sees(self, path: Path) -> Path:
-        """The path by which any process looks at ``path`` through these."""
+        """The path by which any process can look at ``path`` with this view."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Seen:
     """What the judge finds after one save.
 
     Attributes:
-        folders: What is visible, name to iteration.
-        damage: What is wrong with any of it; empty if nothing.
-        leftovers: What is hidden, without the lock of a run that is alive.
+        folders: Visible folders, name to iteration.
+        damage: What is wrong with them; empty if nothing.
+        leftovers: Hidden files and folders, except the lock of a live run.
     """
 
     number: int
@@ -87,7 +87,7 @@ def scenarios_on_hosts(hosts: Sequence[Host], scenarios: Mapping[str, Callable[[
 
 
 def weights_of(name: str, shape: Sequence[int], number: int) -> torch.Tensor:
-    """What the parameter ``name`` holds at save ``number``: noise that no other save and no other parameter has."""
+    """The weights of parameter ``name`` at save ``number``: noise that is unique to both."""
     import torch
 
     seed = zlib.crc32(f'{name} {number}'.encode())
@@ -95,7 +95,7 @@ def weights_of(name: str, shape: Sequence[int], number: int) -> torch.Tensor:
 
 
 def set_weights(model: nn.Module, number: int) -> None:
-    """Make them those of save ``number``: this rank's part of each at ZeRO-3, else all."""
+    """Set the weights to those of save ``number``: at ZeRO-3 this rank's part of each, else all."""
     import torch
     import torch.distributed as dist
 
@@ -111,10 +111,10 @@ def set_weights(model: nn.Module, number: int) -> None:
 
 
 def save_in_a_row(way: Way, parent: Path, judge: Eyes, numbers: Sequence[int]) -> list[Seen]:
-    """Save once for each of ``numbers``, with the judge's look after each. Runs on: all ranks.
+    """Save once for each of ``numbers``; the judge looks after each save. Runs on: all ranks.
 
     Returns:
-        On rank 0 one for each save, and one more when the run is over; elsewhere nothing.
+        On rank 0 one for each save and one after the end of the run; empty on other ranks.
     """
     import torch.distributed as dist
 
@@ -155,7 +155,7 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
 
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
-    """A run that is ready to save, as a hook makes it. Runs on: all ranks."""
+    """A run that is ready to save, set up like a hook does. Runs on: all ranks."""
     from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.model.unwrap import unwrap
@@ -180,14 +180,14 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
 
 
 def save_in_run(saves: CheckpointManager, number: int) -> None:
-    """Begin one save of a run; it has ended unless it goes on in the background. Runs on: all ranks."""
+    """Make one save of a run; a background save may still be running afterwards. Runs on: all ranks."""
     from xhf_hooks.planning.types import Step
 
     saves.save(Step('iter', number, number))
 
 
 def judged(parent: Path, number: int) -> Seen:
-    """Look at all that is visible in ``parent``: against its own manifests, and against what was to be saved."""
+    """Compare everything visible in ``parent`` with its manifests and with what was to be saved."""
     folders: dict[str, int] = {}
     damage: list[str] = []
     for path in sorted(parent.iterdir()):
@@ -196,7 +196,7 @@ def judged(parent: Path, number: int) -> Seen:
         try:
             folders[path.name] = assert_whole(path)
             damage += [f'{path.name}: {problem}' for problem in _other_bytes(path, number)]
-        except Exception as error:  # whatever damage brings about is a finding; other ranks wait for this one
+        except Exception as error:  # any error is a finding, since other ranks wait for this one
             damage.append(f'{path.name}: {type(error).__name__}: {str(error)[:300]}')
     if folders.get(NAME) != number:
         damage.append(f'{NAME} is of save {folders.get(NAME)}, not {number}')
@@ -204,7 +204,7 @@ def judged(parent: Path, number: int) -> Seen:
 
 
 def _other_bytes(folder: Path, number: int) -> Iterator[str]:
-    """What is not the weights of the save that the name says, in the words of xhf-verify and by the bytes."""
+    """Differences from the weights of save ``number``, as found by xhf-verify and by comparing bytes."""
     from xhf_hooks.integrity.findings import PROBLEM
     from xhf_hooks.verify.folder import verify_folder
 
@@ -226,10 +226,10 @@ def _other_bytes(folder: Path, number: int) -> Iterator[str]:
 
 
 def wait_for(path: Path, secs: float = 120.0) -> str:
-    """The text of a file that another process writes; it has one of its own, on the machine's disk.
+    """Wait for a file on the machine's disk that another process writes with :func:`tell`; returns its text.
 
     Raises:
-        TimeoutError: It does not come.
+        TimeoutError: The file did not appear.
     """
     deadline = time.monotonic() + secs
     while not path.exists():
@@ -240,6 +240,6 @@ def wait_for(path: Path, secs: float = 120.0) -> str:
 
 
 def tell(path: Path, text: str = '') -> None:
-    """What :func:`wait_for` waits for."""
+    """Write a file that :func:`wait_for` waits for."""
     path.with_suffix('.unfinished').write_text(text)
     path.with_suffix('.unfinished').rename(path)

@@ -1,7 +1,7 @@
-"""Two machines on one: network namespaces joined by a cable, and a disk of its own for the second where wanted.
+"""Two nodes on one machine: connected network namespaces and, on request, a separate disk for the second.
 
-Needs root, and iproute2 with veth for the network. Where that cannot be, the nodes share the machine's network, and are
-told apart by their ranks alone.
+Needs root, and iproute2 with veth for the network. Without these, the nodes share the machine's network
+and differ only in their ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADDRESSES = ('10.77.0.1', '10.77.0.2')
 
 @contextlib.contextmanager
 def network() -> Iterator[list[str] | None]:
-    """The names of two network namespaces that reach each other; None where the system has none to give."""
+    """The names of two connected network namespaces; None if the system does not allow them."""
     names = [f'xhf{os.getpid()}n{node}' for node in range(2)]
     try:
         try:
@@ -44,7 +44,7 @@ def network() -> Iterator[list[str] | None]:
 
 
 def move_in(names: list[str] | None) -> int:
-    """Make this rank one of its node, before any process group. Runs on: all ranks.
+    """Move this rank to its node, before it joins a process group. Runs on: all ranks.
 
     Returns:
         The number of the node.
@@ -60,10 +60,10 @@ def move_in(names: list[str] | None) -> int:
 
 
 def mount_own_disk(folder: Path, meeting: Path) -> None:
-    """Give the ranks of this node, and nobody else, an empty file system at ``folder``.
+    """Mount an empty file system at ``folder``, only for the ranks of this node.
 
     Args:
-        meeting: A file outside of it, by which the ranks find each other.
+        meeting: A file outside of it, through which the ranks find each other.
     """
     if os.environ['LOCAL_RANK'] == '0':
         namespaces.leave_mounts()
@@ -72,7 +72,7 @@ def mount_own_disk(folder: Path, meeting: Path) -> None:
         meeting.with_suffix('.tmp').write_text(str(os.getpid()))
         meeting.with_suffix('.tmp').rename(meeting)
         return
-    deadline = time.monotonic() + 600  # for a machine that is busy
+    deadline = time.monotonic() + 600  # for a busy machine
     while not meeting.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f'{meeting} did not appear')

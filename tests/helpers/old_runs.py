@@ -1,4 +1,4 @@
-"""Finished runs, small but real, in the layouts that a conversion starts from. Everything runs on all ranks."""
+"""Small but real finished runs, in the layouts that can be converted. Everything runs on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.helpers.zero_config import zero_config
 
-#: Name to options of ``run_config``: MMEngine's runs, each with the hook's export of its last iteration.
+#: Name to options of ``run_config``: MMEngine runs, each with the hook's export of its last iteration.
 MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero0': dict(stage=0),
     'zero1': dict(stage=1),
@@ -18,7 +18,7 @@ MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
     'zero2_tied': dict(stage=2, model=dict(tied=True)),
     'zero3_fp32_training': dict(stage=3, bf16=False),
-    # Here each rank trains a model of its own, without DDP: only rank 0's is checkpointed, so only it may be read
+    # Without DDP each rank trains its own model: only rank 0's is checkpointed, so only that one may be read
     'runner': dict(stage=None, hook=dict(writer='gather')),
     'zero2_weights_only': dict(
         stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
@@ -36,9 +36,9 @@ def mmengine_run(name: str, work_dir: Path) -> str:
 
 
 def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder: Path) -> None:
-    """An engine without MMEngine, trained for a step: ``folder/checkpoint``, and the hook's exports beside it.
+    """Train an engine without MMEngine for a step: ``folder/checkpoint``, and the hook's exports beside it.
 
-    The base model is in ``folder/base``. LoRA runs are exported as adapter and merged.
+    The base model is in ``folder/base``. LoRA runs are exported both as adapter and merged.
     """
     import torch
     import torch.distributed as dist
@@ -66,14 +66,14 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
 
 
 def trainer_run(stage: int, folder: Path) -> None:
-    """transformers.Trainer: ``folder/checkpoint-2``, which holds the model that Trainer saved, too."""
+    """A transformers.Trainer run: ``folder/checkpoint-2``, which also holds the model that Trainer saved."""
     import torch
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     from tests.helpers.zoo import build
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+    AcceleratorState._reset_state(reset_partial_state=True)  # from the previous run
 
     zero = {'stage3_gather_16bit_weights_on_model_save': True} if stage == 3 else {}
     arguments = TrainingArguments(
@@ -93,16 +93,16 @@ def trainer_run(stage: int, folder: Path) -> None:
 
 
 def accelerate_run(folder: Path) -> None:
-    """``accelerator.save_state(folder/state)``; the config is in ``base`` and accelerate's own save in ``own``."""
+    """An Accelerate run: ``accelerator.save_state(folder/state)``, config in ``base``, Accelerate's save in ``own``."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
 
     from tests.helpers.zoo import build
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+    AcceleratorState._reset_state(reset_partial_state=True)  # from the previous run
 
-    # The small ones stay whole, as by default: Accelerate's own save gives empty ones with DeepSpeed 0.16.2 on a CPU
+    # Small parameters stay whole, the default: else Accelerate saves empty ones with DeepSpeed 0.16.2 on a CPU
     zero = dict(stage3_gather_16bit_weights_on_model_save=True, stage3_param_persistence_threshold=100_000)
     plugin = DeepSpeedPlugin(hf_ds_config=zero_config(3, **zero))
     accelerator = Accelerator(deepspeed_plugin=plugin)
@@ -113,7 +113,7 @@ def accelerate_run(folder: Path) -> None:
     accelerator.save_state(str(folder / 'state'))
     weights = accelerator.get_state_dict(engine)
     if accelerator.is_main_process:
-        model.config.architectures = [type(model).__name__]  # as in any model that was saved
+        model.config.architectures = [type(model).__name__]  # as in any saved model
         model.config.save_pretrained(folder / 'base')
         accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
     accelerator.wait_for_everyone()

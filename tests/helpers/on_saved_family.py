@@ -1,6 +1,6 @@
-"""A command that leaves nothing undone to live on: children of its group, of their own, and none of them hears SIGTERM.
+"""A command that tries hard to survive: children in its process group and in their own, all ignoring SIGTERM.
 
-python on_saved_family.py FOLDER SECS: each member writes a file of its process id there; the first ends after SECS.
+python on_saved_family.py FOLDER SECS: each process writes a file with its id there; the first ends after SECS seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     first = os.getpid()
-    os.fork()  # each of the two forks again, and some of the four have sessions of their own
+    os.fork()  # both processes fork again, and some of the four start their own sessions
     os.fork()
     if os.getpid() % 2 and os.getpid() != first:
         os.setsid()
     if not os.fork():
         os.setsid()
         if os.fork():
-            os._exit(0)  # the one below has no parent any more
+            os._exit(0)  # its child has no parent then
     (folder / f'{os.getpid()}.new').touch()
     (folder / f'{os.getpid()}.new').rename(folder / f'{os.getpid()}.pid')
     time.sleep(secs if os.getpid() == first else 10_000)

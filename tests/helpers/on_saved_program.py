@@ -1,4 +1,4 @@
-"""What a user may run after each save: it loads the folder, in which nothing may be missing, and prints numbers.
+"""A program that a user may run after each save: loads the folder, which must be complete, and prints numbers.
 
 python on_saved_program.py PATH STEP OUTPUT [WAIT_FOR_ITERATION [load]]
 """

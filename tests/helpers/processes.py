@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-#: What a busy machine may take to start a program.
+#: Time limit for starting a program on a busy machine.
 START_SECS = 120.0
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the folders of system programs on its path, which a user's may lack."""
+    """This process's environment, with the folders of system programs added to PATH."""
     return os.environ | {'PATH': os.pathsep.join([os.environ.get('PATH', os.defpath), '/usr/sbin', '/sbin'])}
 
 
 def absent(programs: Sequence[str]) -> list[str]:
-    """Those that this machine lacks."""
+    """The programs that this machine lacks."""
     return [program for program in programs if not shutil.which(program, path=environment()['PATH'])]
 
 
@@ -28,7 +28,7 @@ def run(*command: str | Path) -> None:
     """Run a program to its end.
 
     Raises:
-        StartError: It failed.
+        StartError: The program failed.
     """
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
@@ -36,12 +36,12 @@ def run(*command: str | Path) -> None:
 
 
 class StartError(AssertionError):
-    """A program did not come up; the message holds its log."""
+    """A program did not start; the message has its log."""
 
 
 @contextlib.contextmanager
 def started(command: Sequence[str | Path], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block, and with this process, however that ends."""
+    """A process that ends with the block, or with this process, however that ends."""
     with log.open('wb') as output:
         process = subprocess.Popen(
             ['setpriv', '--pdeathsig', 'KILL', *command],
@@ -58,10 +58,10 @@ def started(command: Sequence[str | Path], log: Path) -> Iterator[subprocess.Pop
 
 
 def wait_until(done: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str) -> None:
-    """Ask again and again; an OSError is a no.
+    """Call ``done`` until it returns True; an OSError counts as False.
 
     Raises:
-        StartError: The process ended, or :data:`START_SECS` went by.
+        StartError: The process ended, or :data:`START_SECS` passed.
     """
     deadline = time.monotonic() + START_SECS
     while True:

@@ -1,4 +1,4 @@
-"""A run that ends by an exception; tests/distributed/test_save_on_exception.py launches it.
+"""A run that ends with an exception; launched by tests/distributed/test_save_on_exception.py.
 
 torchrun --nproc_per_node 2 tests/helpers/raising_run.py WORK_DIR
 """
@@ -22,17 +22,17 @@ SAVES = dict(interval=2, by_epoch=False, save_on_exception=True)
 
 
 class Boom(RuntimeError):
-    """What ends the run."""
+    """The exception that ends the run."""
 
 
 @HOOKS.register_module()
 class RaisingHook(Hook):
-    """Raises once three iterations are done.
+    """Raises after three iterations.
 
     Args:
         where: 'iter' (after the fourth, which is not counted yet), 'before_iter' (before it), 'val' (in a validation),
             or 'forward' (in the middle of it, with the parameters of a layer gathered).
-        ranks: That raise; None is all.
+        ranks: Ranks that raise; None means all.
         error: Name of the exception's class.
     """
 
@@ -63,7 +63,7 @@ class RaisingHook(Hook):
 
 
 def raising_config(work_dir: Path, hook: dict[str, Any], raising: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Of a run of ten iterations; all runs of one stage train the same."""
+    """The config of a run of ten iterations; all runs with one stage train identically."""
     hooks = [dict(type='RaisingHook', **raising)]
     return run_config(
         work_dir,

@@ -1,4 +1,4 @@
-"""What a process that `tests.helpers.ranks` starts runs."""
+"""The main function of processes that `tests.helpers.ranks` starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class RankFiles:
-    """Where a rank reports: a result or an error, its stacks, and stdout with stderr."""
+    """The files in which a rank reports: a result or an error, its stacks, and stdout with stderr."""
 
     def __init__(self, folder: Path, index: int) -> None:
         self.result = folder / f'rank{index}.result'
@@ -25,13 +25,13 @@ class RankFiles:
 
 
 def main(folder: str, index: int, environment: dict[str, str], released: Connection) -> None:
-    """What a child process runs: makes the process group, calls the function, reports.
+    """Run in a child process: make the process group, call the function, report.
 
     Args:
-        released: At its end when the process may exit.
+        released: Closed when the process may exit.
     """
-    os.setsid()  # what the function starts is killed with it
-    gc.freeze()  # what the server has imported is not looked at again each time that DeepSpeed collects garbage
+    os.setsid()  # processes that the function starts are killed with it
+    gc.freeze()  # DeepSpeed often collects garbage: skip everything that the server has imported
     files = RankFiles(Path(folder), index)
     output = os.open(files.output, os.O_WRONLY)
     os.dup2(output, 1)
@@ -42,7 +42,7 @@ def main(folder: str, index: int, environment: dict[str, str], released: Connect
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     setup = pickle.loads(Path(folder, 'setup').read_bytes())
-    # Should the parent be killed, nobody else ends this process.
+    # If the parent is killed, nobody else ends this process.
     faulthandler.dump_traceback_later(setup['limit_secs'], exit=True)
     try:
         sys.path += [entry for entry in setup['sys_path'] if entry not in sys.path]
@@ -52,9 +52,9 @@ def main(folder: str, index: int, environment: dict[str, str], released: Connect
     except BaseException:
         _write_whole(files.error, traceback.format_exc().encode())
         sys.stdout.flush()
-        os._exit(1)  # at once, whatever threads and atexit handlers there are: peers may wait
+        os._exit(1)  # at once, without waiting for threads and atexit handlers: peers may be waiting
     with contextlib.suppress(EOFError):
-        released.recv()  # until the parent has seen that all ranks are done
+        released.recv()  # wait until the parent knows that all ranks are done
     if setup['init']:
         import torch.distributed as dist
 

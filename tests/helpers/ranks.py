@@ -1,15 +1,15 @@
 """Runs a function on N real processes and fails loudly, with every rank's traceback.
 
-Each rank is a process of its own, forked from a server (multiprocessing's forkserver) that has done
-nothing but import torch, DeepSpeed, transformers and this package: nothing of the test process leaks
-into it, and a launch does not cost some 10 s of imports on each rank. To share one between many tests see
+Each rank is a separate process, forked from a server (multiprocessing's forkserver) that has only imported
+torch, DeepSpeed, transformers and this package: nothing leaks in from the test process, and ranks save
+about 10 s of imports per launch. To share one between many tests see
 `tests.helpers.scenarios`.
 
-How a launch goes on:
-- a rank returned: it stays until all have, for rank 0 may host the process group's store;
-- a rank raised: it leaves at once, so that peers blocked on it notice. They get
+What happens to the ranks of a launch:
+- a rank returned: it stays until all have, since rank 0 may host the process group's store;
+- a rank raised: it exits at once, so that peers blocked on it notice. They get
   `PEER_GRACE_SECS` to finish, then their stacks are dumped and they are killed;
-- the time limit is over: every rank still at work dumps its stacks, and all are killed.
+- the time limit is exceeded: every rank still at work dumps its stacks, and all are killed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.helpers.rank_child import RankFiles, main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_SECS = 30.0
-#: However busy the machine is, what lasts longer hangs.
+#: Anything that takes longer hangs, however busy the machine is.
 HANG_SECS = 1800.0
 OUTPUT_TAIL_LINES = 40
 INITS = ('deepspeed', 'torch', None)
-#: What the server imports; what an environment lacks is left out.
+#: Modules that the server imports, if the environment has them.
 PRELOADED = (
     *('torch.distributed', 'deepspeed', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
@@ -48,7 +48,7 @@ _CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 class RankFailures(AssertionError):
-    """At least one rank did not finish; the message holds all that is known of every rank."""
+    """At least one rank did not finish; the message has all that is known of every rank."""
 
 
 def run_ranks(
@@ -63,17 +63,17 @@ def run_ranks(
     """Runs `function(*args)` on `world_size` processes; returns the results in rank order.
 
     Args:
-        function: Picklable, so the top level of an importable module defines it.
-        world_size: How many processes.
+        function: Picklable, so defined at the top level of an importable module.
+        world_size: Number of processes.
         *args: Picklable arguments, the same on each rank.
         timeout_secs: Limit for the whole launch, imports included.
-        init: What makes the gloo process group first: 'deepspeed', 'torch' or None (nothing).
-        expected_deaths: Ranks that may end without reporting (a signal, `os._exit`); the result
-            of one that does is None. An exception raised there still is a failure.
+        init: Who makes the gloo process group: 'deepspeed', 'torch' or None (nobody).
+        expected_deaths: Ranks that may end without reporting (a signal, `os._exit`); their result
+            is then None. An exception that they raise is still a failure.
         env: Variables that override each rank's environment.
 
     Raises:
-        RankFailures: Unless every rank returned and exited with status 0.
+        RankFailures: A rank did not return, or exited with a status other than 0.
     """
     if init not in INITS:
         raise ValueError(f'init: expected one of {INITS}, found {init!r}')
@@ -82,7 +82,7 @@ def run_ranks(
             'sys_path': sys.path,
             'init': init,
             'limit_secs': timeout_secs + 60,
-            # Pickled apart: it can only be loaded once sys.path is set.
+            # Pickled separately: it can be loaded only after sys.path is set.
             'call': pickle.dumps((function, args)),
         }
         Path(folder, 'setup').write_bytes(pickle.dumps(setup))
@@ -103,9 +103,9 @@ def run_ranks(
 
 
 def start_process(function: Callable[..., None], *args: Any) -> multiprocessing.Process:
-    """Starts a process, off the same server, that the caller ends and listens to.
+    """Starts a process from the same server; the caller communicates with it and ends it.
 
-    For what :func:`run_ranks` cannot: runs that are killed at an instant of the test's choice.
+    Unlike :func:`run_ranks`, this allows a test to kill runs at any instant.
     """
     process = _CONTEXT.Process(target=function, args=args, daemon=True)
     with _environment(_cpu_environment()):
@@ -126,7 +126,7 @@ class _Rank:
         self._files.output.touch()
         released, self._release = _CONTEXT.Pipe(duplex=False)
         self._process = _CONTEXT.Process(target=main, args=(str(folder), index, dict(env), released))
-        with _environment(env):  # of the server, which the first launch starts
+        with _environment(env):  # for the server, which the first launch starts
             self._process.start()
         released.close()
 
@@ -151,14 +151,14 @@ class _Rank:
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def has_dumped(self) -> bool:
-        """Whether its stacks have come, if it is asked for them."""
+        """Whether its stacks have been written, if they were requested."""
         return not self._gave_up or self.has_exited() or self._files.stacks.stat().st_size > 0
 
     def kill(self) -> None:
-        """Kills the whole process group: nothing that the function started may survive."""
+        """Kills the whole process group, so that nothing that the function started survives."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # should it not have a group of its own yet
+        self._process.kill()  # in case it has no group of its own yet
         self._process.join()
         self._release.close()
 
@@ -187,7 +187,7 @@ def _wait(ranks: Sequence[_Rank], timeout_secs: float) -> str:
     released = False
     failed_rank = None
     while time.monotonic() < deadline:
-        # In this order: a rank may return and exit between the two questions.
+        # In this order: a rank may return and exit between the two checks.
         if all([rank.has_exited() for rank in ranks]):
             return ''
         if not released and all(rank.has_exited() or rank.has_returned() for rank in ranks):
@@ -208,11 +208,11 @@ def _wait(ranks: Sequence[_Rank], timeout_secs: float) -> str:
 
 
 def _await_stacks(ranks: Sequence[_Rank]) -> None:
-    """Leaves the signal handlers of ranks that were given up the time to write."""
+    """Gives the signal handlers of ranks that were given up time to write."""
     deadline = time.monotonic() + 30
     while not all(rank.has_dumped() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(1)  # for what is written line by line
+    time.sleep(1)  # stacks are written line by line
 
 
 def _describe(name: str, ranks: Sequence[_Rank], why: str) -> str:
@@ -246,7 +246,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    """Outside of the range that the system gives to connections, of which another test run may make many meanwhile."""
+    """A free port outside of the system's range for connections, since another test run may open many meanwhile."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -255,9 +255,9 @@ def _free_port() -> int:
 
 
 def _cpu_environment() -> dict[str, str]:
-    """Of the server and of all that is forked off it."""
+    """The environment of the server and of all that is forked from it."""
     # DeepSpeed compiles an op here on first use, and two versions that share a folder rebuild it
-    # for ever: one folder per virtual environment, unless the caller has chosen.
+    # forever: one folder per virtual environment, unless the caller chose one.
     extensions = REPO_ROOT / '.torch_extensions' / Path(sys.prefix).name
     python_path = [str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     environment = {'TORCH_EXTENSIONS_DIR': str(extensions)} | dict(os.environ)

@@ -1,4 +1,4 @@
-"""What a CheckpointSource says, as plain tensors."""
+"""Reads a CheckpointSource into plain tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 def read_all(
     source: CheckpointSource, *, use_fp32_master: bool = False, damaged: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Every tensor under each of its names, in state-dict order, read in two parts that meet at an odd place.
+    """Every tensor under each of its names, in state-dict order, each read in two parts split at an odd offset.
 
     Args:
-        damaged: Numbers may be too large for their types.
+        damaged: Values may be too large for their dtypes.
     """
     import torch
 
@@ -44,7 +44,7 @@ def read_all(
 
 
 def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Names, shapes, dtypes and bytes."""
+    """Compare names, shapes, dtypes and bytes."""
     import torch
 
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())

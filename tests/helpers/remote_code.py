@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def use_modules_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers keep its copies of such code in ``folder``, and forget those that it has imported before."""
+    """Let transformers keep copies of such code in ``folder``, and forget those imported before."""
     for name in [name for name in sys.modules if name.split('.')[0] == 'transformers_modules']:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr('transformers.dynamic_module_utils.HF_MODULES_CACHE', str(folder))

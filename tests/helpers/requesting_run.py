@@ -1,4 +1,4 @@
-"""A run that asks for saves: hooks that send signals at chosen or random instants, and slow phases to hit."""
+"""A run that requests saves: hooks that send signals at chosen or random instants, and slow phases to hit."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch.distributed as dist
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-SIGNAL = signal.SIGUSR2  # the harness uses the other one
+SIGNAL = signal.SIGUSR2  # the test harness uses SIGUSR1
 POLL_SECS = 0.02
 
 
 class Preempted(Exception):
-    """What the user's handler raises."""
+    """Raised by the user's handler."""
 
 
 @HOOKS.register_module()
 class RandomSignals(Hook):
-    """One signal at a time to one rank, each at a random instant after the save that the one before asked for.
+    """Sends signals to one rank, each at a random instant after the save that the previous one requested.
 
     Attributes:
-        saved: Iterations that were saved on demand; the same on all ranks.
-        sent: For the signals that this rank got, by number, the iterations that were done then.
+        saved: Iterations saved on demand; the same on all ranks.
+        sent: Iterations done at each signal that this rank received, by number.
     """
 
     priority = 99  # after the hook that saves
@@ -58,7 +58,7 @@ class RandomSignals(Hook):
             self._send_next(runner)
 
     def _count_saves(self, runner: Any) -> None:
-        """Also where the iteration had been saved, and is not again."""
+        """Also counts requests for an iteration that was already saved."""
         saves = next(hook for hook in runner.hooks if type(hook).__name__ == 'HFCheckpointHook')._saves
         save = saves._save_asked
 
@@ -77,7 +77,7 @@ class RandomSignals(Hook):
         )
 
         def send() -> None:
-            self.sent[number] = runner.iter  # done, or one less where its end has not been counted yet
+            self.sent[number] = runner.iter  # one less if the end of the iteration was not counted yet
             os.kill(os.getpid(), SIGNAL)
 
         if dist.get_rank() == rank:
@@ -86,11 +86,11 @@ class RandomSignals(Hook):
 
 @HOOKS.register_module()
 class AtIteration(Hook):
-    """At the end of an iteration, or in the validation after it, one or all ranks get a signal, or a file is made.
+    """Sends a signal to one or all ranks, or makes a file, at the end of an iteration or in the validation after it.
 
     Args:
         ask: Name of a signal, or 'file'.
-        rank: None is all, each at its own time.
+        rank: None means all, each at its own time.
     """
 
     def __init__(self, iteration: int, ask: str, rank: int | None = None, in_validation: bool = False) -> None:
@@ -118,7 +118,7 @@ class AtIteration(Hook):
 
 
 def fast_agreement() -> Any:
-    """Threads that look often, so that many requests take little time."""
+    """Make threads poll often, so that many requests take little time."""
     from xhf_hooks.on_demand.agreement import SaveAgreement
 
     return mock.patch.dict(SaveAgreement.__init__.__kwdefaults__, poll_secs=POLL_SECS)

@@ -1,4 +1,4 @@
-"""Servers that speak S3: moto's, which keeps objects in memory, and ``rclone serve s3``, which keeps files."""
+"""S3 servers: moto's, which keeps objects in memory, and ``rclone serve s3``, which keeps files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class S3Server:
 
     @property
     def backend_args(self) -> dict[str, Any]:
-        """For :func:`xhf_hooks.stores.open_store`; credentials come from the environment."""
+        """Arguments for :func:`xhf_hooks.stores.open_store`; credentials come from the environment."""
         return {'endpoint_url': f'http://127.0.0.1:{self.port}'}
 
 
@@ -36,13 +36,13 @@ CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_D
 
 @contextmanager
 def s3_server(kind: str, folder: Path, port: int | None = None, prefixes: Iterable[str] = ()) -> Iterator[S3Server]:
-    """Run one, ``'moto'`` or ``'rclone'``, until the block ends.
+    """Run a server, ``'moto'`` or ``'rclone'``, until the block ends.
 
     Args:
         folder: For rclone's objects and for the log.
-        prefixes: Of saves that several processes write at the same time. rclone makes a folder for the first object
-            under a prefix and removes it with the last one; an object that is put meanwhile is answered as stored,
-            and lost: 18 of 1350. So these are there from the start, and what is above them stays.
+        prefixes: Prefixes of saves that several processes write at once. rclone makes a folder for the first object
+            under a prefix and removes it with the last one; an object that is put meanwhile is acknowledged but
+            lost (18 of 1350). So these folders exist from the start, and their parents stay.
     """
     port = port or free_port()
     bucket = folder / 'objects' / BUCKET
@@ -69,7 +69,7 @@ def s3_server(kind: str, folder: Path, port: int | None = None, prefixes: Iterab
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A port that nobody is listening on."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         return probe.getsockname()[1]

@@ -1,9 +1,9 @@
-"""Base models that are the same in every environment, and the file that a save of them must give.
+"""Base models that are the same in every environment, and the file that saving them must produce.
 
     python -m tests.helpers.same_weights tests/data/both_stacks.json
 
-run in XTuner's environment, whose transformers knows fewer families, writes what tests/unit/test_both_stacks.py
-compares with: for each family the layout of the base's file (names and shapes), and the SHA-256 of the exported one.
+Run in XTuner's environment, whose transformers has fewer families, this writes the reference of
+tests/unit/test_both_stacks.py: for each family the names and shapes in the base's file, and the SHA-256 of the export.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.helpers.zoo import FAMILIES, available, build
 
 
 def base_layout(family: str, folder: Path) -> dict[str, list[int]]:
-    """Names and shapes that this transformers writes for a model of `family`, which it leaves in `folder`."""
+    """Save a model of `family` in `folder`; returns the names and shapes that this transformers writes."""
     build(family).to(torch.bfloat16).save_pretrained(folder)
     return {name: list(tensor.shape) for name, tensor in load_file(folder / 'model.safetensors').items()}
 
 
 def exported_sha256(family: str, layout: dict[str, list[int]], folder: Path) -> str:
-    """SHA-256 of model.safetensors of a save of the bfloat16 model that starts from a base with `layout`.
+    """SHA-256 of model.safetensors from a save of the bfloat16 model whose base has `layout`.
 
-    The values of the base follow from its names and do not depend on how this transformers builds the model. The
-    hash is of the whole file: names, types, shapes, order, offsets and all bytes.
+    The base's values are derived from its names, whatever the way this transformers builds the model. The hash covers
+    the whole file: names, dtypes, shapes, order, offsets and all bytes.
     """
     model_class = type(build(family))
-    base_layout(family, folder / 'base')  # for its config.json
+    base_layout(family, folder / 'base')  # writes its config.json
     weights = {name: _values(name, shape) for name, shape in layout.items()}
     save_file(weights, folder / 'base' / 'model.safetensors', metadata={'format': 'pt'})
     model = model_class.from_pretrained(folder / 'base', torch_dtype=torch.bfloat16)
@@ -43,7 +43,7 @@ def exported_sha256(family: str, layout: dict[str, list[int]], folder: Path) -> 
 
 
 def _values(name: str, shape: list[int]) -> torch.Tensor:
-    """256ths from -0.5 to 0.5, drawn as integers, so that no processor's arithmetic has a say."""
+    """256ths from -0.5 to 0.5, drawn as integers, so that they do not depend on the CPU's arithmetic."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], 'big')
     drawn = torch.randint(-128, 129, shape, generator=torch.Generator().manual_seed(seed))
     return (drawn / 256).to(torch.bfloat16)

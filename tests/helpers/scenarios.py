@@ -1,4 +1,4 @@
-"""Puts many scenarios into one launch of real processes, each reported as a test of its own.
+"""Runs many scenarios in one launch of real processes, each reported as a separate test.
 
 Example:
     @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks
 
 
 class ScenarioFailure(AssertionError):
-    """A scenario raised on at least one rank; the message holds the tracebacks."""
+    """A scenario raised on at least one rank; the message has the tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def run_scenarios(
 
     Args:
         scenarios: Name to picklable callable without arguments (`functools.partial` helps). An
-            exception ends that scenario only. One that hangs ends the launch; its message holds
-            the errors of the scenarios before it, too.
-        world_size: How many processes.
-        **options: Those of `run_ranks`; `init` must not be None.
+            exception ends that scenario only. One that hangs ends the launch; the message then
+            also has the errors of the scenarios before it.
+        world_size: Number of processes.
+        **options: Options of `run_ranks`; `init` must not be None.
 
     Returns:
         For each scenario one `Outcome` per rank, in rank order.
@@ -61,7 +61,7 @@ def check(results: Mapping[str, Sequence[Outcome]], name: str) -> list[Any]:
     """Returns the values of scenario `name` in rank order.
 
     Raises:
-        ScenarioFailure: If it failed on any rank.
+        ScenarioFailure: It failed on some rank.
     """
     outcomes = results[name]
     errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
@@ -75,8 +75,8 @@ def run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[st
     """One rank's part of :func:`run_scenarios`. Runs on: all ranks, in a process group."""
     import torch.distributed as dist
 
-    # Its own group: what a rank that failed early sends here must not be taken for its part in
-    # the collective where its peers still are.
+    # A separate group: what a rank that failed early sends here must not be mistaken for its part in the
+    # collective in which its peers still are.
     agreement = dist.new_group(backend='gloo')
     outcomes = {}
     for name, scenario in scenarios.items():
@@ -86,9 +86,9 @@ def run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[st
         except Exception:
             outcomes[name] = Outcome(error=traceback.format_exc())
         gc.collect()
-        gc.freeze()  # as when the rank began: DeepSpeed collects garbage several times for each engine
-        # All ranks start the next scenario together, and rank 0's output tells of every failure,
-        # which matters when a later scenario hangs and no result comes back.
+        gc.freeze()  # as at the start of the rank: DeepSpeed collects garbage several times for each engine
+        # All ranks start the next scenario together, and rank 0 prints every failure, which matters if a
+        # later scenario hangs and no result comes back.
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, outcomes[name].error, group=agreement)
         if dist.get_rank() == 0:

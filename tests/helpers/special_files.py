@@ -1,7 +1,7 @@
-"""Puts a FIFO, a socket, a link to a device and the like in the place of every file that the commands may open.
+"""Replaces every file that the commands may open with a FIFO, a socket, a link to a device and the like.
 
-``python -m tests.helpers.special_files FOLDER LIMIT_SECS [SCENARIO ...]`` prints a line of JSON for each case. Imports
-are made once; every case is a fork, which is killed when it takes too long.
+``python -m tests.helpers.special_files FOLDER LIMIT_SECS [SCENARIO ...]`` prints a line of JSON for each case. Modules
+are imported once; every case is a fork, which is killed if it takes too long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 KINDS = ('fifo', 'socket', 'link to /dev/zero', 'link to a fifo', 'folder', 'link to nothing')
-#: What the commands look for beside what is there.
+#: Files that the commands look for but that do not exist.
 _LOOKED_FOR = (
     *('added_tokens.json', 'chat_template.jinja', 'chat_template.json', 'preprocessor_config.json', 'tokenizer.model'),
     *('special_tokens_map.json', 'vocab.json', 'merges.txt', 'adapter_config.json', 'xhf_manifest.json', 'notes.txt'),
@@ -25,7 +25,7 @@ _LOOKED_FOR = (
 
 
 def put(path: Path, kind: str) -> None:
-    """Make one of :data:`KINDS` at ``path``, in the place of what is there."""
+    """Make one of :data:`KINDS` at ``path``, replacing what is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -33,7 +33,7 @@ def put(path: Path, kind: str) -> None:
         os.mkfifo(path)
     elif kind == 'socket':
         here = os.getcwd()
-        os.chdir(path.parent)  # a socket's address is short
+        os.chdir(path.parent)  # a socket's path must be short
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
         os.chdir(here)
@@ -51,7 +51,7 @@ def put(path: Path, kind: str) -> None:
 
 
 def run_forked(command: Callable[[list[str]], int], argv: list[str], log: Path, limit_secs: float) -> tuple[int, float]:
-    """Exit status of the command in a fork, -1 for one that had to be killed, and its seconds."""
+    """Run the command in a fork; returns its exit status (-1 if it had to be killed) and seconds."""
     started = time.monotonic()
     pid = os.fork()
     if not pid:
@@ -76,7 +76,7 @@ def run_forked(command: Callable[[list[str]], int], argv: list[str], log: Path, 
 
 
 def make_base(folder: Path) -> None:
-    """A model with all the small files that there can be."""
+    """Save a model with all possible small files."""
     from tests.helpers.model_folder import save_model
 
     save_model('qwen2', folder, max_shard_size='80KB')
@@ -91,7 +91,7 @@ def _config(root: Path) -> str:
 
 
 def of_xtuner(root: Path) -> list[str]:
-    """A work_dir of MMEngine with a ZeRO-3 checkpoint, its config beside it; its model's embedding is not in it."""
+    """An MMEngine work_dir with a config and a ZeRO-3 checkpoint that lacks the model's embedding."""
     from safetensors.torch import load_file
 
     from tests.helpers.made_checkpoint import MadeCheckpoint
@@ -105,7 +105,7 @@ def of_xtuner(root: Path) -> list[str]:
 
 
 def of_lora(root: Path) -> list[str]:
-    """An adapter that is merged: the base model's weights are read, too."""
+    """Merging an adapter, which also reads the base model's weights."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -124,7 +124,7 @@ def of_lora(root: Path) -> list[str]:
 
 
 def of_overwrite(root: Path) -> list[str]:
-    """A folder of ours is to be replaced."""
+    """Replacing a folder of ours."""
     from tests.helpers.model_folder import write_manifest
 
     of_single_file(root)
@@ -134,7 +134,7 @@ def of_overwrite(root: Path) -> list[str]:
 
 
 def of_single_file(root: Path) -> list[str]:
-    """One .pth, and --config and --base."""
+    """A single .pth file, with --config and --base."""
     import torch
     from safetensors.torch import load_file
 
@@ -165,7 +165,7 @@ def of_verify_plain(root: Path) -> list[str]:
 
 
 def of_compare(root: Path) -> list[str]:
-    """A folder beside the checkpoint that it was made of."""
+    """A folder, and the checkpoint that it was made from."""
     of_single_file(root)
     return ['verify', f'{root}/base', f'{root}/iter_7.pth']
 
@@ -177,9 +177,9 @@ SCENARIOS = {
 
 
 def cases_of(root: Path) -> Iterator[tuple[Path, str]]:
-    """Relative to ``root``: each file there is, as everything else; and what is looked for beside a config.json.
+    """Paths relative to ``root``, and kinds: all kinds for each existing file, and for files sought by a config.json.
 
-    A socket is tried in the latter alone: whoever would open one would open a FIFO, too.
+    Sockets are tried only for the latter: code that would open a socket would open a FIFO, too.
     """
     found = sorted(path.relative_to(root) for path in root.rglob('*') if path.is_file())
     yield from ((place, kind) for place in found for kind in KINDS if kind != 'socket')
@@ -190,7 +190,7 @@ def cases_of(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def main(folder: Path, limit_secs: float, scenarios: list[str]) -> None:
-    """Run all cases; each prints scenario, place, kind, exit status, seconds, what is left, what was said."""
+    """Run all cases; each prints scenario, path, kind, exit status, seconds, leftovers and output."""
     import transformers.models.auto.modeling_auto
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
@@ -199,14 +199,14 @@ def main(folder: Path, limit_secs: float, scenarios: list[str]) -> None:
     from xhf_hooks.verify import folder as _  # noqa: F401
 
     commands = {'convert': convert.main, 'verify': verify.main}
-    root = folder / 'case'  # of each case, since paths are in files
+    root = folder / 'case'  # the same for all cases, since files contain paths
     for scenario in scenarios:
         for old in (root, folder / 'whole'):
             shutil.rmtree(old, ignore_errors=True)
         command, *argv = SCENARIOS[scenario](root)
         shutil.copytree(root, folder / 'whole', symlinks=True)
         cases = [(Path(), ''), *cases_of(root)]
-        if scenario == 'overwrite':  # of what is replaced, nothing but the manifest is read
+        if scenario == 'overwrite':  # of the replaced folder, only the manifest is read
             cases = [(place, kind) for place, kind in cases if not kind or place.name == 'xhf_manifest.json']
         for place, kind in cases:
             shutil.rmtree(root)

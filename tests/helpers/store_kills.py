@@ -1,4 +1,4 @@
-"""Lives of a run that saves into a store and is killed at a request of the test's choice."""
+"""Runs that save into a store and are killed at a request that the test chooses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.helpers.ranks import start_process
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 
 URL = f's3://{BUCKET}/killed'
-#: The smallest that S3 takes: files of more have several.
+#: The smallest part that S3 accepts: larger files have several parts.
 PART_NBYTES = 5 * 2**20
 _EXIT_AFTER_LOSS = 3
 
 
 @dataclass(frozen=True)
 class Strike:
-    """Which rank kills at its request of that number: itself alone, or all.
+    """The rank and the number of its request at which it kills itself or all ranks.
 
     Attributes:
-        before: Before the request is sent; otherwise after its answer.
+        before: Kill before the request is sent; otherwise after its answer.
     """
 
     rank: int
@@ -34,10 +34,10 @@ class Strike:
 
 
 def live(parent: Path, backend_args: dict[str, Any], step: int, strike: Strike | None) -> list[int]:
-    """One run that saves once, in two ranks.
+    """One run of two ranks that saves once.
 
     Returns:
-        How many requests each rank has made when it ended; those that were killed or have lost the other: -1.
+        Number of requests of each rank; -1 for ranks that were killed or lost the other one.
     """
     store = parent / f'rendezvous-{step}'
     told = [parent / f'requests-{step}-{rank}' for rank in range(WORLD_SIZE)]
@@ -71,7 +71,7 @@ def _rank(
     StoreLock.settle_secs = 0.05
     Store.create.__defaults__ = (PART_NBYTES,)
     count = _count_requests(rank, pids, strike)
-    model = llama(vocab_size=120_000, tie_word_embeddings=False)  # two of 5.8 MB
+    model = llama(vocab_size=120_000, tie_word_embeddings=False)  # has two tensors of 5.8 MB
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float(step))
@@ -85,7 +85,7 @@ def _rank(
 
 
 def _count_requests(rank: int, pids: str, strike: Strike | None) -> list[int]:
-    """Count what goes over the wire, and strike."""
+    """Count requests, and kill at the chosen one."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     send, count = AIOHTTPSession.send, [0]
@@ -111,10 +111,10 @@ def _count_requests(rank: int, pids: str, strike: Strike | None) -> list[int]:
 
 
 def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
-    """The step of the save that the pointer names, after all of it was read and compared with its checksums.
+    """Check the whole save that the pointer names against its checksums; returns its step.
 
     Raises:
-        AssertionError, XhfError: It is not whole, or not all of one save.
+        AssertionError, XhfError: It is incomplete, or mixes saves.
     """
     import torch
     from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""One save after another in one process, with a fault at each single file-system call of a save in turn.
+"""Repeats a save in one process, with a fault at each of its file-system calls in turn.
 
 tests/stress/test_syscall_faults.py runs it under LD_PRELOAD: python -m tests.helpers.syscall_faults FOLDER
 """
@@ -29,14 +29,14 @@ _NAME = 'hf_model'
 
 
 def small_model() -> torch.nn.Module:
-    """Seven tensors, in several files."""
+    """A model of seven tensors, saved in several files."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
 
 
 class SmallRun:
-    """Saves whose every weight is the number of the save."""
+    """Saves in which every weight is the number of the save."""
 
     def __init__(self, parent: Path, max_keep: int = 1) -> None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class SmallRun:
     def start_save_stop(self) -> None:
         """A whole run, of one save."""
         folder = self.folder()
-        with self.alone.stage('preflight'):  # as the hook does it
+        with self.alone.stage('preflight'):  # like the hook
             folder.claim()
         try:
             self.save(folder)
@@ -69,14 +69,14 @@ class SmallRun:
             folder.release()
 
     def n_calls(self) -> int:
-        """Of one run of one save."""
+        """Number of calls of a run with one save."""
         with fault(CHANGES, self.parent, errno.EIO, first=0, last=0) as seen:
             self.start_save_stop()
         return seen.n_calls
 
 
 def fail_each_call(parent: Path, outcome: int, max_keep: int) -> dict[str, Any]:
-    """Each call of a save fails once; the old save, or the new one, is whole and the next succeeds."""
+    """Let each call of a save fail once: the old or the new save is complete, and the next save succeeds."""
     run = SmallRun(parent, max_keep)
     for _ in range(max_keep):
         run.start_save_stop()
@@ -100,7 +100,7 @@ def fail_each_call(parent: Path, outcome: int, max_keep: int) -> dict[str, Any]:
 
 
 def die_at_each_call(parent: Path, max_keep: int) -> dict[str, Any]:
-    """SIGKILL at each call; what is visible is whole at once, and the next run clears up and saves."""
+    """SIGKILL at each call: visible saves are complete at once, and the next run cleans up and saves."""
     run = SmallRun(parent, max_keep)
     for _ in range(max_keep):
         run.start_save_stop()
@@ -131,7 +131,7 @@ def die_without_exchange(parent: Path) -> dict[str, Any]:
 
 
 def _die_at(run: SmallRun, nth: int) -> bool:
-    """Whether a child that runs and is killed at its ``nth`` call got that far."""
+    """Run a child that is killed at its ``nth`` call; returns whether it got that far."""
     child = os.fork()
     if child == 0:
         with fault(CHANGES, run.parent, KILL, first=nth):
@@ -155,7 +155,7 @@ def _next_run_clears_up(run: SmallRun, nth: int) -> None:
 
 
 def undeletable(parent: Path) -> dict[str, Any]:
-    """Nothing old can be deleted, as where readers hold files open on NFS: saves go on."""
+    """Old files cannot be deleted, as if readers held them open on NFS: saves still work."""
     run = SmallRun(parent)
     run.start_save_stop()
     with fault('unlink rmdir', f'{parent}/.{_NAME}', errno.EBUSY, last=EVERY):

@@ -1,4 +1,4 @@
-"""Checkpoint folders of a few bytes, planned and written as real ones are. No torch."""
+"""Checkpoint folders of a few bytes, planned and written like real ones. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_TENSORS, N_ELEMENTS = 3, 5
 
 
 def tiny_plan(sharded: bool = True) -> SavePlan:
-    """Three tensors, each in a file of its own when sharded."""
+    """A plan of three tensors; if sharded, each in a separate file."""
     specs = [TensorSpec(f'w{i}', (N_ELEMENTS,), 'U8') for i in range(N_TENSORS)]
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
     return make_plan(entries, specs, max_shard_nbytes=N_ELEMENTS if sharded else 10**6, bucket_nbytes=1)
@@ -41,16 +41,16 @@ def iteration(number: int) -> Step:
 
 
 def commit_one(folder: CheckpointFolder, number: int, **facts: Any) -> None:
-    """A whole save of iteration ``number``."""
+    """Make a complete save of iteration ``number``."""
     plan = tiny_plan()
     folder.commit(plan, stage(folder, plan, number), iteration(number), facts)
 
 
 def content(path: Path) -> int:
-    """The number that a whole folder was filled with.
+    """The number that a complete folder is filled with.
 
     Raises:
-        AssertionError: The folder is not whole, or holds parts of several saves.
+        AssertionError: The folder is incomplete, or mixes saves.
     """
     plan = tiny_plan()
     numbers = set()
@@ -63,12 +63,12 @@ def content(path: Path) -> int:
 
 
 def visible(parent: Path) -> dict[str, int]:
-    """What a user sees: the names without a dot, with what each holds."""
+    """The folders that a user sees (names without a dot), and the number in each."""
     return {path.name: content(path) for path in sorted(parent.iterdir()) if not path.name.startswith('.')}
 
 
 def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
-    """A complete folder of ours under ``name``, as a killed run may leave it."""
+    """Make a complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
     receipts = stage(folder, plan, number)
     content = describe_folder(folder.staging, plan, assemble(plan, receipts), iteration(number), {})
@@ -79,7 +79,7 @@ def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
 
 
 def put_partial(folder: CheckpointFolder, name: str) -> Path:
-    """What a run leaves that is killed while it writes: a file that is not whole, and no manifest."""
+    """Make what a run leaves if it is killed while writing: an incomplete file and no manifest."""
     path = folder.final.with_name(name)
     path.mkdir()
     (path / 'model-00001-of-00003.safetensors').write_bytes(b'half a')

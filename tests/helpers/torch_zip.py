@@ -1,4 +1,4 @@
-"""Files in the layout of torch.save's, with whatever inside."""
+"""Files in the layout of torch.save, with arbitrary contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write_torch_zip(path: Path, data_pkl: bytes, storages: Mapping[str, bytes] | None = None, **parts: bytes) -> Path:
-    """``parts``: further members of the archive by name."""
+    """Write a file; ``parts``: further members of the archive, by name."""
     with zipfile.ZipFile(path, 'w') as archive:
         archive.writestr('archive/data.pkl', data_pkl)
         for key, data in (storages or {}).items():
@@ -31,5 +31,5 @@ class Call:
 
 
 def pickled(value: Any, protocol: int = 2) -> bytes:
-    """As torch.save pickles what is not a tensor."""
+    """Pickle a value like torch.save, without tensors."""
     return pickle.dumps(value, protocol=protocol)

@@ -21,14 +21,14 @@ _DEEPSPEED_OPTIMIZERS = ('DeepSpeedCPUAdam', 'FusedAdam', 'FusedLamb', 'OnebitAd
 
 @MODELS.register_module()
 class ToyLM(BaseModel):
-    """A Llama of some thousand parameters as ``llm``, as XTuner has it.
+    """A Llama of a few thousand parameters as ``llm``, like XTuner's models.
 
     Args:
-        freeze (str): Parameters whose name contains it are frozen; '' freezes none. When nothing else is left to
-            train, there is a parameter beside ``llm``.
-        base (str): Folder that the model says it was loaded from.
+        freeze (str): Freeze parameters whose name contains this; '' freezes none. If that leaves nothing to
+            train, a parameter is added beside ``llm``.
+        base (str): Folder that the model claims to be loaded from.
         lora (bool): Train an adapter instead.
-        batch_norm (bool): It has persistent buffers that training changes.
+        batch_norm (bool): Add persistent buffers that training changes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ToyLM(BaseModel):
             self.beside = torch.nn.Parameter(torch.zeros(3))
 
     def init_weights(self) -> None:
-        """They are initialised by transformers."""
+        """Does nothing: transformers initialises the weights."""
 
     def forward(self, input_ids: torch.Tensor, mode: str = 'loss') -> Any:
         output = self.llm(input_ids=input_ids, labels=input_ids, use_cache=False)
@@ -58,7 +58,7 @@ class ToyLM(BaseModel):
 
 @MODELS.register_module()
 def toy_lm_in_ddp(**options: Any) -> MMDistributedDataParallel:
-    """A ToyLM as Runner wraps it when it has a launcher, which needs a GPU."""
+    """A ToyLM in DDP, as Runner wraps it with a launcher (which needs a GPU)."""
     return MMDistributedDataParallel(ToyLM(**options))
 
 
@@ -76,10 +76,10 @@ class ToyTokens(Dataset):
 
 @METRICS.register_module()
 class ScriptedMetric(BaseMetric):
-    """Reports the next of the given scores at each validation, whatever the model says.
+    """Reports the next of the given scores at each validation, whatever the model outputs.
 
     Args:
-        scores: Of ``acc``, or of several metrics by name.
+        scores: Values of ``acc``, or of several metrics by name.
     """
 
     def __init__(self, scores: list[float | dict[str, float]]) -> None:
@@ -116,11 +116,11 @@ def run_config(
     Args:
         hook: Options of HFCheckpointHook; None runs without it.
         epochs: Train by epochs of 16 iterations instead of ``max_iters`` iterations.
-        stage: DeepSpeed ZeRO stage under FlexibleRunner; None is a plain Runner without DeepSpeed.
-        ddp: Of a plain Runner; else each rank trains a model of its own.
+        stage: DeepSpeed ZeRO stage under FlexibleRunner; None: a plain Runner without DeepSpeed.
+        ddp: Use DDP in a plain Runner; otherwise each rank trains its own model.
         scores: Validation results, one every two iterations.
-        hooks: Further hooks.
-        extra: Further fields of the config, such as ``resume``.
+        hooks: More hooks.
+        extra: More fields of the config, such as ``resume``.
     """
     config: dict[str, Any] = dict(
         model={'type': 'toy_lm_in_ddp' if ddp else 'ToyLM', **(model or {})},
@@ -158,7 +158,7 @@ def run_config(
 
 
 def train(config: dict[str, Any]) -> Any:
-    """Run it to its end; returns the runner. Runs on: all ranks."""
+    """Train to the end; returns the runner. Runs on: all ranks."""
     from mmengine.config import Config
     from mmengine.registry import RUNNERS
     from mmengine.runner import Runner
@@ -167,7 +167,7 @@ def train(config: dict[str, Any]) -> Any:
     cfg = Config(config)
     import_modules_from_strings(**cfg.custom_imports)  # as Config.fromfile does
     while Path(cfg.work_dir, time.strftime('%Y%m%d_%H%M%S')).exists():
-        time.sleep(0.05)  # the run before began in this second: MMEngine would give this one the same folder
+        time.sleep(0.05)  # the previous run began in this second: MMEngine would use the same folder
     if 'runner_type' not in cfg:
         runner = Runner.from_cfg(cfg)
     else:
@@ -178,7 +178,7 @@ def train(config: dict[str, Any]) -> Any:
 
 
 def _allow_another_deepspeed_strategy() -> None:
-    """mmengine registers DeepSpeed's optimizers for each strategy, and a second time raises."""
+    """MMEngine registers DeepSpeed's optimizers for each strategy, which raises the second time; allow it."""
     from mmengine.registry import OPTIMIZERS
 
     for name in [name for name in OPTIMIZERS.module_dict if name in _DEEPSPEED_OPTIMIZERS]:

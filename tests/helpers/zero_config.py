@@ -1,4 +1,4 @@
-"""The one place where tests make a DeepSpeed config."""
+"""The only place where tests make a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 def zero_config(
     stage: int, *, bf16: bool = True, sections: Mapping[str, Any] | None = None, **zero: Any
 ) -> dict[str, Any]:
-    """For engines, ``zero.Init``, Accelerate, Trainer and MMEngine's strategy.
+    """A config for engines, ``zero.Init``, Accelerate, Trainer and MMEngine's strategy.
 
-    At stage 3 every parameter is really partitioned, tiny ones, too, unless ``zero`` says otherwise.
+    At stage 3 even tiny parameters are partitioned, unless ``zero`` says otherwise.
 
     Args:
-        sections: Of the config, beside those that are set here or instead of them.
-        zero: Of the section ``zero_optimization``.
+        sections: Sections of the config, added to or replacing those set here.
+        zero: Fields of the section ``zero_optimization``.
     """
     zero = {'stage': stage, **zero}
     if stage == 3:
@@ -25,7 +25,7 @@ def zero_config(
         'gradient_accumulation_steps': 1,
         'bf16': {'enabled': bf16},
         'zero_optimization': zero,
-        'zero_allow_untested_optimizer': True,  # torch's own
+        'zero_allow_untested_optimizer': True,  # torch's optimizers
         'zero_force_ds_cpu_optimizer': False,
         'steps_per_print': 10**9,
         **(sections or {}),

@@ -1,1 +1,1 @@
-"""What tools/bench.py is made of: the ways that are measured, how they are launched, tables and charts."""
+"""The parts of tools/bench.py: the ways that are measured, their launch, tables and charts."""

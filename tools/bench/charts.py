@@ -1,4 +1,4 @@
-"""The chart of each benchmark, of nothing but the JSON that it has left."""
+"""The chart of each benchmark, made only from its JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT = (
 
 
 def chart_of(what: str, measured: dict[str, Any]) -> Chart:
-    """Of ``docs/bench/WHAT.json``."""
+    """The chart of ``docs/bench/WHAT.json``."""
     makers = {
         'save': _save,
         'throttled': _throttled,

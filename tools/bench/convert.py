@@ -1,8 +1,8 @@
-"""A conversion side by side with its peers, each a process of its own, start-up included.
+"""A conversion side by side with its peers, each in a separate process, start-up included.
 
 Needs the environment that has xtuner (``source tools/env.sh; use_env .venv-xtuner``). DeepSpeed saves a checkpoint with
-two ranks; then each way converts it in turns, in random order, and finds it in the page cache. Memory is the peak of a
-process's anonymous memory (RssAnon), sampled every 5 ms; the dry run shows what imports and planning alone take.
+two ranks; then the ways convert it in turns, in random order, from the page cache. Memory is the peak of a process's
+anonymous memory (RssAnon), sampled every 5 ms; the dry run shows the cost of imports and planning alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OURS = 'xhf-convert'
 ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
 XTUNER = 'XTuner: convert pth_to_hf'
 _SAMPLE_SECS = 0.005
-_MAKING_SECS = 90.0  # of the checkpoint
-#: About how long each takes: seconds, and seconds per billion of parameters; for the estimate alone.
+_MAKING_SECS = 90.0  # to make the checkpoint
+#: Approximate duration of each: seconds, and seconds per billion parameters; only for the estimate.
 _COSTS = {FLOOR: (0.1, 1.6), DRY: (4.0, 0.0), OURS: (4.0, 1.3), ZERO_TO_FP32: (8.0, 15.0), XTUNER: (12.0, 27.0)}
-#: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint, which no converter
-#: needs and some read; at the largest size SGD leaves the masters alone, because 24 GB are too few to train it.
+#: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint; no converter needs
+#: them, but some read them. The largest size uses SGD, with fp32 master weights only: 24 GB are too few for AdamW.
 SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
 
 COPY = """
@@ -70,7 +70,7 @@ model = dict(
 
 
 def environment() -> dict[str, str]:
-    """Of every process: no GPU, no network, and xtuner importable beside a CPU build of torch."""
+    """The environment of every process: no GPU, no network, and xtuner importable with a CPU build of torch."""
     python_path = [
         str(ROOT),
         str(ROOT / 'tests' / 'e2e' / 'xtuner_stack'),
@@ -80,7 +80,7 @@ def environment() -> dict[str, str]:
 
 
 def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
-    """The checkpoint, a base model of zeros for XTuner, which loads one, and a config; their figures."""
+    """Make the checkpoint, a config, and a base model of zeros (which XTuner loads); returns their figures."""
     command = [*torchrun(2), str(WORKER), '--billions', str(billions), '--folder', str(folder)]
     finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if finished.returncode:
@@ -100,7 +100,7 @@ def _figures(folder: Path, base: Path) -> dict[str, Any]:
 
 
 def _save_zeros(file: Path, shapes: Mapping[str, list[int]]) -> None:
-    """bf16 weights, in a file with a hole where they would be."""
+    """Save bf16 weights that are zero, as a hole in the file."""
     header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
     end = 0
     for name, shape in shapes.items():
@@ -182,18 +182,18 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def expected_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return sum(_MAKING_SECS + args.repeats * sum(_run_secs(size, way) for way in _COSTS) for size in args.billions)
 
 
 def _run_secs(billions: float, way: str) -> float:
-    """About, with the reading of the checkpoint before it."""
+    """Approximate duration, including reading the checkpoint before it."""
     imports, per_billion = _COSTS[way]
     return 2 + imports + (per_billion + 2) * billions
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """All sizes, one after the other; the files of each lie below ``args.out`` meanwhile."""
+    """Measure all sizes, one after the other; their files are below ``args.out`` meanwhile."""
     sizes = []
     for size in args.billions:
         with tempfile.TemporaryDirectory(dir=args.out) as folder:
@@ -202,16 +202,16 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 
 def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
-    """One size, all ways."""
+    """Measure all ways at one size."""
     size = make_checkpoint(billions, folder)
     commands = ways(folder, size)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     order = random.Random(0)
-    # No way always follows the same other one
+    # Random, so that no way always follows the same other one
     turns = [name for _ in range(repeats) for name in order.sample(list(commands), len(commands))]
     progress = Progress([_run_secs(billions, name) for name in turns], tell_on_stderr)
     for name in turns:
-        read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the one before has driven out of memory
+        read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
         results[name].append(measure_command(commands[name], folder / 'out'))
         progress.done(name, results[name][-1]['seconds'])
     end_of_progress()

@@ -1,4 +1,4 @@
-"""One rank that makes what ``tools/bench.py convert`` converts: a ZeRO-3 checkpoint as XTuner's runs leave it."""
+"""One rank that makes the input of ``tools/bench.py convert``: a ZeRO-3 checkpoint like those of XTuner runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.convert import SIZES
 
-#: Elements that are changed at once: a temporary tensor as large as a rank's masters is one too many.
+#: Elements to change at once: a temporary tensor as large as a rank's fp32 master weights would not fit.
 CHUNK = 2**24
 TAG = 'iter_1.pth'
 
@@ -32,7 +32,7 @@ class Trained(nn.Module):
 
 
 def architecture(billions: float) -> LlamaConfig:
-    """Sizes differ in layers only, so that the largest tensor is the same; the smallest is for trying out."""
+    """Sizes differ only in layers, so the largest tensor is the same; the smallest is for trying out."""
     tiny = billions < 0.1
     return LlamaConfig(
         vocab_size=30000,
@@ -65,8 +65,8 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=1e-5), config=config)
     for group in engine.optimizer.fp32_partitioned_groups_flat:
         for chunk in group.data.split(CHUNK):
-            chunk += 1e-4 * torch.randn_like(chunk)  # masters that bf16 cannot hold
-    if SIZES[args.billions][1] == 'adamw':  # one step makes its states
+            chunk += 1e-4 * torch.randn_like(chunk)  # fp32 master weights that bf16 cannot represent
+    if SIZES[args.billions][1] == 'adamw':  # one step creates its states
         ids = torch.arange(16).reshape(1, 16)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()

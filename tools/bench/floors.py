@@ -1,4 +1,4 @@
-"""What disk and loopback allow: as many bytes as a save has, and nothing else done with them."""
+"""What disk and loopback allow: moves as many bytes as a save, and does nothing else."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from xhf_hooks.writers.file_io.write_behind import WriteBehind
 
 _BLOCK_NBYTES = 16 * 2**20
 _SOCKET_BLOCK_NBYTES = 4 * 2**20
-#: Received and not written yet, by gloo's way.
+#: Buffers that gloo's way has received and not yet written.
 _N_BUFFERS = 3
 _DIRECT_ALIGNMENT = 4096
 
 
 class Floors:
-    """Runs on: all ranks, every method.
+    """The floors. Runs on: all ranks, every method.
 
-    Out of memory as large as the model: a save does not find its bytes in the processor's cache, either.
+    Bytes come from memory as large as the model, since a save does not find its bytes in the CPU cache, either.
     """
 
     def __init__(self, nbytes: int, bucket_nbytes: int) -> None:
@@ -45,12 +45,12 @@ class Floors:
         self._share = nbytes // self._world_size
         self._bucket_nbytes = bucket_nbytes
         self._connections: list[socket.socket] = []
-        # Anonymous mapped memory begins on a page, as O_DIRECT wants it
+        # Anonymous mapped memory is page-aligned, as O_DIRECT requires
         self._data = memoryview(mmap.mmap(-1, nbytes if self._rank == 0 else self._share))
         torch.frombuffer(self._data, dtype=torch.uint8).fill_(1)
 
     def ways(self) -> dict[str, Callable[[Path], None]]:
-        """By name; each writes into a folder that is not there yet."""
+        """The floors by name; each writes into a folder that does not exist yet."""
         ways: dict[str, Callable[[Path], None]] = {
             FLOOR: self._on_one_rank,
             FLOOR_ALL: self._on_all_ranks,
@@ -70,19 +70,19 @@ class Floors:
             _write(folder / 'bytes', self._data, how)
 
     def _on_all_ranks(self, folder: Path, how: str = '') -> None:
-        """Each process writes its part into a file of its own."""
+        """Each process writes its part into a separate file."""
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / f'bytes{self._rank}', self._data[: self._share], how)
 
     def _all_gathered(self, _: Path) -> None:
-        """What XTuner and other peers wait for: every process gets all, a bucket at a time."""
+        """What XTuner and other peers wait for: every process gets everything, a bucket at a time."""
         bucket = torch.empty(self._bucket_nbytes // self._world_size * self._world_size, dtype=torch.uint8)
         share = torch.frombuffer(self._data, dtype=torch.uint8)[: self._share]
         for part in share.split(len(bucket) // self._world_size):
             dist.all_gather_into_tensor(bucket[: len(part) * self._world_size], part)
 
     def _sockets(self, folder: Path) -> None:
-        """One thread for each of the others receives and writes; the first writes its own share meanwhile."""
+        """On rank 0, a thread for each other rank receives and writes, while rank 0 writes its own share."""
         connections = self._connect()
         if self._rank:
             connections[0].sendall(self._data)
@@ -108,7 +108,7 @@ class Floors:
                     thread.join()
 
     def _connect(self) -> list[socket.socket]:
-        """On rank 0 one connection with each other rank; they stay open, so that wire.py finds what went over them."""
+        """Connect rank 0 with each other rank; connections stay open, so that wire.py can count their bytes."""
         if self._connections:
             return self._connections
         address: list[tuple[str, int] | None] = [None]
@@ -123,7 +123,7 @@ class Floors:
         return self._connections
 
     def _gloo(self, folder: Path) -> None:
-        """What came is written by a thread while more is received."""
+        """A thread writes received bytes while more are received."""
         blocks = list(_blocks(self._share, _BLOCK_NBYTES))
         if self._rank:
             share = torch.frombuffer(self._data, dtype=torch.uint8)
@@ -145,7 +145,7 @@ class Floors:
 
             thread = threading.Thread(target=write)
             thread.start()
-            for at, nbytes in blocks:  # of all in turns, so that all of them send at once
+            for at, nbytes in blocks:  # from all ranks in turns, so that all send at once
                 for sender in range(1, self._world_size):
                     buffer = free.get()
                     dist.recv(buffer[:nbytes], sender)
@@ -166,7 +166,7 @@ def _new_file(folder: Path) -> Iterator[int]:
 
 
 def _blocks(nbytes: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
-    """Start and size of each."""
+    """Start and size of each block."""
     for start in range(0, nbytes, block_nbytes):
         yield start, min(block_nbytes, nbytes - start)
 

@@ -1,4 +1,4 @@
-"""How the benchmark starts its processes: as in the virtual environment of this Python, entered or not."""
+"""Starts the benchmark's processes in the virtual environment of this Python, activated or not."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from bench.progress import end_of_progress, tell_on_stderr
 
 _LARGE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
 _SMALL = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
-#: Billions of parameters to what a Llama of that size is configured with. They differ in layers only, so that the
-#: largest tensor is the same; the smallest is for trying out. Here, since the worker imports DeepSpeed, which prints a
-#: warning to standard output, and that is for the table alone.
+#: Billions of parameters to the config of a Llama of that size. Sizes differ only in layers, so the largest tensor is
+#: the same; the smallest is for trying out. Not in the worker, which imports DeepSpeed: that prints a warning to
+#: standard output, which is only for the table.
 MODELS: dict[float, dict[str, int]] = {
     0.05: dict(num_hidden_layers=6, **_SMALL),
     0.2: dict(num_hidden_layers=1, **_LARGE),
     0.8: dict(num_hidden_layers=14, **_LARGE),
     1.6: dict(num_hidden_layers=30, **_LARGE),
 }
-#: Until ranks have imported everything and made their model.
+#: Time in which ranks import everything and make their model.
 START_SECS = 30.0
 WORKER = Path(__file__).with_name('worker.py')
 _POLL_SECS = 0.3
 
 
 def torchrun(n_processes: int) -> list[str]:
-    """The command, up to the script."""
+    """The torchrun command, up to the script."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--local-addr', 'localhost']
     return [*command, '--nproc_per_node', str(n_processes)]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """No GPU; and what ``use_env`` in env.sh sets: DeepSpeed compiles with the ninja that lies beside this Python."""
+    """No GPU, and the settings of ``use_env`` in env.sh: DeepSpeed compiles with the ninja beside this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [os.environ.get('PATH')])])
     packages = [str(Path(__file__).parents[1]), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
     variables['PYTHONPATH'] = os.pathsep.join(filter(None, packages))  # this package, for scripts in it
@@ -46,10 +46,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run_worker(n_ranks: int, job: dict[str, Any], out: Path) -> dict[str, Any]:
-    """One launch of worker.py, which does ``job``; its progress is shown meanwhile. What it writes lies below ``out``.
+    """Launch worker.py for ``job`` and show its progress. Its files are below ``out``.
 
     Returns:
-        What it has measured.
+        What it measured.
     """
     with tempfile.TemporaryDirectory(dir=out) as name:
         folder = Path(name)
@@ -68,7 +68,7 @@ def run_worker(n_ranks: int, job: dict[str, Any], out: Path) -> dict[str, Any]:
                     except subprocess.TimeoutExpired:
                         continue
             finally:
-                process.terminate()  # nothing is done to one that has ended
+                process.terminate()  # does nothing if it has ended
                 process.wait()
         end_of_progress()
         if process.returncode:

@@ -1,4 +1,4 @@
-"""One save, measured. Runs on: all ranks."""
+"""Measures one save. Runs on: all ranks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class PeakSampler:
 
 
 def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
-    """Seconds until all ranks are done, extra anonymous memory, and what ranks have sent each other.
+    """Seconds until all ranks are done, extra anonymous memory, and bytes sent between ranks.
 
     Raises:
-        RuntimeError: The way has not written so many bytes.
+        RuntimeError: The way did not write this many bytes.
     """
     gc.collect()
-    return_freed_memory()  # or this run would use, unseen, what the one before has freed
+    return_freed_memory()  # or this run would reuse memory that the previous one freed, unnoticed
     clear(folder)
     sent_before = sent_nbytes()
     with PeakSampler() as sampler:
@@ -51,7 +51,7 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
         dist.barrier()
         seconds = time.perf_counter() - started
     sent = sent_nbytes() - sent_before
-    # Not what DCP leaves in a folder below, of which it has made these
+    # Without DCP's shards in a subfolder, from which it made these files
     written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if nbytes else 0
     if written < nbytes:
         raise RuntimeError(f'{folder}: expected at least {nbytes} bytes, found {written}')
@@ -68,13 +68,13 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
 
 
 def measure_last(n_runs: int, way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
-    """:func:`measure`, of the last of ``n_runs`` in a row (bench.py says why)."""
+    """:func:`measure` the last of ``n_runs`` consecutive runs (bench.py says why)."""
     clear(folder, sync=True)
     return [measure(way, folder, nbytes) for _ in range(n_runs)][-1]
 
 
 def clear(folder: Path, sync: bool = False) -> None:
-    """Remove what was written; with ``sync`` nothing is on its way to the disk any more, either."""
+    """Remove what was written; with ``sync``, also wait until nothing is on its way to the disk."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         if sync:

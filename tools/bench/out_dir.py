@@ -1,6 +1,6 @@
-"""``out_dir`` in a store against gathering, a local folder and its upload by rank 0, measured from outside.
+"""``out_dir`` in a store against gathering, a local folder and its upload by rank 0; launches both ways.
 
-Each rank's uplink is throttled. The server is ``rclone serve s3``, on this machine, in memory.
+Each rank's uplink is throttled. The server is ``rclone serve s3`` on this machine, in memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def expected_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     alone = args.billions * 2000 / args.uplink
     return 2 * START_SECS + args.repeats * (6.0 + alone + alone / args.ranks)
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Each way in turns, in random order.
+    """Measure the ways in turns, in random order.
 
     Returns:
-        Of every run, by way: seconds, what rank 0 has sent, and what is on the local disk afterwards.
+        For every run, by way: seconds, bytes that rank 0 sent, and bytes then on the local disk.
     """
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as name, s3_server(Path(name)) as endpoint:

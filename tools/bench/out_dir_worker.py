@@ -1,4 +1,4 @@
-"""A partitioned model into an object store: from the memory of all ranks, and by rank 0 from its disk."""
+"""Saves a partitioned model to an object store: from the memory of all ranks, and by rank 0 from its disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 
-if TYPE_CHECKING:  # its import prints a warning
+if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
 
 OURS = "out_dir='s3://...', all ranks from memory"
@@ -32,7 +32,7 @@ _FILES_PER_RANK = 2
 def bench_out_dir(
     engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Both ways in turns, in random order. Runs on: all ranks."""
+    """Measure both ways in turns, in random order. Runs on: all ranks."""
     os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION='us-east-1')
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     n_files = _FILES_PER_RANK * dist.get_world_size()
@@ -81,7 +81,7 @@ def _ours(saver: Saver, url: str, job: dict[str, Any]) -> Callable[[], object]:
 
 
 def _rank0(engine: deepspeed.DeepSpeedEngine, url: str, job: dict[str, Any], folder: Path) -> Callable[[], object]:
-    """As llm-foundry does it; boto3's transfer manager as by default: ten threads, parts of 8 MB."""
+    """Like llm-foundry; boto3's transfer manager with its defaults: ten threads, parts of 8 MB."""
     import boto3
 
     client = boto3.client('s3', endpoint_url=job['endpoint'])

@@ -1,4 +1,4 @@
-"""How much of some files is in the page cache, file by file, whatever else the machine does."""
+"""Measures how much of some files is in the page cache, whatever else the machine does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-#: cachestat(2), since Linux 6.5, on every kind of machine. mincore(2) looks at every page that a file could have, which
-#: for a save takes a quarter of a core at this interval; this looks at those that are there.
+#: cachestat(2), since Linux 6.5, the same number on all architectures. It visits only cached pages; mincore(2) visits
+#: every page of a file, which for a save takes a quarter of a core at this interval.
 _CACHESTAT = 451
 _INTERVAL_SECS = 0.1
 
@@ -31,7 +31,7 @@ class _Found(ctypes.Structure):
 
 
 def cached_nbytes(files: Iterable[Path]) -> int | None:
-    """Of all of them together; those that are gone meanwhile count as nothing. None where the system does not tell."""
+    """Cached bytes of all files together; missing files count as 0. None if the system cannot tell."""
     libc, total = ctypes.CDLL(None, use_errno=True), 0
     for file in files:
         try:
@@ -51,10 +51,10 @@ def cached_nbytes(files: Iterable[Path]) -> int | None:
 
 
 class PageCacheSampler:
-    """The most that files below a folder have in the page cache while the block runs.
+    """The peak of cached bytes of the files below a folder while the block runs.
 
     Attributes:
-        peak_nbytes: None where the system does not tell.
+        peak_nbytes: The peak; None if the system cannot tell.
     """
 
     def __init__(self, folder: Path) -> None:

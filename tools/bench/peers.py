@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 
 from bench.ways import ACCELERATE, DEEPSPEED, XTUNER
 
-if TYPE_CHECKING:  # its import prints a warning to standard output, and that is for bench.py's table alone
+if TYPE_CHECKING:  # importing it prints a warning to standard output, which is only for bench.py's table
     import deepspeed
 
-#: Files that DCP consolidates into, by rank: two, so that none of its threads on any rank has nothing to do.
+#: Files per rank that DCP consolidates into: two, so that no thread on any rank is idle.
 _DCP_FILES_PER_RANK = 2
-#: As torchtitan does it (components/checkpoint.py), which DCP's authors have changed so (torchtitan#1625).
+#: As in torchtitan (components/checkpoint.py), where DCP's authors set it (torchtitan#1625).
 _DCP_THREADS = 5
 
 
 def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """What xtuner 0.2.0's HFCheckpointHook.after_run does, without the tokenizer."""
+    """Save like xtuner 0.2.0's HFCheckpointHook.after_run, without the tokenizer."""
     state_dict = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
         engine.module.save_pretrained(folder, state_dict=state_dict)
@@ -31,7 +31,7 @@ def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 
 
 def deepspeed_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """What ``engine.save_16bit_model`` does; called by its parts, because it wants an optimizer."""
+    """Save like ``engine.save_16bit_model``, by calling its parts, since it requires an optimizer."""
     state_dict = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def deepspeed_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
 
 
 class AcceleratePeer:
-    """``accelerator.get_state_dict`` and ``save_pretrained``, as Accelerate's documentation has it."""
+    """``accelerator.get_state_dict`` and ``save_pretrained``, as in Accelerate's documentation."""
 
     def __init__(self) -> None:
         self._accelerator = None
@@ -64,16 +64,16 @@ class AcceleratePeer:
             'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
         }
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-        accelerator.deepspeed_config = config  # as accelerator.prepare does, which would build another engine
+        accelerator.deepspeed_config = config  # like accelerator.prepare, which would build another engine
         return accelerator
 
 
 class DcpPeer:
     """PyTorch's distributed checkpoint of a model of the same names and shapes, sharded as FSDP2 shards it.
 
-    A partition of ZeRO-3 is a run of elements that ends within a row, and a DTensor a block of rows: DCP cannot be
-    given the one for the other, so each rank is given its rows of every tensor, as many bytes. Every rank writes a file
-    of its shards; from those the Hugging Face files are made, which have about as many bytes each.
+    A ZeRO-3 partition may end within a row, but a DTensor is a block of rows, so DCP cannot take partitions. Instead
+    each rank has its rows of every tensor, with as many bytes. Every rank writes a file of its shards; from these the
+    Hugging Face files are made, all of about the same size.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -98,7 +98,7 @@ class DcpPeer:
             before += parameter.ds_numel
 
     def on_every_rank(self, folder: Path) -> None:
-        """As its authors recommend: each rank makes some of the files. Runs on: all ranks."""
+        """As DCP's authors recommend: each rank makes some of the files. Runs on: all ranks."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
         from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 
@@ -109,7 +109,7 @@ class DcpPeer:
         consolidate_safetensors_files_on_every_rank(str(sharded), str(folder), self._file_of, _DCP_THREADS)
 
     def on_rank0(self, folder: Path) -> None:
-        """As one call: rank 0 makes all of the files. Runs on: all ranks."""
+        """In one call: rank 0 makes all of the files. Runs on: all ranks."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class DcpPeer:
         save(self._state, storage_writer=writer)
 
 
-#: By name; called with the engine and the folder, on all ranks.
+#: Peers by name; called with the engine and the folder on all ranks.
 PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
     XTUNER: xtuner_way,
     DEEPSPEED: deepspeed_way,

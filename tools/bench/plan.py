@@ -1,4 +1,4 @@
-"""The planner alone, for the shapes of models that fit no machine here."""
+"""Measures the planner alone, with the shapes of models that are too large for this machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from xhf_hooks.planning.types import ExportEntry, Group, SavePlan, Spread, Tenso
 from xhf_hooks.sources.gather import BUCKETS_PER_AGREEMENT
 from xhf_hooks.sources.send import ROUNDS_PER_AGREEMENT
 
-_PART_NBYTES = 8 * 2**20  # what xhf_hooks/sources/local_shards.py writes at once, of 2-byte elements
+_PART_NBYTES = 8 * 2**20  # written at once by xhf_hooks/sources/local_shards.py, for 2-byte elements
 
 Shape = tuple[int, ...]
-#: A tensor of the model, and what is cut out of it, one after the other; nothing for what goes out as it is.
+#: A tensor of the model, and the tensors that it is split into, in order; empty if it is exported unchanged.
 Shapes = Iterator[tuple[str, Shape, list[tuple[str, Shape]]]]
 
 
@@ -80,7 +80,7 @@ def deepseek_v3() -> Shapes:
 
 
 def deepseek_v3_unfused() -> Shapes:
-    """The same with each expert's matrices as tensors of their own, as its published code has them."""
+    """The same with each expert's matrices as separate tensors, as in its published code."""
     for name, shape, parts in deepseek_v3():
         yield from ((part, part_shape, []) for part, part_shape in parts or [(name, shape)])
 
@@ -97,12 +97,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def expected_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return 25.0
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Each model, planned as one of so many ranks does it."""
+    """Plan each model as one of the given number of ranks does."""
     return {'ranks': args.ranks, 'plans': [_measure(name, shapes, args.ranks) for name, shapes in MODELS.items()]}
 
 
@@ -117,7 +117,7 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
             entries.append(ExportEntry(part, part_shape, 'BF16', (read,), unfuse, source_offset=first))
             first += math.prod(part_shape)
     spread = {spec.name: Spread(numel := math.prod(spec.shape), -(-numel // n_ranks)) for spec in specs}
-    # As save.py does it, with a bucket_size of 128 MB
+    # As in save.py, with a bucket_size of 128 MB
     how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=64 * 10**6, round_nbytes=32 * 10**6, n_writers=n_ranks)
     make = partial(make_plan, entries, specs, spread=spread, **how)
     plan = make(sliced=spread, share_files=True)
@@ -127,7 +127,7 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
     coming = _records_to_rank0(plan, n_ranks)
     receipts_secs = _median_secs(lambda: _put_together(plan, coming))
     receipts_memory = _peak_nbytes(lambda: _put_together(plan, coming))
-    # Agreement is for what is sent and gathered, as in 'parallel'
+    # Only sending and gathering need agreement, as in 'parallel'
     sending = make()
     n_rounds, n_buckets = len(sending.rounds), len(sending.buckets)
     n_agreements = sum(
@@ -160,7 +160,7 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
 
 
 def _median_secs(work: Callable[[], object]) -> float:
-    """Of three."""
+    """Median of three runs."""
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
@@ -178,7 +178,7 @@ def _peak_nbytes(work: Callable[[], object]) -> int:
 
 
 def _records_to_rank0(plan: SavePlan, n_ranks: int) -> list[np.ndarray]:
-    """What rank 0 has, and what comes to it: the joined records of 1, 2, 4 ... ranks after it."""
+    """Records of rank 0, and those that it receives: the joined records of the next 1, 2, 4 ... ranks."""
     bounds = {0, n_ranks, *(2**power for power in range(n_ranks.bit_length()) if 2**power < n_ranks)}
     return [_records_of(plan, range(*pair), n_ranks) for pair in itertools.pairwise(sorted(bounds))]
 
@@ -188,7 +188,7 @@ def _put_together(plan: SavePlan, coming: list[np.ndarray]) -> None:
 
 
 def _records_of(plan: SavePlan, ranks: range, n_ranks: int) -> np.ndarray:
-    """Of consecutive ranks, as they come to rank 0: one for each tensor of which these have a part."""
+    """Records of consecutive ranks as rank 0 receives them: one for each tensor of which they have a part."""
     rows, number = [], 0
     for group in plan.sliced:
         each = -(-math.prod(group.reads[0].shape) // n_ranks)
@@ -207,7 +207,7 @@ def _unfuse(name: str, tensors: Any) -> Any:
 
 
 def _writes_of_rank(rank: int, groups: Sequence[Group], n_ranks: int) -> list[tuple[str, int]]:
-    """File and bytes of each write, as ZeRO-3 splits a parameter: ceil(numel / ranks) elements each."""
+    """File and bytes of each write, split like ZeRO-3's parameters: ceil(numel / ranks) elements each."""
     writes = []
     for group in groups:
         numel = math.prod(group.reads[0].shape)

@@ -1,4 +1,4 @@
-"""How much of a benchmark is done, and for how long the rest will take."""
+"""Reports how much of a benchmark is done and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 
 class Progress:
-    """Tells of each run that is over. The estimate is scaled by how good it has been so far.
+    """Reports each finished run. The estimate is scaled by its accuracy so far.
 
     Args:
-        planned_secs: About how long each run will take, in the order of the runs.
-        tell: Gets one line of text.
+        planned_secs: Estimated duration of each run, in the order of the runs.
+        tell: Called with one line of text.
     """
 
     def __init__(self, planned_secs: Sequence[float], tell: Callable[[str], None]) -> None:
@@ -21,7 +21,7 @@ class Progress:
         self._started = time.perf_counter()
 
     def done(self, name: str, seconds: float) -> None:
-        """One more run is over."""
+        """Record the end of a run."""
         self._n_done += 1
         factor = (time.perf_counter() - self._started) / sum(self._planned[: self._n_done])
         left = factor * sum(self._planned[self._n_done :])
@@ -29,12 +29,12 @@ class Progress:
 
 
 def time_words(seconds: float) -> str:
-    """As people say it."""
+    """A duration in words."""
     return f'about {seconds / 60:.0f} min' if seconds >= 90 else f'about {seconds:.0f} s'
 
 
 def tell_on_stderr(line: str) -> None:
-    """On a terminal each line takes the place of the one before it."""
+    """Print a line to standard error; on a terminal it replaces the previous one."""
     if sys.stderr.isatty():
         print(f'\r\033[K{line}', end='', file=sys.stderr, flush=True)
     else:
@@ -42,6 +42,6 @@ def tell_on_stderr(line: str) -> None:
 
 
 def end_of_progress() -> None:
-    """What is printed next begins a line of its own."""
+    """Begin a new line after the last one."""
     if sys.stderr.isatty():
         print(file=sys.stderr)

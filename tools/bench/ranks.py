@@ -1,4 +1,4 @@
-"""Saves of many small tensors by many processes: what agreement costs, where there is next to nothing to write."""
+"""Saves of many small tensors by many processes: the cost of agreement, with almost nothing to write."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-#: What the server imports once, for all ranks of all launches.
+#: Modules that the server imports once for all ranks of all launches.
 PRELOADED = ('torch.distributed', 'transformers.models.llama.modeling_llama', 'xhf_hooks.api', 'bench.ranks')
-N_LAYERS = 222  # of nine tensors each, and three beside them
+N_LAYERS = 222  # of nine tensors each, plus three tensors
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -25,12 +25,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def expected_secs(args: Namespace) -> float:
-    """About how long it will take, on two cores."""
+    """Estimated duration on two cores."""
     return 10 + sum(n_ranks * (1.0 + 0.3 * args.repeats) for n_ranks in args.ranks)
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Saves by each number of ranks: one call, then so many more."""
+    """Save with each number of ranks: one call, then ``args.repeats`` more."""
     return {'repeats': args.repeats, 'runs': _measure(args.ranks, args.repeats, args.out)}
 
 
@@ -57,7 +57,7 @@ def _measure(numbers: list[int], repeats: int, out: Path) -> list[dict[str, Any]
 
 
 def run_rank(rank: int, n_ranks: int, port: int, repeats: int, folder: Path) -> None:
-    """One process: calls save_hf again and again, and leaves what each call took."""
+    """Run one process: call save_hf repeatedly, and write the cost of each call."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -84,7 +84,7 @@ def run_rank(rank: int, n_ranks: int, port: int, repeats: int, folder: Path) -> 
 
 
 def _summarize(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first call, and medians of the others; of each figure that of the rank on which it is largest."""
+    """The first call, and medians of the others; each figure is the largest of all ranks."""
     n_calls = len(of_ranks[0]['calls'])
     keys = of_ranks[0]['calls'][0]
     calls = [{key: max(found['calls'][i][key] for found in of_ranks) for key in keys} for i in range(n_calls)]

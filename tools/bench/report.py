@@ -1,4 +1,4 @@
-"""Tables of what ``tools/bench.py`` has measured, of nothing but the JSON that it has left."""
+"""The tables of ``tools/bench.py``, made only from its JSON."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 from bench.ways import ACCELERATE, BESIDE, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER, name_of_ours
 
-#: The stages of a save whose cost ``ranks`` shows.
+#: Stages of a save whose costs ``ranks`` shows.
 STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'receipts', 'commit')
 _STREAM = f'{OURS}stream'
 _CONVERT = 'xhf-convert'
 Runs = dict[str, list[dict[str, float]]]
 Figures = dict[str, dict[str, float]]
-#: A heading, and the text in it for a way, if there is any.
+#: A heading, and a function that returns a way's text in that column, if any.
 Column = tuple[str, Callable[[str, dict[str, float]], str | None]]
 
 
 def table(what: str, measured: dict[str, Any]) -> str:
-    """Markdown."""
+    """The table in Markdown."""
     whole = {
         'plan': _plan_table,
         'ranks': _ranks_table,
@@ -48,7 +48,7 @@ def medians(runs: Runs) -> Figures:
 
 
 def fastest(found: Figures) -> Figures:
-    """Of floors that can be reached in several ways the fastest alone."""
+    """For floors that can be reached in several ways, only the fastest."""
     best: dict[str, str] = {}
     for way, figures in found.items():
         floor = way.partition(BY)[0]
@@ -58,7 +58,7 @@ def fastest(found: Figures) -> Figures:
 
 
 def _rows(found: Figures, columns: list[Column]) -> list[str]:
-    """Headings and rows; a column that no way has a figure for is left out."""
+    """Headings and rows; a column without any figures is left out."""
     cells = [[cell(way, figures) for way, figures in found.items()] for _, cell in columns]
     shown = [(heading, column) for (heading, _), column in zip(columns, cells, strict=True) if any(column)]
     lines = [f'| way | {" | ".join(heading for heading, _ in shown)} |', '|---' * (1 + len(shown)) + '|']
@@ -267,13 +267,13 @@ def _ranks_table(measured: dict[str, Any]) -> str:
 
 
 def size_words(size: dict[str, Any]) -> str:
-    """How large the model is."""
+    """The size of the model in words."""
     nbytes = size['nbytes'] if 'nbytes' in size else size['written_nbytes']
     return f'{size["parameters"] / 1e9:.2f} B parameters, {nbytes / 1e9:.2f} GB'
 
 
 def describe_machine() -> dict[str, Any]:
-    """Where it was measured, and how busy that was."""
+    """The machine, and how busy it was."""
     model = next((line for line in Path('/proc/cpuinfo').read_text().splitlines() if 'model name' in line), '')
     return {
         'cpu': model.partition(':')[2].strip() or platform.machine(),

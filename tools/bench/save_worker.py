@@ -1,4 +1,4 @@
-"""A partitioned model, saved in each way, in turns. Runs on: all ranks."""
+"""Saves a partitioned model in each way, in turns. Runs on: all ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 
-if TYPE_CHECKING:  # its import prints a warning
+if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
 
 Tell = Callable[[str], None]
 STEP = Step('iter', 1, 1)
 
 
-#: Of a model, for each rank: in 'parallel' a file has one writer, and all ranks are to write as much.
+#: With 'parallel' a file has one writer; several files per rank let all ranks write about as much.
 FILES_PER_RANK = 4
 
 
 def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
-    """Ready to save, into files of a size that does not depend on the writer."""
+    """A saver whose file sizes do not depend on the writer."""
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
     how = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=shard_nbytes)
@@ -45,7 +45,7 @@ def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int,
 
 
 class Ways:
-    """What is measured, by name."""
+    """The measured ways, by name."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, bucket_nbytes: int) -> None:
         self._engine, self._bucket_nbytes = engine, bucket_nbytes
@@ -55,14 +55,14 @@ class Ways:
         self.least_nbytes = sum(place.nbytes for place in plan.placements)
 
     def saver(self, writer: str) -> Saver:
-        """The same each time: a run's second save is what is measured."""
+        """The same saver each time, so that a run's second save is measured."""
         if writer not in self._savers:
             self._savers[writer] = saver_of(self._engine, writer, self._bucket_nbytes)
         return self._savers[writer]
 
     @contextmanager
     def way(self, name: str) -> Iterator[Callable[[Path], object]]:
-        """What it needs beside the model is made, and freed, around it: it would count as others' memory."""
+        """Yields a way. What it needs besides the model is made and freed here, or it would count as others' memory."""
         if name in (DCP_RANK0, DCP_ALL):
             peer = DcpPeer(self._engine.module)
             yield peer.on_rank0 if name == DCP_RANK0 else peer.on_every_rank
@@ -78,12 +78,12 @@ class Ways:
 
     @cached_property
     def _floors(self) -> Floors:
-        """As large as the model: not where none is measured."""
+        """Only made if a floor is measured, since they are as large as the model."""
         return Floors(self.nbytes, self._bucket_nbytes)
 
 
 def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Every way in turns, in random order: no way always follows the same other one."""
+    """Measure the ways in turns, in random order, so that no way always follows the same other one."""
     ways = Ways(engine, job['bucket_nbytes'])
     wanted = [Way(**way) for way in job['ways']]
     turns = _turns(wanted, job['repeats'])
@@ -99,10 +99,10 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: P
 
 
 def bench_throttled(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Each writer in turns, where no rank can write faster than a share lets it.
+    """Measure the writers in turns, with each rank's writes limited as by a share.
 
     Raises:
-        RuntimeError: Some bytes were not held back.
+        RuntimeError: Some bytes were not throttled.
     """
     ways, rate = Ways(engine, job['bucket_nbytes']), job['limit_nbytes_per_sec']
     wanted = [Way(**way) for way in job['ways']]

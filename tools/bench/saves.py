@@ -1,4 +1,4 @@
-"""What needs ranks with a partitioned model: ``save``, ``throttled``, ``memory`` and ``stall``, from outside."""
+"""Launches the benchmarks of ranks with a partitioned model: ``save``, ``throttled``, ``memory`` and ``stall``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench.launch import MODELS, START_SECS, run_worker
 from bench.ways import OURS, Way, choose, name_of_ours, registered_writers, ways_to_save
 from xhf_hooks.config.checks import parse_size
 
-#: Bytes per second that a rank may write where its way to a share is what limits it.
+#: Bytes per second that a rank may write if its connection to a share is the limit.
 LIMIT = 300 * 10**6
 _BUCKET = '128MB'
-#: In a row; the first of a process makes what stays, such as connections.
+#: Consecutive runs; the first in a process creates what stays, such as connections.
 _MEMORY_RUNS = 2
 
 
@@ -53,24 +53,24 @@ def _add_ways_option(parser: ArgumentParser) -> None:
 
 
 def save_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return _estimate(args, _save_ways(args), args.in_a_row)
 
 
 def measure_save(args: Namespace) -> dict[str, Any]:
-    """Each way to save, side by side."""
+    """Measure all ways to save, side by side."""
     ways = _save_ways(args)
     jobs = [_job(args, 'save', size, ways=_as_dicts(ways), in_a_row=args.in_a_row) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
 
 
 def throttled_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return _estimate(args, _throttled_ways(args), 1)
 
 
 def measure_throttled(args: Namespace) -> dict[str, Any]:
-    """Each writer, where no rank can write faster than :data:`LIMIT`."""
+    """Measure each writer, with each rank limited to :data:`LIMIT`."""
     ways = _as_dicts(_throttled_ways(args))
     cases = []
     for size in args.billions:
@@ -81,12 +81,12 @@ def measure_throttled(args: Namespace) -> dict[str, Any]:
 
 
 def memory_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return _estimate(args, _memory_ways(args), _MEMORY_RUNS)
 
 
 def measure_memory(args: Namespace) -> dict[str, Any]:
-    """What each writer takes of memory and network, by the size of the model and the number of ranks."""
+    """Measure the memory and traffic of each writer, by model size and number of ranks."""
     ways = _as_dicts(_memory_ways(args))
     cases = []
     for n_ranks in args.ranks:
@@ -97,12 +97,12 @@ def measure_memory(args: Namespace) -> dict[str, Any]:
 
 
 def stall_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return _estimate(args, [Way('all five', 13 + 2.4 * args.iterations)], 1)
 
 
 def measure_stall(args: Namespace) -> dict[str, Any]:
-    """For how long a save stops training, and what it takes from it."""
+    """Measure how long a save stops training, and how much it slows it."""
     jobs = [_job(args, 'stall', size, iterations=args.iterations) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
 

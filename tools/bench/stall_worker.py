@@ -1,4 +1,4 @@
-"""For how long a save stops training, and what it takes from it meanwhile. Runs on: all ranks."""
+"""Measures how long a save stops training, and how much it slows it meanwhile. Runs on: all ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from bench.ways import ASYNC, BESIDE, DEFERRED, NO_SAVE, SYNC, XTUNER
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.save import Saver
 
-if TYPE_CHECKING:  # its import prints a warning
+if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
 
-#: A training iteration: a forward pass of so many tokens, every parameter gathered as ZeRO-3 does.
+#: Tokens of a training iteration, which is a forward pass that gathers every parameter like ZeRO-3.
 N_TOKENS = 64
 
 
 class Training:
-    """Iterations, with a time for each layer: a save may well be shorter than an iteration."""
+    """Iterations with a timestamp at each layer, since a save may be shorter than an iteration."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine = engine
@@ -39,7 +39,7 @@ class Training:
         self._over_at: int | None = None
         for layer in engine.module.model.layers:
             layer.register_forward_hook(lambda *_: self._note())
-        self.run(2)  # DeepSpeed records the order of its gathers in the first
+        self.run(2)  # in the first, DeepSpeed records the order of its gathers
         self.run(1)
         per_iteration = self._passed
         self._share = [seconds / per_iteration[-1] for seconds in per_iteration]
@@ -47,13 +47,13 @@ class Training:
     def run(
         self, n_least: int, is_over: Callable[[], bool] | None = None, before_step: Callable[[], None] = lambda: None
     ) -> float:
-        """So many iterations, and more until ``is_over`` on all ranks.
+        """Run ``n_least`` iterations, and more until ``is_over`` on all ranks.
 
         Args:
-            before_step: Called where an optimizer would step.
+            before_step: Called when an optimizer would step.
 
         Returns:
-            Iterations per second, up to the first layer that this rank passed after ``is_over``, where it is given.
+            Iterations per second; with ``is_over``, up to the first layer that this rank passed after it was true.
         """
         self._passed, self._over_at, self._is_over = [], None, is_over or (lambda: False)
         self._started = time.perf_counter()
@@ -81,7 +81,7 @@ class Training:
 
 
 def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Each way in turns, in random order."""
+    """Measure the ways in turns, in random order."""
     optimizers = {ASYNC: None, DEFERRED: torch.optim.SGD([torch.zeros(1)])}
     savers = {
         way: saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True, optimizer=optimizer)
@@ -147,7 +147,7 @@ def _instead(saver: Saver, engine: deepspeed.DeepSpeedEngine, way: str, folder: 
 
 
 def _on_rank0(folder: Path) -> AbstractContextManager[PageCacheSampler | None]:
-    """All that a save makes lies beside its folder."""
+    """Sample the page cache on rank 0. A save's files are all beside its folder."""
     return PageCacheSampler(folder.parent) if dist.get_rank() == 0 else nullcontext()
 
 

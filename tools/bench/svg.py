@@ -1,4 +1,4 @@
-"""Bars with lines across them, as an SVG that follows the reader's light or dark theme; always the same text."""
+"""Bars with lines across them, as a reproducible SVG that follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Row:
 
     Attributes:
         values: One for each column; None draws nothing.
-        is_ours: Whether it stands out.
+        is_ours: Whether the row is highlighted.
     """
 
     label: str
@@ -48,7 +48,7 @@ class Section:
     """Rows under a title.
 
     Attributes:
-        lines: Name and value in the first column, drawn across the rows; what no bar can be shorter than.
+        lines: Names and values drawn across the rows of the first column: the minima of all bars.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Column:
     """What the bars of a column measure.
 
     Attributes:
-        digits: After the point, in the figures.
+        digits: Digits after the decimal point.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Chart:
-    """All columns have one scale each, for all sections."""
+    """A chart. Each column has one scale for all sections."""
 
     title: str
     columns: Sequence[Column]
@@ -119,7 +119,7 @@ def _section(chart: Chart, section: Section, y: float) -> Iterator[str]:
     places = [(row, top + _ROW * i) for i, row in enumerate(section.rows)]
     for row, at in places:
         yield from _bars(chart, row, at)
-    # The smallest on top: its name goes to the right, where the others' lines have not begun
+    # The smallest on top: its name goes to the right, where the other lines have not begun
     for i, (name, value) in enumerate(lines):
         x, at = _left(chart, 0) + value * _scale(chart, 0), y + _LINE_ROW * i
         yield f'<line class="floor" x1="{x:.1f}" y1="{at + 3:.1f}" x2="{x:.1f}" y2="{bottom:.1f}"/>'
@@ -139,7 +139,7 @@ def _bars(chart: Chart, row: Row, top: float) -> Iterator[str]:
 
 
 def _words(chart: Chart, row: Row, top: float) -> Iterator[str]:
-    """The name, and the figure behind each bar."""
+    """The name, and the figure after each bar."""
     emphasis = 'head' if row.is_ours else ''
     yield _text(16, top + (15 if row.detail else 23), row.label, emphasis)
     if row.detail:
@@ -147,7 +147,7 @@ def _words(chart: Chart, row: Row, top: float) -> Iterator[str]:
     for number, (column, value) in enumerate(zip(chart.columns, row.values, strict=True)):
         if value is not None:
             x = _left(chart, number) + _bar_width(chart, number, value) + 5
-            for kind in ('halo', emphasis):  # on a patch of the page's color, where a line passes
+            for kind in ('halo', emphasis):  # with a halo in the page's color, in case a line passes
                 yield _text(x, top + _ROW / 2 + 4.5, f'{value:,.{column.digits}f}', kind)
 
 

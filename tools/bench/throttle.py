@@ -1,4 +1,4 @@
-"""Writes no faster than a share gives one client."""
+"""Limits writes to the speed that a share gives one client."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Throttle:
-    """Counts what it lets through.
+    """Limits a rate and counts bytes.
 
     Attributes:
-        nbytes: So many bytes have been written.
+        nbytes: Bytes written so far.
     """
 
     def __init__(self, nbytes_per_sec: float) -> None:
@@ -24,7 +24,7 @@ class Throttle:
         self.nbytes = 0
 
     def wrote(self, nbytes: int) -> None:
-        """Wait for as long as these bytes would have taken, after all that other threads have written."""
+        """Wait as long as these bytes would have taken, after those of other threads."""
         with self._lock:
             self.nbytes += nbytes
             self._due = max(self._due, time.perf_counter()) + nbytes / self._rate
@@ -34,7 +34,7 @@ class Throttle:
 
 @contextmanager
 def limited_writes(nbytes_per_sec: float) -> Iterator[Throttle]:
-    """This process's positional writes, which all weights go through, wait; nothing is saved up while none are made."""
+    """Throttle this process's positional writes, which all weights use. Idle time does not allow a later burst."""
     throttle = Throttle(nbytes_per_sec)
     originals = {name: getattr(os, name) for name in ('pwrite', 'pwritev')}
 

@@ -1,11 +1,11 @@
-"""A save to an object store: by all ranks beside each other, and by rank 0 with boto3's transfer manager.
+"""A save to an object store: by all ranks in parallel, and by rank 0 with boto3's transfer manager.
 
-Each rank's uplink is throttled. The server is ``rclone serve s3``, on this machine, in memory. How much slower training
-is beside an upload is measured with few ranks and a slow uplink, which leave the server a processor.
+Each rank's uplink is throttled. The server is ``rclone serve s3`` on this machine, in memory. The slowdown of training
+beside an upload is measured with few ranks and a slow uplink, which leave the server a core.
 
-Of the processor time that 640 MB take, the server's share is three fifths (ours: 3.8 s and 5.8 s, boto3: 2.3 s and
-4.3 s, without a limit; MD5 of each part and, when it is asked for the ETag, of each object): with 2 processors they are
-the limit at 8 ranks of 40 MB/s, not the uplinks.
+The server takes three fifths of the CPU time for 640 MB. Without a limit, ranks and server take 3.8 s and 5.8 s with
+ours, 2.3 s and 4.3 s with boto3: the server computes the MD5 of each part and, when asked for the ETag, of each object.
+So with 8 ranks at 40 MB/s, 2 cores are the limit, not the uplinks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ WAYS = (OURS, BOTO3)
 BUCKET, KEY, SECRET = 'bucket', 'benchkeybenchkey', 'benchsecretbenchsecret'
 _ENVIRONMENT = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_DEFAULT_REGION': 'us-east-1'}
 _FILES_PER_RANK = 2
-#: What goes to the kernel at once: of smaller pieces, waiting costs more than sending.
+#: Bytes handed to the kernel at once: with smaller pieces, waiting costs more than sending.
 _PIECE_NBYTES = 256 * 1024
 _START_SECS = 40.0
-#: Uploads beside which ranks train, and how long each takes at least.
+#: Number of uploads beside training, and the least duration of each.
 _TRAINING_REPEATS, _UPLOAD_SECS = 10, 6.0
-#: An upload, until all of it is visible, and what follows when a run ends.
+#: A function that uploads until everything is visible, and one that ends the run.
 _Way = tuple[Callable[[], None], Callable[[], None]]
 
 
@@ -58,7 +58,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def expected_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return 2 * _START_SECS + sum(_expected(args)) + _TRAINING_REPEATS * 2 * _UPLOAD_SECS
 
 
@@ -68,16 +68,16 @@ def _expected(args: Namespace) -> list[float]:
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """The uploads, and training beside one.
+    """Measure the uploads, and training beside an upload.
 
     Returns:
-        Seconds of every run, by way; of each upload beside training, the shares of iterations and of a processor.
+        Seconds of every run, by way; for each upload beside training, the shares of iterations and of a core.
     """
     return {**_measure_uploads(args), 'training': _measure_training(args)}
 
 
 def _measure_uploads(args: Namespace) -> dict[str, Any]:
-    """Each way in turns, in random order."""
+    """Measure the ways in turns, in random order."""
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, s3_server(Path(folder)) as endpoint:
         save = Path(folder, 'save')
@@ -129,7 +129,7 @@ def _measure_uploads(args: Namespace) -> dict[str, Any]:
 
 
 def _measure_training(args: Namespace) -> dict[str, Any]:
-    """Iterations beside an upload, and as long without one, in turns."""
+    """Measure iterations beside an upload and, for as long, without one, in turns."""
     n_ranks, uplink = args.training_ranks, args.training_uplink * 10**6
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, s3_server(Path(folder)) as endpoint:
@@ -154,7 +154,7 @@ def _measure_training(args: Namespace) -> dict[str, Any]:
 def _training_rank(
     rank: int, n_ranks: int, endpoint: str, save: str, uplink: float, together: Barrier, results: Any
 ) -> None:
-    """One process that trains; tells the shares of iterations and of a processor that each upload took."""
+    """One process that trains; reports the shares of iterations and of a core that each upload took."""
     os.environ.update(_ENVIRONMENT)
     import torch
 
@@ -234,10 +234,10 @@ def _ours(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:
 def _our_upload(
     rank: int, n_ranks: int, endpoint: str, save: Path, url: str
 ) -> tuple[Callable[[], None], Callable[..., bool], Callable[[], None]]:
-    """What is done before training is done; what is done with a save is not yet.
+    """Do what a run does before training; the upload has not started yet.
 
     Returns:
-        What begins the upload, whether it ends within so many seconds, and what follows when a run ends.
+        Functions that start the upload, tell whether it ends within some seconds, and end the run.
     """
     import logging
 
@@ -274,7 +274,7 @@ def _our_upload(
 
 
 def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:
-    """As by default: ten threads, parts of 8 MB."""
+    """boto3 with its defaults: ten threads, parts of 8 MB."""
     import boto3
 
     client = boto3.client('s3', endpoint_url=endpoint)
@@ -290,7 +290,7 @@ def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way
 
 @contextmanager
 def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
-    """All that this process sends through sockets of Python waits, as at an uplink."""
+    """Throttle everything that this process sends through Python's sockets, like an uplink."""
     throttle = Throttle(nbytes_per_sec)
     send = socket.socket.send
 
@@ -319,7 +319,7 @@ def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
-    """``rclone serve s3`` with an empty bucket below ``folder/objects``; gives its URL."""
+    """Run ``rclone serve s3`` with an empty bucket below ``folder/objects``; yields its URL."""
     (folder / 'objects' / BUCKET).mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
@@ -340,7 +340,7 @@ def s3_server(folder: Path) -> Iterator[str]:
 
 
 def _make_save(folder: Path, n_files: int, nbytes: int) -> int:
-    """Files of random bytes, with the manifest of a save."""
+    """Make files of random bytes with the manifest of a save."""
     folder.mkdir()
     files = {}
     for number in range(n_files):
@@ -354,7 +354,7 @@ def _make_save(folder: Path, n_files: int, nbytes: int) -> int:
 
 
 def _check(objects: Path, save: Path) -> None:
-    """Every byte has arrived."""
+    """Check that every byte has arrived."""
     for path in save.iterdir():
         found = objects / 'hf_model_iter_1' / path.name
         if not found.exists() or zlib.crc32(found.read_bytes()) != zlib.crc32(path.read_bytes()):

@@ -1,4 +1,4 @@
-"""Verifying side by side with reading the same files and doing nothing with them, from the disk and from memory."""
+"""Verification side by side with only reading the same files, from the disk and from memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 from bench.progress import Progress, end_of_progress, tell_on_stderr
 from xhf_hooks.concurrency.thread_pool import default_workers
 
-#: Billions of parameters to layers of a Llama of width 2048.
+#: Billions of parameters to layers of a Llama with hidden size 2048.
 LAYERS = {0.02: 0, 0.5: 8}
 FROM_DISK, FROM_MEMORY = 'from the disk', 'from memory'
 _BLOCK_NBYTES = 2**20
-_START_SECS = 25.0  # imports, and making the folders
+_START_SECS = 25.0  # for imports and making the folders
 
 Way = tuple[str, Sequence[Path], Callable[[], Any]]
 
@@ -31,17 +31,17 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def expected_secs(args: Namespace) -> float:
-    """About how long it will take."""
+    """Estimated duration."""
     return _START_SECS + args.repeats * sum(_run_secs(args.billions, where) * 4 for where in (FROM_DISK, FROM_MEMORY))
 
 
 def _run_secs(billions: float, where: str) -> float:
-    """About, of reading and verifying in one way."""
+    """Approximate duration of reading and verifying in one way."""
     return (5.0 if where == FROM_DISK else 1.2) * billions
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Each way in turns, in random order, after a reading of the same files.
+    """Measure the ways in turns, in random order, each after reading the same files.
 
     Returns:
         Seconds of every run, ``{where: {way: [{'reading': s, 'verifying': s}]}}``, and bytes by way.
@@ -117,7 +117,7 @@ def _require(ok: bool) -> None:
 
 
 def read(files: Sequence[Path]) -> None:
-    """Read all files, by as many threads as a verification has."""
+    """Read all files with as many threads as a verification."""
     fds = [os.open(file, os.O_RDONLY) for file in files]
     blocks = [(fd, start) for fd in fds for start in range(0, os.fstat(fd).st_size, _BLOCK_NBYTES)]
     workers = default_workers()
@@ -137,7 +137,7 @@ def read(files: Sequence[Path]) -> None:
 
 
 def drop_from_memory(files: Sequence[Path]) -> None:
-    """So that the next reader has them from the disk."""
+    """Drop files from the page cache, so that the next reader gets them from the disk."""
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)

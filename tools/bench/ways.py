@@ -1,4 +1,4 @@
-"""The ways to save that are measured: their names, and what is roughly known of them before. Imports no torch."""
+"""The measured ways to save: their names and rough costs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-#: Stands between a floor's name and how it is reached; of all hows the fastest is the floor.
+#: Separates a floor's name from the method that reaches it; the fastest method is the floor.
 BY = ', by '
 FLOOR = 'floor: one process writes as many bytes'
 FLOOR_ALL = 'floor: all processes write as many bytes together'
@@ -26,7 +26,7 @@ OURS = 'xhf_hooks '
 SYNC = 'xhf_hooks positional, training waits'
 ASYNC = 'xhf_hooks positional, async'
 DEFERRED = 'xhf_hooks positional, async, copied beside the next iteration'
-#: Training goes on while they write.
+#: Ways with which training goes on during writes.
 BESIDE = (ASYNC, DEFERRED)
 NO_SAVE = 'no save'
 FSYNC_WORDS = {False: 'without fsync', True: 'with fsync, as the hook'}
@@ -37,8 +37,8 @@ class Way:
     """One way to save.
 
     Attributes:
-        secs_per_gb: About, by two ranks on two shared cores, with what is cleared away between two runs; for the
-            estimate alone.
+        secs_per_gb: Approximate, with two ranks on two shared cores, including the clean-up between runs; only for
+            the estimate.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Way:
 
 
 def name_of_ours(writer: str, fsync: bool) -> str:
-    """Of a writer's save."""
+    """The name of the way that saves with a writer."""
     return f'{OURS}{writer}, {FSYNC_WORDS[fsync]}'
 
 
 def registered_writers() -> list[str]:
-    """All that a save can be told to use, whoever has registered them."""
+    """All writers that a save can use, whoever registered them."""
     import_module('xhf_hooks.writers')  # registers ours
     from xhf_hooks.registry import WRITERS
 
@@ -81,7 +81,7 @@ def ways_to_save(writers: Sequence[str]) -> list[Way]:
 
 
 def choose(ways: Sequence[Way], wanted: Sequence[str]) -> list[Way]:
-    """Those whose names contain one of the wanted words, in upper or lower case; all, if none are wanted."""
+    """Ways whose names contain one of the wanted words, ignoring case; all if none are given."""
     for words in wanted:
         if not any(words.lower() in way.name.lower() for way in ways):
             sys.exit(f'--ways {words!r}: expected a part of one of these names:\n' + '\n'.join(w.name for w in ways))

@@ -1,4 +1,4 @@
-"""Bytes that this process has sent to others, as the kernel counts them."""
+"""Counts bytes that this process sent to others, as measured by the kernel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _AT, _SENT_AND_SENT_AGAIN = 200, struct.Struct('QQ')
 
 
 def sent_nbytes() -> int:
-    """All that went into this process's TCP connections that are open now, without headers, each byte once.
+    """Bytes sent over this process's open TCP connections, without headers, each byte once.
 
-    Gloo's connections are TCP's on one machine, too, and stay open; the difference between two calls is what went
-    over them in between, whatever else the machine does. What processes share in memory is not in it.
+    Gloo uses TCP even on one machine, and its connections stay open, so the difference between two calls is what was
+    sent in between, whatever else the machine does. Shared memory is not counted.
     """
     return sum(filter(None, map(_sent_by, os.listdir('/proc/self/fd'))))
 
@@ -24,7 +24,7 @@ def _sent_by(number: str) -> int | None:
         if not os.readlink(f'/proc/self/fd/{number}').startswith('socket:'):
             return None
         copy = socket.socket(fileno=os.dup(int(number)))
-    except OSError:  # the listing's own, or one that a thread has closed since
+    except OSError:  # the descriptor of the listing, or one that a thread closed meanwhile
         return None
     with copy:
         if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:

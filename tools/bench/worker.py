@@ -1,4 +1,4 @@
-"""One rank of what needs a partitioned model: reads FOLDER/job.json, writes FOLDER/result.json and FOLDER/progress."""
+"""One rank with a partitioned model: reads FOLDER/job.json, writes FOLDER/result.json and FOLDER/progress."""
 
 from __future__ import annotations
 

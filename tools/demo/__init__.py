@@ -1,1 +1,1 @@
-"""The demo: its model and data, and a look at what came out."""
+"""The demo: its model and data, and a check of the results."""

@@ -1,9 +1,9 @@
-"""Show what the demo left, and fail unless it is good: the end of tools/demo.sh.
+"""Show the demo's results and fail unless they are good: the last step of tools/demo.sh.
 
     python tools/demo/check.py work_dirs/demo
 
-Loads the newest `hf_model` with transformers alone, as anybody would, generates text, and prints the
-folder, the loss and what each save cost. Exit status 1: no save, or the loss has not fallen enough.
+Loads the newest `hf_model` with nothing but transformers, generates text, and prints the folder, the
+loss and the cost of each save. Exit status 1: no save, or the loss has not fallen enough.
 """
 
 import argparse
@@ -20,7 +20,7 @@ LEAST_FALL = 0.30  # of the first logged loss
 
 def newest_save(work_dir: Path) -> Path:
     """Return `hf_model` of the newest run in `work_dir`."""
-    # The runs' names are timestamps: they sort by time
+    # Runs are named by timestamps, so they sort by time
     saves = sorted(work_dir.glob('*/hf_model'))
     if not saves:
         sys.exit(f'No save found: expected {work_dir}/<timestamp>/hf_model')
@@ -28,7 +28,7 @@ def newest_save(work_dir: Path) -> Path:
 
 
 def generate(folder: Path) -> str:
-    """Load the folder and return the prompt with what the model makes of it, without sampling."""
+    """Load the folder and return the prompt with the model's continuation, without sampling."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors='pt')
@@ -69,7 +69,7 @@ def print_costs(scalars: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Print everything; exit with status 1 when something is not as it should be."""
+    """Print everything; exit with status 1 if something is wrong."""
     parser = argparse.ArgumentParser(description='Show what the demo left.')
     parser.add_argument('work_dir', type=Path)
     folder = newest_save(parser.parse_args().work_dir)

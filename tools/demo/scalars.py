@@ -1,4 +1,4 @@
-"""Draw the scalars of a run's saves as TensorBoard shows them: a card for each, over the iterations.
+"""Draw the scalars of a run's saves like TensorBoard: a card for each, over the iterations.
 
     python tools/demo/scalars.py work_dirs/demo/<timestamp>/vis_data/scalars.json --out docs/run
 
@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 PREFIX = 'hf_checkpoint/'
-COLUMNS, WIDTH, HEIGHT, GAP = 3, 290, 150, 14  # of cards, and of one card in pixels
+COLUMNS, WIDTH, HEIGHT, GAP = 3, 290, 150, 14  # number of cards in a row; size of a card in pixels
 LEFT, TOP, BOTTOM = 52, 34, 24  # inside a card, around its curve
 STYLE = """
 svg { font-family: -apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif; }
@@ -54,7 +54,7 @@ def svg(saves: list[dict[str, float]]) -> str:
 
 
 def card(tag: str, points: list[tuple[float, float]]) -> Iterator[str]:
-    """Yield a title, the scale's ends and a curve; values from 0, unless all are about as large."""
+    """Yield a title, the ends of the scale and a curve. The scale starts at 0, unless all values are similar."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     low = min(values) if 0.9 * max(values) < min(values) < max(values) else 0.0
     span, steps_span = (max(values) - low) or 1.0, (max(steps) - min(steps)) or 1.0

@@ -1,7 +1,7 @@
 """The demo's task: a small Llama that learns to write Python.
 
 Its text is the source of the Python standard library, which every machine has. As a script it
-makes the *base folder*, all that training starts from, and does nothing where there is one:
+makes the *base folder*, from which training starts, unless it exists already:
 
     python tools/demo/task.py BASE_FOLDER
 
@@ -39,7 +39,7 @@ UNK, BOS, EOS, PAD = '<unk>', '<s>', '</s>', '<pad>'
 VOCAB_SIZE = 4096
 HIDDEN_SIZE = 256
 MAX_LENGTH = 512
-# Installed packages and tests are no part of the library; tables and help texts teach no code
+# Installed packages and tests are not part of the library; tables and help texts teach no code
 SKIPPED_FOLDERS = {
     'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings', 'pydoc_data',
 }  # fmt: skip
@@ -54,21 +54,21 @@ def standard_library() -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
-    """Train a tokenizer, which can spell any text, on `texts`: BPE with bytes to fall back on, as Llama 2 has.
+    """Train a tokenizer for any text on `texts`: BPE with byte fallback, like Llama 2's.
 
-    Old and new versions of transformers have its class, and llama.cpp converts it. They do not have the generic class
-    of transformers 5, and a byte-level one llama.cpp knows only by the ids that its vocabulary gives to a test text.
+    All versions of transformers have its class, and llama.cpp converts it. Older ones lack the generic class of
+    transformers 5, and llama.cpp recognises a byte-level one only by the ids that it gives to a test text.
     """
     bpe = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token=UNK))
     bpe.normalizer = normalizers.Replace(' ', '▁')
-    # In training only, so that no token reaches over two words. Indentation is one token
+    # Only in training, so that no token spans two words. Indentation is one token
     bpe.pre_tokenizer = pre_tokenizers.Split(Regex(r'▁*\w+|▁*[^\w▁\n]+|▁+|\n+'), 'isolated')
     bpe.train_from_iterator(
         texts,
         trainers.BpeTrainer(
             vocab_size=VOCAB_SIZE,
             special_tokens=[UNK, BOS, EOS, PAD, *(f'<0x{byte:02X}>' for byte in range(256))],
-            limit_alphabet=100,  # the rest is spelt in bytes
+            limit_alphabet=100,  # the rest is encoded as bytes
             show_progress=False,
         ),
     )
@@ -78,7 +78,7 @@ def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
         merges=[tuple(pair) for pair in trained['merges']],
         pad_token=PAD,
         model_max_length=MAX_LENGTH,
-        add_bos_token=True,  # what the class does by default differs between versions of transformers
+        add_bos_token=True,  # the class's default differs between versions of transformers
     )
 
 
@@ -98,7 +98,7 @@ def small_llama(tokenizer: LlamaTokenizer) -> LlamaConfig:
         num_key_value_heads=2,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
-        # transformers' 0.02 suits models of the usual width; this one learns much faster with this
+        # transformers' 0.02 suits models of the usual width; this small one learns much faster with this value
         initializer_range=HIDDEN_SIZE**-0.5,
         architectures=['LlamaForCausalLM'],
         **special_tokens,
@@ -106,10 +106,10 @@ def small_llama(tokenizer: LlamaTokenizer) -> LlamaConfig:
 
 
 def make_base_folder(folder: Path) -> None:
-    """Write the base folder, whole or not at all.
+    """Write the base folder, completely or not at all.
 
     Args:
-        folder: Where it goes; must not exist yet.
+        folder: Its path; must not exist yet.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f'{folder.name}.', dir=folder.parent))
@@ -123,7 +123,7 @@ def make_base_folder(folder: Path) -> None:
         tokens = np.concatenate([np.asarray(item.ids, dtype=np.uint16) for item in encoded])
         np.save(staging / 'tokens.npy', tokens)
 
-        staging.chmod(0o755)  # mkdtemp's own mode keeps everybody else out
+        staging.chmod(0o755)  # mkdtemp's mode excludes all other users
         staging.rename(folder)
     except BaseException:
         shutil.rmtree(staging)
@@ -136,7 +136,7 @@ class TokenBlocks(Dataset):
     """The base folder's tokens, cut into blocks of one length.
 
     Args:
-        base_folder: What `make_base_folder` wrote.
+        base_folder: A folder that `make_base_folder` wrote.
         block_length: Tokens in a block.
     """
 
@@ -161,7 +161,7 @@ class DemoCausalLM(BaseModel):
     """A transformers causal LM, with random weights, under MMEngine's training interface.
 
     Args:
-        base_folder: What `make_base_folder` wrote; its config.json defines the model.
+        base_folder: A folder that `make_base_folder` wrote; its config.json defines the model.
     """
 
     def __init__(self, base_folder: str) -> None:
@@ -182,10 +182,10 @@ class DemoCausalLM(BaseModel):
         Args:
             input_ids: (batch, block_length) int64.
             labels: The same shape.
-            mode: MMEngine's; this model is only trained, so 'loss' is the only one.
+            mode: MMEngine's mode; only 'loss' is supported, since this model is only trained.
 
         Raises:
-            ValueError: Another mode was asked for.
+            ValueError: Another mode was requested.
         """
         if mode != 'loss':
             raise ValueError(f"DemoCausalLM only knows mode='loss', got mode={mode!r}")

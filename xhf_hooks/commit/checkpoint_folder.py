@@ -36,7 +36,7 @@ from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
 #: Bytes that names beside the final one add: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
 _MOST_ADDED_TO_NAME = 24
-#: Bytes added by paths in the folder: ``/adapter/model-00001-of-00002.safetensors``, files of remote code.
+#: Bytes that paths in the folder add: ``/adapter/model-00001-of-00002.safetensors``, files of remote code.
 _MOST_ADDED_TO_PATH = 128
 
 
@@ -63,7 +63,7 @@ class CheckpointFolder(SaveTarget):
         self.elsewhere = elsewhere
         self.staging: Path | None = None
         self._lock = RunLock(final)
-        self._archived: dict[str, Commit | None] = {}  # by name; read once
+        self._archived: dict[str, Commit | None] = {}  # by name; each is read once
 
     def claim(self) -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
@@ -100,7 +100,7 @@ class CheckpointFolder(SaveTarget):
             )
 
     def _refuse_foreign(self) -> Commit | None:
-        """The save that now has the final name, if any.
+        """Returns the save that has the final name, if any.
 
         Raises:
             TargetError: Something else has that name.
@@ -125,7 +125,7 @@ class CheckpointFolder(SaveTarget):
         for leftover in self._leftovers():
             self._recover(leftover)
         self._delete_discarded()
-        for kept in self._unless_live('kept'):  # nothing in this run reads yet (kept_folder.py)
+        for kept in self._unless_live('kept'):  # this run has no readers yet (kept_folder.py)
             shutil.rmtree(kept, ignore_errors=True)
         for probe in self._beside('probe', 'shared', 'lock.clock'):
             probe.unlink(missing_ok=True)
@@ -158,7 +158,7 @@ class CheckpointFolder(SaveTarget):
 
     def open_staging(self, step: Step | None = None) -> Path:
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in self._leftovers():  # of a save that failed after its commit
+        for leftover in self._leftovers():  # from a save that failed after its commit
             self._recover(leftover)
         self.warnings = []
         self.staging = new_name(self.final, 'staging')
@@ -243,7 +243,7 @@ class CheckpointFolder(SaveTarget):
             self._tidy(displaced, old, new)
 
     def _replace_final(self, new: Path) -> Path:
-        """Give ``new`` the final name; returns the path where the old folder is now."""
+        """Give ``new`` the final name; returns the new path of the old folder."""
         if exchange(new, self.final):
             return new
         aside = new_name(self.final, 'previous')
@@ -267,7 +267,7 @@ class CheckpointFolder(SaveTarget):
         self._archived[name.name] = commit
 
     def _archives(self) -> dict[str, Commit]:
-        """Older saves by name, without foreign folders."""
+        """Older saves by name; foreign folders are left out."""
         parent = self.final.parent
         names = retention.archives(self.final.name, os.listdir(parent))
         for name in names:
@@ -282,10 +282,10 @@ class CheckpointFolder(SaveTarget):
                     self._discard(self.final.with_name(name))
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder that :func:`look_up` has found, except for foreign files.
+        """Delete a folder that :func:`look_up` found, but not foreign files in it.
 
-        It is renamed first, since a half-deleted folder must not look like a save. What cannot be deleted now, such as
-        a file that a reader holds open on NFS, keeps that name until a later save or run deletes it.
+        It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
+        such as a file that a reader holds open on NFS, stays under the new name until a later save or run deletes it.
         """
         self._delete_discarded()
         self._set_apart_others(folder)
@@ -323,14 +323,14 @@ class CheckpointFolder(SaveTarget):
         return [path for path in found if not self._lock.changed_lately(path)]
 
     def _beside(self, *kinds: str) -> list[Path]:
-        """The hidden folders of these kinds beside the final one."""
+        """Hidden files and folders of these kinds beside the final one."""
         either = '|'.join(map(re.escape, kinds))
         pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({either})(-[0-9a-f]+)?')
         return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
 
 
 def new_name(final: Path, kind: str) -> Path:
-    """A name beside the final one that was never used before. :meth:`CheckpointFolder.recover` knows the kinds."""
+    """A new, unique name beside the final one. :meth:`CheckpointFolder.recover` knows the kinds."""
     return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
 
 

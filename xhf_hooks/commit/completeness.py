@@ -10,7 +10,7 @@ from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
 
 
 def assemble(plan: SavePlan, records: np.ndarray) -> list[WrittenTensor]:
-    """Combine the records of all ranks (receipts.py) to the written tensors and their checksums. Runs on: rank 0.
+    """Combine the records of all ranks (receipts.py) into the written tensors and their checksums. Runs on: rank 0.
 
     Raises:
         IncompleteError: Bytes of a tensor are missing or were written twice.

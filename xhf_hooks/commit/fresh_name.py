@@ -1,8 +1,8 @@
-"""What a name stands for on the server, whatever this client of a network file system has cached.
+"""Asks the server of a network file system what a name refers to, bypassing this client's cache.
 
-Clients cache names for up to a minute (NFS: acdirmax; MooseFS: mfsdirentrycacheto; every FUSE client: entry_timeout). A
-name that another host has renamed or replaced since leads to the old folder, and deleting it would delete that one. So
-rank 0 asks the server before it acts on a name that another host may have made.
+Clients cache names for up to a minute (NFS: acdirmax; MooseFS: mfsdirentrycacheto; every FUSE client: entry_timeout).
+If another host has since renamed or replaced a folder, its name still leads to the old one here, and deleting it would
+delete the wrong folder. So rank 0 asks the server before it acts on a name that another host may have made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def look_up(path: Path) -> os.stat_result | None:
-    """``lstat`` of a name on the server; None where there is nothing. Runs on: rank 0.
+    """``lstat`` of a name on the server; None if it does not exist. Runs on: rank 0.
 
     Creating a name makes the client ask the server and refresh its cache (Linux: LOOKUP_EXCL in fuse_dentry_revalidate,
     fs/fuse/dir.c, and in nfs_do_lookup_revalidate, fs/nfs/dir.c). A hard link to a folder is created for that: every
@@ -22,7 +22,7 @@ def look_up(path: Path) -> os.stat_result | None:
     A name that the client has cached as absent may exist; then the server refuses the rename that follows.
 
     Raises:
-        OSError: The folder that it is in cannot be read.
+        OSError: The parent folder cannot be read.
     """
     with contextlib.suppress(OSError):
         os.link(path.parent, path)

@@ -1,8 +1,8 @@
-"""The files of a save under a name of their own, for whoever reads them while the next saves come and go.
+"""Keeps the files of a save under another name, for readers that take longer than the next saves.
 
-A commit renames folders: ``hf_model`` is another save afterwards, and the old one is moved or deleted. A reader in the
-background (an upload, an evaluation) gets a folder that only it removes: hard links to the same files, without a copy.
-Where a file system has no hard links, the files are held open by this process, and the folder leads to them.
+A commit renames folders: afterwards ``hf_model`` is another save, and the old one is moved or deleted. A background
+reader (an upload, an evaluation) gets a folder that only it removes, with hard links to the same files, not copies. On
+a file system without hard links, this process holds the files open, and the folder has links to its descriptors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from xhf_hooks.integrity.manifest import read_commit
 
 
 class KeptFolder:
-    """Made by :meth:`keep`, until :meth:`release`. Runs on: rank 0; what is kept may be read by anybody.
+    """Created by :meth:`keep`, removed by :meth:`release`. Runs on: rank 0; any process may read the folder.
 
-    :meth:`.CheckpointFolder.recover` removes those of killed runs. The disk space of a save that is kept is given back
-    when it is released, or when the save itself is deleted, whichever is later.
+    :meth:`.CheckpointFolder.recover` removes those of killed runs. The disk space is freed when the kept folder is
+    released or when the save itself is deleted, whichever is later.
 
     Attributes:
         path: The folder.
-        is_linked: It can be read on every host that sees the file system, and after this process. Otherwise on this
-            host alone, while this process lives.
+        is_linked: Whether the folder can be read on every host that sees the file system, even after this process has
+            ended. Otherwise only on this host, while this process lives.
     """
 
     def __init__(self, path: Path, fds: list[int]) -> None:
@@ -40,10 +40,10 @@ class KeptFolder:
 
     @classmethod
     def keep(cls, folder: Path) -> KeptFolder:
-        """Keep the files of a committed save, those that its manifest names; no save may be committed meanwhile.
+        """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile.
 
         Raises:
-            TargetError: It is not one, or its files cannot be kept.
+            TargetError: The folder is not a committed save, or its files cannot be kept.
         """
         commit = read_commit(folder)
         if commit is None or commit.files is None:
@@ -62,7 +62,7 @@ class KeptFolder:
             raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
 
     def release(self) -> None:
-        """Remove it. Does nothing the second time, nor in a forked child."""
+        """Remove the folder. Does nothing the second time, or in a forked child."""
         if self._process != os.getpid():
             return
         self._process = 0

@@ -58,7 +58,7 @@ class RunLock:
 
         Args:
             patience_secs: How long to wait for another run to end.
-            may_watch: Without reliable locks, watch for another run's heartbeat; else a recent change of the file
+            may_watch: Without reliable locks, wait for another run's heartbeat; if False, a recently changed lock file
                 counts as alive.
         """
         deadline = time.monotonic() + patience_secs
@@ -167,7 +167,7 @@ class RunLock:
             number = 0
             while not released.wait(self.beat_secs):
                 number += 1
-                with contextlib.suppress(OSError):  # the file system is not reachable
+                with contextlib.suppress(OSError):  # the file system is unreachable
                     _write_sign(own_fd, f', beat {number}')
             os.close(own_fd)
 
@@ -175,7 +175,7 @@ class RunLock:
 
 
 def _open_current(path: Path) -> int | None:
-    """Open or create the lock file; first exclusively, which bypasses stale caches (fresh_name.py).
+    """Open or create the lock file; tries O_EXCL first, which bypasses stale caches (fresh_name.py).
 
     Returns:
         None if another host created it and this one does not see it yet.

@@ -15,10 +15,10 @@ def exchange(one: Path, other: Path) -> bool:
     """Swap two existing paths so that no reader ever finds either name missing.
 
     Returns:
-        False when this kernel or file system has no such call (NFS, macOS); nothing happened then.
+        False if this kernel or file system does not support it (NFS, macOS); then nothing happened.
 
     Raises:
-        OSError: The call exists and failed.
+        OSError: The call is supported but failed.
     """
     names = os.fsencode(one), os.fsencode(other)
     return renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE, of=(one, other))

@@ -23,7 +23,7 @@ def archives(final: str, names: Iterable[str]) -> list[str]:
 
 
 def outdated(order: Mapping[str, Any], max_keep: int) -> list[str]:
-    """Older saves to delete. ``max_keep`` counts the newest save, too, which is not in ``order``; -1 keeps all.
+    """Older saves to delete. ``max_keep`` includes the newest save, which is not in ``order``; -1 keeps all.
 
     Args:
         order: Name to a key that grows with each commit. Not the iteration: a resumed run commits some iterations

@@ -1,4 +1,4 @@
-"""Saves that never touch a disk: ranks write them to a store, and rank 0 makes them visible there."""
+"""Saves that go to a store without touching a disk: ranks write the files, rank 0 publishes the save."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from xhf_hooks.stores.publication import Publication, read_pointer, require_answ
 from xhf_hooks.stores.store import Store
 from xhf_hooks.stores.stored_folder import StoredFolder
 
-#: Of the saves under a URL.
+#: Default name of the saves under a URL.
 NAME = 'hf_model'
 
 
 class StoreFolder(SaveTarget):
     """The saves of one name under the URL of a store; ``<name>.json`` there names the newest (stores/publication.py).
 
-    Each save has a prefix that was never used. Nothing is renamed; what ranks write is visible, but nobody is told of
-    it before the pointer names it.
+    Each save has a new, unique prefix. Nothing is renamed: the objects can be seen while ranks write them, but readers
+    follow the pointer, which names only complete saves.
 
     Args:
-        url: Of the store; see :func:`xhf_hooks.stores.open_store`.
-        options: What its library takes.
-        name: Of the saves.
-        option: What the user gives the URL as, for messages.
-        beside_training: Training goes on during saves, and must not feel them.
+        url: URL of the store; see :func:`xhf_hooks.stores.open_store`.
+        options: Arguments for its library.
+        name: Name of the saves.
+        option: The user's option that the URL comes from, for messages.
+        beside_training: Whether training goes on during saves and must not be slowed down.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StoreFolder(SaveTarget):
 
     @property
     def _store(self) -> Store:
-        """Of this process."""
+        """The connection of this process."""
         if self._opened is None:
             self._opened = open_store(
                 self._url, self._options, option=self._option, prepare_thread=self._prepare_thread
@@ -81,13 +81,13 @@ class StoreFolder(SaveTarget):
         self._number = 0 if commit is None else commit.number
 
     def require_free(self, *, or_ours: bool) -> None:
-        """Before a conversion, see that its save hides no other. Nothing is written. Runs on: rank 0.
+        """Check before a conversion that its save would not hide another. Writes nothing. Runs on: rank 0.
 
         Args:
-            or_ours: A save may be there, beside which the new one becomes the newest.
+            or_ours: Accept existing saves of this name; they stay, and the new save becomes the newest.
 
         Raises:
-            TargetError: It would, or the store cannot be read.
+            TargetError: It would hide another, or the store cannot be read.
         """
         try:
             pointer = read_pointer(self._store, self._name)
@@ -103,7 +103,7 @@ class StoreFolder(SaveTarget):
             )
 
     def newest_manifest(self) -> bytes | None:
-        """Of the newest save, whoever made it; None where there is none. Runs on: rank 0.
+        """The manifest of the newest save, whoever made it; None if there is none. Runs on: rank 0.
 
         Raises:
             StoreError: The store cannot be read.
@@ -120,7 +120,7 @@ class StoreFolder(SaveTarget):
             self._published = None
 
     def release_forgotten(self) -> None:
-        if self._published is not None:  # a store may take long to answer
+        if self._published is not None:  # a store may be slow to answer
             threading.Thread(target=self.release, name='xhf-store-release', daemon=True).start()
 
     def open_staging(self, step: Step | None = None) -> Path:

@@ -48,10 +48,10 @@ class SaveTarget(ABC):
 
     @abstractmethod
     def claim(self) -> None:
-        """Before training, check that saves can be written there, lock it, and clean up after killed runs.
+        """Before training: check that saves can be written there, lock it, and clean up after killed runs.
 
         Raises:
-            TargetError: It cannot be used.
+            TargetError: The target cannot be used.
         """
 
     @abstractmethod
@@ -64,7 +64,7 @@ class SaveTarget(ABC):
         return str(self.final).rpartition('/')[2]
 
     def release_forgotten(self) -> None:
-        """:meth:`release`, as called by the garbage collector at any moment. Returns at once."""
+        """Like :meth:`release`, but called by the garbage collector, at any moment. Returns at once."""
         self.release()
 
     @abstractmethod
@@ -93,11 +93,11 @@ class SaveTarget(ABC):
 
     @abstractmethod
     def beside(self, suffix: str) -> SaveTarget:
-        """Another target for a single save, with a suffix to its name, such as that of the best save."""
+        """Another target, with a suffix added to its name, for a single save such as the best one."""
 
     @abstractmethod
     def free_nbytes(self) -> int | None:
-        """Free bytes there; None if that is unknown, as for stores."""
+        """Free bytes there; None if unknown, as for stores."""
 
     @abstractmethod
     def require_room(self, nbytes: int) -> int | None:
@@ -123,7 +123,7 @@ class SaveTarget(ABC):
             records: The receipts of all ranks (receipts.py).
             verify: One of VERIFY_LEVELS. With 'full', every byte is read back and compared with the checksums taken
                 from memory.
-            threads: Threads that read back; None starts some.
+            threads: Threads for reading back; None starts some.
 
         Raises:
             IncompleteError: Something that was planned is missing.

@@ -18,13 +18,13 @@ class Background(Generic[T]):
 
     A handler may interrupt any of these methods and call another one, so they poll a flag and take no lock. A handler
     that interrupted :meth:`threading.Thread.join` and called it again would deadlock. A forked child does not have the
-    thread, and so no work.
+    thread, so it has no work.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._busy = self._ended = False
-        self._process = 0  # that has the thread
+        self._process = 0  # the process that has the thread
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -49,7 +49,7 @@ class Background(Generic[T]):
             raise RuntimeError(f'{self._name}: the outcome of earlier work was not collected')
         self._value = self._error = None
         self._ended, self._process = False, os.getpid()
-        # A daemon: at exit ExitWait waits for it, for a bounded time, not the interpreter
+        # A daemon: at exit, ExitWait and not the interpreter waits for it, for a limited time
         threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True).start()
         self._busy = True  # last: a handler that interrupts this must not wait for a thread that has not started
 

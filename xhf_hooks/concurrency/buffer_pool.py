@@ -12,14 +12,15 @@ from xhf_hooks.concurrency.host_snapshot import host_memory
 
 
 class BufferPool:
-    """Buffers of one size. Used by: one thread that takes them, and any that drop what they were given.
+    """Buffers of one size. Used by: one thread that takes them, and any threads that drop them.
 
-    Fresh pages are expensive. There are as many buffers as are in use at once, which is for those to bound who take
-    them; nobody waits here, so nobody waits for ever because something still refers to one, as an error may.
+    Fresh pages are expensive, so buffers are reused. The pool grows to as many buffers as are in use at once; the
+    caller must limit that. :meth:`take` never waits, so a reference that is kept too long, such as in an error, cannot
+    cause a deadlock.
 
     Args:
-        nbytes: Of each.
-        count: That many exist from the beginning.
+        nbytes: Size of each buffer.
+        count: Number of buffers to allocate in advance.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
@@ -29,7 +30,7 @@ class BufferPool:
             self._free.put(host_memory(nbytes))
 
     def take(self) -> np.ndarray:
-        """A buffer as bytes. It comes back when this array, and all arrays and views made of it, are gone."""
+        """A buffer as bytes. It returns to the pool when this array and all views of it are gone."""
         try:
             block = self._free.get_nowait()
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""Copies of weights that are made while forward and backward passes go on, which do not change them."""
+"""Copies weights during forward and backward passes, which do not change them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xhf_hooks.errors import TensorError
 
 
 class DeferredCopies:
-    """What changes weights waits for them. Used by: training's thread, but for :meth:`run`.
+    """Pending copies, which training waits for before weights change. Used by: training's thread, except :meth:`run`.
 
     Args:
-        optimizer: Its step is the first thing in an iteration that changes a weight; without one, none are accepted.
-        model: Loading a state dict into it changes weights, too.
+        optimizer: Its step is the first thing in an iteration that changes weights; None: no copies are accepted.
+        model: Loading a state dict into it waits, too, as that changes weights.
 
     Attributes:
-        nbytes: Of all that was added since the last :meth:`clear`.
-        waited_secs: For how long :meth:`wait` has stopped training since then.
+        nbytes: Bytes added since the last :meth:`clear`.
+        waited_secs: How long :meth:`wait` has blocked training since then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None, model: nn.Module | None = None) -> None:
@@ -34,11 +34,11 @@ class DeferredCopies:
             self._handles.append(model.register_load_state_dict_pre_hook(self.wait))
 
     def accepts(self, source: torch.Tensor) -> bool:
-        """Whether it can be copied later; from a GPU that is not known to be safe."""
+        """Whether this tensor can be copied later. A GPU tensor cannot: that is not known to be safe."""
         return bool(self._handles) and source.device.type == 'cpu'
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy it later."""
+        """Add a copy for :meth:`run`."""
         self._none_left.clear()
         self._todo.append((target, source, source._version))
         self.nbytes += source.nbytes
@@ -47,7 +47,7 @@ class DeferredCopies:
         """Make the copies. Runs on: any thread.
 
         Raises:
-            TensorError: Something that does not wait has changed a weight.
+            TensorError: Something that does not wait changed a weight.
         """
         try:
             for target, source, version in self._todo:
@@ -62,21 +62,21 @@ class DeferredCopies:
             self._none_left.set()
 
     def wait(self, *_: object) -> None:
-        """Return when weights may change."""
-        if not self._none_left.is_set() and self._process == os.getpid():  # a forked child has no thread that copies
+        """Wait until weights may change."""
+        if not self._none_left.is_set() and self._process == os.getpid():  # a forked child has no copying thread
             began = time.perf_counter()
             self._none_left.wait()
             self.waited_secs += time.perf_counter() - began
 
     def clear(self) -> None:
-        """Forget all that was not copied; :meth:`run` must not be going on."""
+        """Drop copies that were not made. :meth:`run` must not be active."""
         self._todo, self.nbytes, self.waited_secs = [], 0, 0.0
         self._none_left.set()
 
     def close(self) -> None:
-        """Let optimizer and model go."""
+        """Remove the hooks from optimizer and model."""
         for handle in self._handles:
             handle.remove()
 
     def __reduce__(self) -> tuple[type[DeferredCopies], tuple[()]]:
-        return DeferredCopies, ()  # a copy of the model, which has a reference to this, has no copies to wait for
+        return DeferredCopies, ()  # the model refers to this object; a copy of the model has nothing to wait for

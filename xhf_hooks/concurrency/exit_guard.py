@@ -1,4 +1,4 @@
-"""Lets a background save finish when the process is about to end, after an exception, SIGTERM or otherwise."""
+"""Lets a background save finish before the process ends, after an exception, SIGTERM or otherwise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ExitWait:
     """Calls ``wait`` before the interpreter exits and before SIGTERM takes effect, until :meth:`close`.
 
     torchrun, SLURM and Kubernetes send SIGTERM and kill some time later (torchrun after 30 s, or its
-    ``--shutdown-timeout``). Python handles signals in the main thread: SIGTERM is only handled where hooks run there.
-    What is waited for can no longer start threads: it must have all that it needs.
+    ``--shutdown-timeout``). Python handles signals in the main thread, so SIGTERM is handled only if hooks run there.
+    While the interpreter exits, no thread can be started, so the save must have started its threads before.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:

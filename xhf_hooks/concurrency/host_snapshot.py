@@ -9,11 +9,11 @@ import torch
 
 from xhf_hooks.concurrency.deferred_copies import DeferredCopies
 
-#: Small for models whose saves take long, large for a local shard of a tensor (sources/local_shards.py).
+#: Small beside a model whose saves take long, large beside a local shard (sources/local_shards.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
 _PAGE_NBYTES = 4096
-#: Aligned as in its file; of what is smaller, that would waste more than a sixteenth.
+#: From this size on, data is aligned as in its file. For smaller data that would waste more than a sixteenth.
 _LARGE_NBYTES = 16 * _PAGE_NBYTES
 
 
@@ -23,11 +23,11 @@ class SnapshotMemory:
     Fresh pages are expensive, so nothing is freed between saves. On a GPU machine it is pinned, and copies run
     asynchronously until :meth:`synchronize`; on the CPU it uses huge pages where available.
 
-    What is large lies in it as in its file, seen from the boundaries of pages, so that the disk can take it from here
+    Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
     (writers/file_io/direct.py).
 
     Args:
-        deferred: Makes the copies that can wait.
+        deferred: Takes the copies that can wait.
     """
 
     def __init__(self, deferred: DeferredCopies | None = None) -> None:
@@ -52,14 +52,14 @@ class SnapshotMemory:
         self._deferred.clear()
 
     def hold(self, tensor: torch.Tensor, offset: int, is_steady: bool = False) -> memoryview:
-        """Copy a tensor that will be at ``offset`` of a file.
+        """Copy a tensor that will be written at ``offset`` of a file.
 
         Args:
-            is_steady: Nothing but an optimizer's step will change it, so that the copy can wait.
+            is_steady: Whether only an optimizer step changes the tensor, so that the copy can wait.
 
         Returns:
-            Its row-major bytes, valid until :meth:`clear`; from a GPU, after :meth:`synchronize`; of copies that wait,
-            after they were made.
+            Its row-major bytes, valid until :meth:`clear`; from a GPU, only after :meth:`synchronize`; for a deferred
+            copy, only after it was made.
         """
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         room = self._take(flat.numel(), offset)
@@ -90,12 +90,12 @@ class SnapshotMemory:
 
 
 def _padding(address: int, nbytes: int, offset: int) -> int:
-    """Bytes to leave free from an address on."""
+    """Bytes to skip after an address, for alignment."""
     return (offset - address) % _PAGE_NBYTES if nbytes >= _LARGE_NBYTES else -address % _ALIGNMENT
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """Bytes into which a GPU copies by itself, or in huge pages where there is none."""
+    """Allocate bytes: pinned if there is a GPU, else in huge pages where available."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     if torch.cuda.is_available():

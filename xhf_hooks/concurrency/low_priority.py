@@ -7,18 +7,17 @@ import os
 import sys
 import threading
 
-#: Added to the nice value. Where all processors are wanted, five levels leave a thread a quarter of one. With ten (a
-#: tenth) and 19 (a sixty-eighth) a save took two and three times as long as with five on a busy machine, and a thread
-#: that is made to wait may hold Python's lock, for which training then waits as well.
+#: Added to the nice value. When all cores are busy, five levels leave a thread a quarter of a core. With ten (a tenth)
+#: and 19 (a sixty-eighth), a save took two and three times as long as with five on a busy machine; and a thread that
+#: is kept waiting may hold the GIL, so that training waits, too.
 _NICER = 5
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread, and of threads that it starts later, but not of the process.
+    """Lower the priority of the calling thread and of threads that it starts later, not of the process.
 
-    On Linux nice values belong to threads, and the priority at the disk follows from them (ioprio_set(2)). Where that
-    is not so, or is refused, nothing happens. It cannot be taken back without privileges, so the thread should end
-    with its work.
+    On Linux nice values belong to threads, and I/O priorities follow from them (ioprio_set(2)). Does nothing on other
+    systems, or if it is refused. It cannot be undone without privileges, so the thread should end with its work.
     """
     if sys.platform == 'linux':
         thread = threading.get_native_id()

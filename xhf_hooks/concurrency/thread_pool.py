@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 _MOST_WORKERS = 8  # by default: more than a disk can feed
-_LOOK_SECS = 5.0  # between two looks at whether all threads are alive
-_TO_BEGIN_NBYTES = 64 * 2**20  # of a thread: its stack, usually 8 MB, and what Python makes for it
+_LOOK_SECS = 5.0  # between checks that all threads are alive
+_TO_BEGIN_NBYTES = 64 * 2**20  # for a thread: its stack, usually 8 MB, and its Python objects
 _Job = Callable[[], Any]
 
 
 def default_workers() -> int:
-    """One thread for each core that this process may use, and one to wait for the disk; up to a limit."""
+    """One thread per core that this process may use, plus one that waits for the disk; up to a limit."""
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
 
 
 def _require_memory() -> None:
-    """A thread without memory for its first steps ends silently, and ``Thread.start`` then waits for ever."""
+    """Check first: a thread without memory to begin ends silently, and ``Thread.start`` waits forever."""
     try:
-        mmap.mmap(-1, _TO_BEGIN_NBYTES).close()  # from the system, not from memory that this process has freed
+        mmap.mmap(-1, _TO_BEGIN_NBYTES).close()  # from the system, not memory that this process has freed
     except OSError:
         raise MemoryError(f'no {_TO_BEGIN_NBYTES >> 20} MB for a thread') from None
 
@@ -34,15 +34,15 @@ def _require_memory() -> None:
 class WorkerThreads:
     """Threads that are all started at once and wait for jobs. Used by: one thread, for one :meth:`run` at a time.
 
-    Not concurrent.futures: it takes no jobs once the interpreter has begun to shut down, and since Python 3.12 no
-    thread can be started then. A background save may still be running at that time, so its threads start when it does.
+    Not concurrent.futures, which accepts no jobs once the interpreter has begun to shut down; and since Python 3.12
+    no thread can be started then. A background save may still be running, so its threads start when it does.
 
     Args:
-        count: How many.
-        prepare: Called in each, before its first job. It must not raise.
+        count: Number of threads.
+        prepare: Called in each thread before its first job. It must not raise.
 
     Raises:
-        RuntimeError: The system does not allow so many threads.
+        RuntimeError: The system does not allow that many threads.
         MemoryError: There is not enough memory for them.
     """
 
@@ -53,7 +53,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(count):
-                # A daemon: what waits for it at exit is a bounded wait, not the interpreter
+                # A daemon: at exit a time-limited wait (exit_guard.py) applies, not the interpreter's
                 thread = threading.Thread(target=self._work, name=f'xhf-worker-{number}', daemon=True)
                 _require_memory()
                 thread.start()
@@ -84,7 +84,7 @@ class WorkerThreads:
                 self._forget_jobs()
 
     def _next_result(self) -> tuple[Any, BaseException | None]:
-        """Wait for one.
+        """Wait for the next result.
 
         Raises:
             MemoryError: A thread ended without even the memory to report it.
@@ -97,7 +97,7 @@ class WorkerThreads:
                     raise MemoryError('a thread ran out of memory') from None
 
     def _forget_jobs(self) -> None:
-        """Drop jobs that have not begun, and wait for those that have.
+        """Drop jobs that have not started, and wait for those that have.
 
         ``waiting`` of :meth:`run` cannot tell: Ctrl-C may come between taking a result and counting it.
         """
@@ -108,7 +108,7 @@ class WorkerThreads:
         if not self._threads:
             return
         all_idle, mark = threading.Barrier(len(self._threads)), object()
-        for _ in self._threads:  # each thread takes one: none goes on before all have
+        for _ in self._threads:  # each thread takes one, since none continues before all have
             self._jobs.put(lambda: (all_idle.wait(), mark)[1])
         marks = 0
         while marks < len(self._threads):
@@ -135,6 +135,6 @@ class WorkerThreads:
                 result: tuple[Any, BaseException | None] = job(), None
             except BaseException as error:  # raised by run()
                 result = None, error
-            del job  # with what it holds, before the next comes
+            del job  # frees what it holds before the next job arrives
             self._results.put(result)
             del result

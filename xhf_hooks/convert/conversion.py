@@ -1,11 +1,11 @@
 """The flow of a conversion: that of :mod:`xhf_hooks.save`, without ranks.
 
-CheckpointSource        tensors in the files               names and shapes, no data
+CheckpointSource        the tensors in the files           names and shapes, no data
 MetaModel               the trained model                  on the meta device, no data
-Exporter.entries()      exported tensors and their names   the exporters of the hook
+Exporter.entries()      exported tensors and their names   the same exporters as the hook
 make_plan()             the place of each byte
-write_weights()         slices are read, cast and written  several threads, one block each
-send_weights()          the same, to a store               file after file, from memory
+write_weights()         slices are read, cast and written  by several threads, a block each
+send_weights()          or sent to a store                 file after file, from memory
 commit()                staging gets the final name        in a store: the pointer moves
 """
 
@@ -49,7 +49,7 @@ class ConvertOptions:
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
             any. None: the training dtype, bit for bit what the hook saves.
         workers: Threads that read, cast and write.
-        verify: Read everything back and compare before the commit.
+        verify: Read everything back and compare it before the commit.
     """
 
     config: Path | None = None
@@ -67,14 +67,14 @@ class ConvertOptions:
 
 
 def target_of(out: Path | str, *, or_ours: bool = False) -> SaveTarget:
-    """What :meth:`Conversion.run` writes to: a folder, or a URL under which each conversion becomes the newest save.
+    """The target of :meth:`Conversion.run`: a folder, or a URL under which each conversion becomes the newest save.
 
     Args:
-        or_ours: Under the URL may be saves already.
+        or_ours: Accept existing saves under the URL.
 
     Raises:
-        OptionError: The URL is none of a store, or holds credentials.
-        TargetError: Under the URL are saves, or it cannot be read.
+        OptionError: The URL is not that of a store, or contains credentials.
+        TargetError: There are saves under the URL, or it cannot be read.
     """
     if isinstance(out, Path):
         return CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
@@ -224,7 +224,7 @@ class Conversion:
         try:
             warnings, overflows = self._write_and_commit(out, meter, on_progress)
             path = out.name_of(out.token)
-        except BaseException:  # signals, too
+        except BaseException:  # including signals
             out.abandon()
             raise
         finally:
@@ -284,7 +284,7 @@ def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: 
     weights = checkpoint.facts['weights']
     if checkpoint.averages or config is None or not config.averages:
         return weights, []
-    if checkpoint.found.layout == 'file' and not config.uses_deepspeed:  # published without what resuming needs
+    if checkpoint.found.layout == 'file' and not config.uses_deepspeed:  # published without resume state
         if not ema:
             raise OptionError('--no-ema', 'a checkpoint with the ema_state_dict of its run', checkpoint.found.path.name)
         return 'averaged', []

@@ -1,4 +1,4 @@
-"""Sends the weights of a plan to a store: several threads read and cast, and hand over in the order of the files."""
+"""Sends the weights of a plan to a store. Several threads read and cast; parts are sent in file order."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def send_weights(
     """Send every file of the plan, from memory; for arguments and results see :func:`.write_weights`.
 
     Args:
-        verify: Afterwards, compare what the store returns with the checksums of what was sent.
+        verify: Afterwards, read everything back and compare its checksums with those of the sent bytes.
 
     Raises:
-        IncompleteError: The store returned other bytes than were sent.
+        IncompleteError: The store returned different bytes.
         XhfError, OSError: Reading or sending failed.
     """
     total, n_overflows = plan.nbytes * (1 + verify), 0
@@ -72,7 +72,7 @@ def send_weights(
 
 
 class _Work:
-    """The jobs of the threads. Each makes its bytes beside the others, and hands them over when it is its turn."""
+    """The jobs of the threads. They read and cast in parallel, and take turns to hand their bytes to the writer."""
 
     def __init__(
         self, source: FileSource, plan: SavePlan, writer: StoreWriter, *, use_fp32_master: bool, meter: MemoryMeter
@@ -82,7 +82,7 @@ class _Work:
         self._turns = _Turns()
 
     def jobs(self) -> Iterator[Callable[[], _Done]]:
-        """In the order of the files; what is made of several tensors, at the first of its places."""
+        """Jobs in file order. A group with several places comes at the first of them."""
         number_of = {file.name: number for number, file in enumerate(self._plan.files)}
 
         def first_place(item: Block | Group) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class _Work:
             return self._hand_over(turn, iter(chunks))
 
     def _send_group(self, turn: int, group: Group) -> _Done:
-        """All of it when it is its turn: several at once would take too much memory."""
+        """Read, cast and send only when its turn comes: several groups at once would take too much memory."""
         names = [spec.name for spec in group.reads]
 
         def chunks() -> Iterator[Chunk]:
@@ -136,7 +136,7 @@ class _Work:
 
 
 class _Turns:
-    """Lets jobs go on one after the other, in their order; none once a job has failed."""
+    """Lets jobs continue one after the other, in order; none after a job has failed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -145,7 +145,7 @@ class _Turns:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Around all of a job: those that wait for it learn of its failure."""
+        """Wraps a whole job, so that waiting jobs learn of its failure."""
         try:
             yield
         except BaseException:
@@ -156,7 +156,7 @@ class _Turns:
 
     @contextmanager
     def taken(self, number: int) -> Iterator[bool]:
-        """Wait for the turn of that number, from 0; whether it came."""
+        """Wait for turn ``number`` (from 0); yields False if a job has failed instead."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_failed or self._next == number)
             may_go_on = not self._has_failed

@@ -1,4 +1,4 @@
-"""Writes the weights of a plan with several threads: read, cast, write; or compare with what was written."""
+"""Writes the weights of a plan in several threads: read, cast, write; or compares them with what was written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, Part, cut_into_blocks
 
-#: Limit of the bytes that gathered groups hold in memory at once; a larger group runs alone.
+#: Most bytes that gathered groups hold in memory at once; a larger group runs alone.
 _GROUPS_NBYTES = 64 * 10**6
 
 #: Receipts, and the number of finite elements that became infinite.
@@ -50,7 +50,7 @@ def write_weights(
         Receipts, and the number of finite elements that became infinite.
 
     Raises:
-        IncompleteError: The disk returned other bytes than were written.
+        IncompleteError: The disk returned different bytes.
         XhfError, OSError: Reading or writing failed.
     """
     total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
@@ -154,7 +154,7 @@ class _Work:
 
 
 def read_part(source: FileSource, part: Part, out: memoryview, *, use_fp32_master: bool) -> int:
-    """Read what a part of a block takes from the source, cast; how many finite elements became infinite."""
+    """Read and cast one part of a block; returns how many finite elements became infinite."""
     place = part.placement
     first = place.source_offset + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
     return source.read_into(part.read, first, out, place.dtype, use_fp32_master=use_fp32_master)
@@ -186,7 +186,7 @@ class _Budget:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Parallelism comes from the workers."""
+    """Limit torch to one thread: the workers provide the parallelism."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

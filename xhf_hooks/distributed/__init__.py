@@ -1,1 +1,1 @@
-"""Ranks: agreement, and what they see of one file system."""
+"""Ranks: agreement between them, and whether they share a file system."""

@@ -1,10 +1,10 @@
-"""Agreement between ranks: an error on one becomes the same error on all, never a hang.
+"""Agreement between ranks: an error on one rank becomes the same error on all, never a hang.
 
-Everything here runs on a gloo group of its own. While one rank writes to a slow disk the others wait on this group,
-with its time-out, so no NCCL collective spans a disk write.
+Everything here runs on a separate gloo group. While one rank writes to a slow disk, the others wait on this group, with
+its own time-out, so no NCCL collective spans a disk write.
 
 Small values go up a binomial tree to rank 0 and come back by broadcast: an agreement of N ranks takes 2 log2(N) steps;
-gloo's own all-reduce takes 2 (N - 1), one after the other.
+gloo's own all-reduce takes 2 (N - 1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xhf_hooks.errors import AgreedError, PlanError, RankLostError
 from xhf_hooks.files.open_files import allow_open_files
 
 T = TypeVar('T')
-#: How long making a group may take. All ranks are about to begin: one that does not come now never will.
+#: Time limit for creating a group. All ranks are about to start: one that has not come by then never will.
 CONNECT_TIMEOUT_SECS = 120.0
 
 
@@ -38,10 +38,10 @@ class Collective:
 
     Args:
         timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
-        connect_timeout_secs: How long it waits for them here, where no rank has other work.
+        connect_timeout_secs: How long the constructor waits for the others; no rank has other work then.
 
     Raises:
-        RankLostError: A rank did not come.
+        RankLostError: A rank did not connect.
         LimitError: This process may not open as many files as there are ranks.
     """
 
@@ -56,9 +56,9 @@ class Collective:
 
     @classmethod
     def shared(cls) -> Collective:
-        """The one of this process's default group: made by the first call and reused until that group ends.
+        """The collective of this process's default group: created by the first call, reused until that group ends.
 
-        Runs on: all ranks. For repeated callers; :meth:`close` leaves it open.
+        Runs on: all ranks. For repeated callers: :meth:`close` leaves it open.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -69,7 +69,7 @@ class Collective:
         return found
 
     def agree(self, stage: str, error: Exception | None = None) -> None:
-        """Raise on every rank if any rank brings an error, now or remembered. Runs on: all ranks.
+        """Raise on every rank if any rank has an error, passed or remembered. Runs on: all ranks.
 
         Raises:
             AgreedError: Some rank failed; the same on every rank.
@@ -86,7 +86,7 @@ class Collective:
         raise AgreedError(failed_stage, failures) from (None if own is None else own[1])
 
     def remember(self, stage: str, error: Exception) -> None:
-        """Keep a failure for the next agreement; until then this rank takes part as usual. The first one counts."""
+        """Keep an error for the next agreement; until then this rank takes part as usual. Only the first is kept."""
         if self._remembered is None:
             self._remembered = (stage, error)
 
@@ -97,16 +97,16 @@ class Collective:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Run a block on all ranks and agree at its end, whatever happened in it. Runs on: all ranks.
+        """Run a block and agree at its end, even if it raised. Runs on: all ranks.
 
-        The block must end or raise without waiting for a rank that may have failed. Inside it :meth:`agree` may be
-        called at points that all ranks pass.
+        The block must end or raise without waiting for a rank that may have failed. It may call :meth:`agree` at
+        points that all ranks pass.
         """
         try:
             yield
         except (AgreedError, RankLostError):
             raise
-        except Exception as error:  # whatever it is, every rank must learn of it
+        except Exception as error:  # of any type: every rank must learn of it
             self.agree(name, error)
         else:
             self.agree(name)
@@ -116,20 +116,20 @@ class Collective:
         if self.world_size > 1:
             with self._in_touch(stage):
                 options = BarrierOptions()
-                options.device = torch.device('cpu')  # dist.barrier would take the GPU to which the run is bound
+                options.device = torch.device('cpu')  # dist.barrier would use the run's GPU
                 self._group.barrier(options).wait()
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
-        """Whether any rank has the flag. Runs on: all ranks."""
+        """Whether the flag is set on any rank. Runs on: all ranks."""
         return bool(self.all_reduce(np.array([flag], np.uint8), np.maximum, stage)[0])
 
     def all_reduce(
         self, values: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray], stage: str = 'exchange'
     ) -> np.ndarray:
-        """All ranks' numbers, merged pairwise, on every rank. Runs on: all ranks.
+        """Merge all ranks' numbers pairwise; every rank gets the result. Runs on: all ranks.
 
         Args:
-            values: A few; of the same shape and type on all ranks.
+            values: A small array, of the same shape and type on all ranks.
         """
         if self.world_size == 1:
             return values
@@ -146,13 +146,13 @@ class Collective:
         return merged.numpy()
 
     def reduce(self, records: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        """All ranks' records, merged pairwise, on rank 0; elsewhere a partial result. Runs on: all ranks.
+        """Merge all ranks' records pairwise; rank 0 gets the result, other ranks a partial one. Runs on: all ranks.
 
         An error of ``merge`` is remembered.
 
         Args:
-            records: Of the same type on all ranks, in any number.
-            merge: Called with those of consecutive ranks, the lower ones first.
+            records: Any number of records, of the same type on all ranks.
+            merge: Called with the records of consecutive ranks, lower ranks first.
         """
         if self.world_size == 1:
             return records
@@ -165,7 +165,7 @@ class Collective:
                 self._receive(theirs, child)
                 try:
                     records = merge(records, theirs)
-                except Exception as error:  # the ranks above in the tree wait for this one
+                except Exception as error:  # ranks above in the tree wait for this one
                     self.remember('exchange', error)
             if parent is not None:
                 self._send(np.array([len(records)], np.int64), parent)
@@ -186,7 +186,7 @@ class Collective:
         return pickle.loads(content.numpy())
 
     def exchange(self, value: T, distance: int) -> T:
-        """Send a value to rank ``rank + distance``, receive that of ``rank - distance``. Runs on: all ranks."""
+        """Send a value to rank ``rank + distance``, receive one from ``rank - distance``. Runs on: all ranks."""
         if self.world_size == 1:
             return value
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
@@ -200,15 +200,15 @@ class Collective:
     def post(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], stage: str
     ) -> Callable[[], None]:
-        """Begin to send bytes to ranks and to receive bytes from ranks. Runs on: those that are named, in step.
+        """Start sending bytes to ranks and receiving bytes from ranks. Runs on: the named ranks, in step.
 
-        Both sides must know how many. What is on a device goes by the run's own group, for that is the one with a
-        backend for it, after :meth:`connect_device`.
+        Both sides must know how many bytes. Tensors on a device go through the run's own group, which has a backend
+        for the device; call :meth:`connect_device` first.
 
         Returns:
-            Waits for the end of all of it, during which nobody may touch the tensors.
+            A function that waits until all is done. Until then nobody may touch the tensors.
         """
-        if not outgoing and not incoming:  # as always on one rank, which has no group
+        if not outgoing and not incoming:  # always so with a single rank, which has no group
             return lambda: None
         on_host = all(tensor.device.type == 'cpu' for tensor in (*outgoing.values(), *incoming.values()))
         with self._in_touch(stage):
@@ -225,9 +225,9 @@ class Collective:
         return finish
 
     def connect_device(self, device: torch.device) -> None:
-        """Begin to use the run's own group for a device. Runs on: all ranks.
+        """Prepare the run's own group for transfers on a device. Runs on: all ranks.
 
-        nccl wants all ranks in the first operation of a group, and not all of them have something to :meth:`post`
+        NCCL requires all ranks in a group's first operation, but not all of them have something to :meth:`post`
         (``torch.distributed.batch_isend_irecv``).
         """
         if self.world_size > 1:
@@ -235,7 +235,7 @@ class Collective:
                 dist.all_reduce(torch.zeros(1, device=device))
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order; for small values, rarely. Runs on: all ranks."""
+        """Every rank's value, in rank order; for rare, small values. Runs on: all ranks."""
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
@@ -247,11 +247,11 @@ class Collective:
         """Check that all ranks hold the same thing. Runs on: all ranks.
 
         Args:
-            digest: Compared first, so that nothing large is sent when all is well.
-            describe: The thing itself, line by line; called only to name the first difference.
+            digest: Compared first, so that nothing large is sent if all ranks agree.
+            describe: Returns the thing as lines; called only to find the first difference.
 
         Raises:
-            PlanError: It differs; both sides are named.
+            PlanError: It differs; the message names both sides.
         """
         if not self.any(digest != self.broadcast(digest)):
             return
@@ -267,24 +267,24 @@ class Collective:
         )
 
     def close(self) -> None:
-        """Destroy the group; a shared one stays for the next call. Runs on: all ranks."""
+        """Destroy the group; a shared one is kept for the next call. Runs on: all ranks."""
         if not self._is_shared:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close all connections, shared ones too, so that ranks that wait for this one fail at once.
+        """Close all connections, even shared ones, so that ranks waiting for this one fail at once.
 
-        Runs on: a rank that leaves in the middle, with an error that is not agreed.
+        Runs on: a rank that leaves in the middle with an error that was not agreed on.
         """
         if self._group is not None:
             group, self._group = self._group, None
-            with contextlib.suppress(ValueError):  # it went with the default group, as in a notebook
+            with contextlib.suppress(ValueError):  # destroyed with the default group, as in a notebook
                 dist.destroy_process_group(group)
         if self._is_shared and dist.group.WORLD is not None:
             _SHARED.pop(dist.group.WORLD, None)
 
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
-        # A new group's time-out also limits the search for its ranks in the store: short for that, then long
+        # A new group's time-out also applies while it looks up its ranks in the store: short for that, then long
         try:
             group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
         except RuntimeError as error:
@@ -296,7 +296,7 @@ class Collective:
         return group
 
     def _tree(self) -> tuple[list[int], int | None]:
-        """The ranks that this one receives from, in order, and the one that it sends to; None for rank 0."""
+        """The ranks that this one receives from, in order, and the rank that it sends to (None on rank 0)."""
         children, step = [], 1
         while step < self.world_size and self.rank % (2 * step) == 0:
             if self.rank + step < self.world_size:
@@ -304,7 +304,7 @@ class Collective:
             step *= 2
         return children, self.rank - step if self.rank else None
 
-    # Each wait gets the time-out: point-to-point operations otherwise use the one that the group was made with
+    # Each wait is given the time-out; without it, point-to-point operations use that of the group's creation
 
     def _send(self, values: np.ndarray, rank: int) -> None:
         dist.isend(_as_tensor(values), rank, group=self._group).wait(self._timeout)
@@ -324,19 +324,19 @@ class Collective:
             raise RankLostError(f'{what}: the connection broke in an earlier one')
         try:
             yield
-        except RuntimeError as error:  # what torch.distributed raises for a closed connection and a time-out
-            # Otherwise ranks that wait for this one would do so until their own time-out
+        except RuntimeError as error:  # torch.distributed raises it for closed connections and time-outs
+            # Otherwise ranks waiting for this one would hang until their own time-out
             self.abandon()
             secs = self._timeout.total_seconds()
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
 
 
-#: What :meth:`Collective.shared` has made, for as long as the process group exists.
+#: Made by :meth:`Collective.shared`; kept as long as the process group exists.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
 
 
 def _as_tensor(values: np.ndarray) -> torch.Tensor:
-    """A view of its bytes."""
+    """A view of the array's bytes."""
     return torch.from_numpy(values.view(np.uint8))
 
 
@@ -345,7 +345,7 @@ def _pickled(value: object) -> torch.Tensor:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """0 and 1 where there is no process group."""
+    """This process's rank and the number of ranks; 0 and 1 without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -20,7 +20,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class MappedFile:
     """A mapped file. Thread-safe.
 
-    Each range is populated with madvise(2) before it is returned: that reports unreadable pages as an error. A page
+    Each range is populated with madvise(2) before it is returned, which reports unreadable pages as an error. A page
     that becomes unreadable later still raises SIGBUS, so training runs use :func:`os.preadv` instead.
 
     Raises:

@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 
 _PREFIX = 'xhf_assets-'
-#: A file system in memory, on Linux.
+#: Linux's in-memory file system.
 _MEMORY = Path('/dev/shm')
 
 
 class MemoryFolder:
-    """Empty when it is made; removed by :meth:`close`, or after a kill by the next that is made on this host.
+    """A new, empty folder; removed by :meth:`close` or, after a kill, when the next one is created on this host.
 
-    It is in ``/dev/shm``; where that is not there, or not for us to write, in the system's folder for temporary files.
+    It is in ``/dev/shm`` or, if that is missing or not writable, in the system's folder for temporary files.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class MemoryFolder:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Remove it; does nothing the second time."""
+        """Remove the folder. Does nothing the second time."""
         if self._fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._fd)
@@ -37,8 +37,8 @@ class MemoryFolder:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """The kernel drops the lock of a process that has ended."""
-    with contextlib.suppress(OSError):  # somebody else's, or just removed
+    """Remove it unless a live process holds its lock: the kernel drops a process's locks when it ends."""
+    with contextlib.suppress(OSError):  # another user's, or just removed
         fd = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

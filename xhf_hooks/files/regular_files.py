@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-#: Files that libraries read completely. Real ones are below 40 MB; a sparse file could have a TB.
+#: Files that libraries read completely. Real ones are smaller than 40 MB; a sparse file could have 1 TB.
 _READ_WHOLE = (
     *('config.json', 'generation_config.json', 'adapter_config.json', 'processor_config.json', 'chat_template.jinja'),
     *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
@@ -39,7 +39,7 @@ def open_regular_fd(path: str | Path) -> int:
     Raises:
         OSError: It is not a regular file, is missing, or cannot be read.
     """
-    _require_regular(os.stat(path).st_mode, path)  # before opening: that alone may affect a device
+    _require_regular(os.stat(path).st_mode, path)  # before opening, which alone may affect a device
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _require_regular(os.fstat(fd).st_mode, path)  # again: the name may have been replaced

@@ -9,12 +9,12 @@ import torch
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 
-#: Those that this version of torch has.
+#: Safetensors dtype to torch dtype, as far as this version of torch has it.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
 }
-#: Gives the row-major bytes of a tensor in host memory. Told as well: where in its file they will lie, and whether
-#: nothing but an optimizer's step will change the tensor.
+#: Returns the row-major bytes of a tensor in host memory. The other arguments: the offset in the file, and whether
+#: only an optimizer step changes the tensor.
 ToHost = Callable[[torch.Tensor, int, bool], memoryview]
 CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
 #: Names of typed storages in files of ``torch.save``.
@@ -81,7 +81,7 @@ def host_bytes(tensor: torch.Tensor, offset: int = 0, is_steady: bool = False) -
     """The row-major bytes of a tensor in host memory: a view if possible, else a copy.
 
     Args:
-        offset: Ignored, as the next; see :data:`ToHost`.
+        offset: Ignored, like ``is_steady``; see :data:`ToHost`.
     """
     flat = tensor.detach().to('cpu').contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

@@ -36,7 +36,7 @@ def count_non_finite(data: memoryview | bytearray | bytes, dtype: str) -> int:
 
 
 def _count(words: np.ndarray, mask: int, least: int) -> int:
-    """The usual case is decided by two fast maxima, of the positive and of the negative numbers."""
+    """Usually, two fast maxima of positive and of negative numbers show that there are none."""
     every_bit = np.iinfo(words.dtype).max
     sign = every_bit - mask
     if words.max() < sign + least and (not sign or words.view(f'i{words.itemsize}').max() < least):

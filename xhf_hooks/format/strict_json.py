@@ -19,7 +19,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Args:
-        where: Its file, for messages.
+        where: The file, for messages.
 
     Raises:
         DamagedError: It is not a JSON object, or exceeds the limits.

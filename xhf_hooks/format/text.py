@@ -8,7 +8,7 @@ _UNITS = ('kB', 'MB', 'GB', 'TB', 'PB', 'EB')
 
 
 def size_text(nbytes: int) -> str:
-    """Such as ``'17 bytes'``, ``'1.20 kB'`` or ``'340 GB'``, in powers of ten as in ``max_shard_size``."""
+    """A size such as ``'17 bytes'``, ``'1.20 kB'`` or ``'340 GB'``, in powers of ten like ``max_shard_size``."""
     if nbytes < 1000:
         return f'{nbytes} bytes'
     size, unit = nbytes / 1000, 0
@@ -18,7 +18,7 @@ def size_text(nbytes: int) -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """Such as ``'1 tensor'`` or ``'2,000 tensors'``."""
+    """A count such as ``'1 tensor'`` or ``'2,000 tensors'``."""
     return f'{n:,} {noun}{"" if n == 1 else "s"}'
 
 

@@ -1,1 +1,1 @@
-"""Frontends for other trainers than MMEngine. Each module needs the package that it is named after."""
+"""Frontends for trainers other than MMEngine. Each module needs the package that it is named after."""

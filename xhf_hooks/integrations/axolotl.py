@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
-#: Options of HFCheckpointCallback by their names there, which checks their values; others are refused.
+#: The options of HFCheckpointCallback, which checks their values. Unknown names are refused.
 HFCheckpointOptions: Any = create_model(  # type: ignore[call-overload]
     'HFCheckpointOptions',
     __config__=ConfigDict(extra='forbid'),
@@ -24,7 +24,7 @@ HFCheckpointOptions: Any = create_model(  # type: ignore[call-overload]
 
 
 class HFCheckpointArgs(BaseModel):
-    """What this plugin adds to Axolotl's YAML: ``hf_checkpoint`` with the options below it."""
+    """What this plugin adds to Axolotl's YAML: ``hf_checkpoint``, with the options below it."""
 
     hf_checkpoint: HFCheckpointOptions | None = None
 
@@ -37,7 +37,7 @@ class HFCheckpointPlugin(BasePlugin):
         return 'xhf_hooks.integrations.axolotl.HFCheckpointArgs'
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[HFCheckpointCallback]:
-        """The callback; called once the Trainer is built, before it trains.
+        """Returns the callback. Called after the Trainer is built, before it trains.
 
         Args:
             cfg: Axolotl's config, a dict that returns None for missing keys.

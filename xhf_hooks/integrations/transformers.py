@@ -1,4 +1,4 @@
-"""The callback for ``transformers.Trainer`` and what is built on it (TRL, Axolotl)."""
+"""The callback for ``transformers.Trainer`` and libraries built on it (TRL, Axolotl)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from xhf_hooks.telemetry.log import RunLog
 class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
-    The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which resuming needs: with
-    ``save_strategy='no'`` in TrainingArguments there are none.
+    The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which are needed for resuming;
+    ``save_strategy='no'`` in TrainingArguments turns those off.
 
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
@@ -34,7 +34,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         """Check that saves will work. Runs on: all ranks.
 
         Raises:
-            XhfError: They will not; the same on every rank.
+            XhfError: Saves will not work; the same on every rank.
         """
         self.close()
         saves_anyway = self.save_last or self.saves_on_demand
@@ -76,7 +76,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
             self._saves.collect()
-            # load_best_model_at_end has replaced the weights by now
+            # load_best_model_at_end has replaced the weights
             if self.save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
                 self._save(state)
                 self._saves.collect()
@@ -111,12 +111,12 @@ def _step(state: TrainerState) -> Step:
 
 
 def _log_result(state: TrainerState, result: Result) -> None:
-    """Add it to Trainer's log, which trainer_state.json has. Runs on: rank 0."""
+    """Add it to Trainer's log, which goes into trainer_state.json. Runs on: rank 0."""
     state.log_history.append({**result.scalars(), 'step': result.step.iteration})
 
 
 def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:
-    """Trainer gives callbacks the model inside DeepSpeed's engine, and the engine's optimizer in a wrapper."""
+    """Trainer passes callbacks the model from inside DeepSpeed's engine, and the engine's optimizer in a wrapper."""
     found = unwrap(model)
     plugin = getattr(args, 'deepspeed_plugin', None)
     if plugin is None:

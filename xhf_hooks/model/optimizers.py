@@ -1,4 +1,4 @@
-"""The optimizer of torch that an engine's optimizer uses."""
+"""Finds the torch optimizer inside an engine's optimizer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-#: Of DeepSpeed: those of which tests/distributed/test_deferred_copy.py shows that they change no weight, in whatever
-#: they keep it, before the inner optimizer steps. Their attributes that lead to other steps, and to weights on NVMe.
+#: DeepSpeed optimizers that change no copy of a weight before the inner optimizer steps, as
+#: tests/distributed/test_deferred_copy.py shows; and attributes of theirs that lead to other steps or weights on NVMe.
 _KNOWN = ('DeepSpeedZeroOptimizer', 'DeepSpeedZeroOptimizer_Stage3', 'BF16_Optimizer', 'FP16_UnfusedOptimizer')
 _ELSEWHERE = ('zenflow', 'backup_optimizer', 'swap_optimizer', 'params_in_nvme_and_cpu')
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The one whose step is the first thing in an iteration that changes a weight; None where that is unknown.
+    """The optimizer whose step is the first thing in an iteration that changes weights; None if unknown.
 
     Args:
-        optimizer: One of torch's, or what holds it as ``optimizer``: wrappers, DeepSpeed's optimizers.
+        optimizer: A torch optimizer, or a wrapper or DeepSpeed optimizer that holds one as ``optimizer``.
     """
     while (inner := getattr(optimizer, 'optimizer', None)) is not None:
         if type(optimizer).__module__.startswith('deepspeed.'):

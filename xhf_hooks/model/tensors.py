@@ -12,7 +12,7 @@ _WRAPPERS = re.compile(r'(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|
 
 
 def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers; tied ones under each name.
+    """Parameters and persistent buffers; tied ones under each of their names.
 
     Args:
         as_wrapped: Keep the wrappers' path components in the names.
@@ -53,7 +53,7 @@ def input_embedding(model: nn.Module) -> torch.Tensor | None:
 
 
 def model_class(model: nn.Module) -> type[nn.Module]:
-    """The original class of the model; ``fully_shard`` replaces it by a subclass.
+    """The original class of the model; ``fully_shard`` replaces it with a subclass.
 
     Source: ``torch/distributed/fsdp/_fully_shard/_fully_shard.py``, ``_get_cls`` and ``FSDPModule.__new__``.
     """

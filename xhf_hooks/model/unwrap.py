@@ -1,4 +1,4 @@
-"""Removes the wrappers of training from a model."""
+"""Removes training wrappers from a model."""
 
 from __future__ import annotations
 

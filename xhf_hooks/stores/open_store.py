@@ -67,11 +67,11 @@ def open_store(
     """The store at a URL. Nothing is sent yet, except that some libraries look for credentials.
 
     Args:
-        url: Such as ``'s3://bucket/run'``; any protocol that fsspec knows.
-        backend_args: For the file system of that protocol, such as ``endpoint_url``.
+        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
+        backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
         option: The user's option that the URL comes from, for messages.
-        prepare_thread: Called in a thread that then does all that is sent and received for such stores, where fsspec
-            has one for that. Otherwise it is fsspec's own, which others in this process may use.
+        prepare_thread: Called first in a new thread that does the I/O of such stores, for protocols whose I/O fsspec
+            does in a thread. None: fsspec's own thread, which other code in this process may share.
 
     Raises:
         OptionError: It is not the URL of a store.
@@ -106,7 +106,7 @@ def open_store(
 
 @functools.cache
 def _loop(prepare_thread: Callable[[], None], process: int) -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, one for all stores of a process, as fsspec's is."""
+    """An event loop in a separate thread, one for all stores of a process, like fsspec's own."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:

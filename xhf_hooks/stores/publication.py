@@ -5,7 +5,7 @@
     hf_model_iter_500/...            a save; xhf_manifest.json is its last object
     hf_model_iter_500/.xhf_writing   marks a save that is being written or deleted
 
-The pointer always names a complete save. The mark ``.xhf_writing`` identifies what a killed run has left; except for
+The pointer always names a complete save. The mark ``.xhf_writing`` identifies leftovers of a killed run. Except for
 saves that the pointer lists, nothing without this mark is ever deleted.
 """
 
@@ -76,7 +76,7 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
 
 
 def take_name(name: str, taken: set[str]) -> str:
-    """The name, or the first of ``name_2``, ``name_3`` that is free; it is taken then."""
+    """The name, or the first free one of ``name_2``, ``name_3``, ...; it is added to ``taken``."""
     free, number = name, 1
     while free in taken:
         number += 1

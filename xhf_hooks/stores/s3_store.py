@@ -1,4 +1,4 @@
-"""S3 and compatible stores: parts of an object are sent concurrently, and each is checked."""
+"""S3 and compatible stores: the parts of an object are sent concurrently, and each is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that send parts. They start early, since none can be started while the interpreter ends."""
+"""Threads that send parts. They start early, since no thread can be started while the interpreter exits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Senders:
-    """Run jobs that raise nothing, in their order. Objects may share them.
+    """Run jobs in order; jobs must not raise. Objects may share the threads.
 
     Args:
-        count: How many threads.
-        prepare: Called in each before its first job. It must not raise.
+        count: Number of threads.
+        prepare: Called in each thread before its first job. It must not raise.
     """
 
     def __init__(self, count: int, prepare: Callable[[], None] = lambda: None) -> None:
@@ -41,4 +41,4 @@ class Senders:
         self._prepare()
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # with what it holds
+            del job  # frees what it holds

@@ -98,7 +98,7 @@ class Store:
         return max(part_nbytes, self.least_part_nbytes, -(-nbytes // self.most_parts))
 
     def checksums(self, parts: Iterable[bytes | bytearray]) -> set[str]:
-        """What this kind of store may tell as the checksum of an object that was sent in these parts; none: unknown."""
+        """Checksums that the store may report for an object sent in these parts; empty if unknown."""
         return set()
 
     def put(self, key: str, data: bytes) -> None:
@@ -127,7 +127,7 @@ class Store:
                 return None
 
     def info(self, key: str) -> ObjectInfo | None:
-        """What the store now reports about an object; None if there is no such object."""
+        """What the store currently reports about an object; None if there is no such object."""
         with self.told(key, 'read'):
             self._fs.invalidate_cache()
             try:

@@ -29,7 +29,7 @@ class StoreLock:
     lifeless_secs = 900.0
     settle_secs = 0.5
 
-    #: Identifies this process: the same process number in another container does not count as alive.
+    #: The locks of this process. A lock with this process id that is not among them is of another container.
     _held: ClassVar[WeakSet[StoreLock]] = WeakSet()
 
     def __init__(self, store: Store, name: str) -> None:

@@ -7,7 +7,7 @@ from xhf_hooks.stores.store import Store
 
 
 class StoredFolder:
-    """The objects of one save: those whose keys begin with a prefix.
+    """The objects of one save: those whose keys begin with the prefix.
 
     Args:
         prefix: The prefix, without a final slash.

@@ -1,4 +1,4 @@
-"""Writes an object to a store: bytes in order, split into parts, only a few of which are in memory."""
+"""Writes an object to a store: bytes in order, split into parts. Only a few parts are in memory."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Parts(Protocol):
         """Store a part; numbers count from 0. Runs on: one of the threads that send."""
 
     def finish(self, n_parts: int, rest: bytearray) -> str | None:
-        """Make the object visible, with a last part that may be empty; returns its checksum if there is one."""
+        """Add the last part, which may be empty, and make the object visible; returns its checksum, if any."""
 
     def discard(self) -> None:
         """Discard all parts."""
 
 
 class StoredObject:
-    """Written in order by one thread, sent by others; nobody sees it before :meth:`end`.
+    """Written in order by one thread, sent by others; not visible before :meth:`end`.
 
     Args:
-        told: Makes what turns errors of libraries into ours; entered around each call of theirs.
-        at_once: How many parts are sent at the same time; 1 sends them in their order.
-        senders: They send; None starts some for this object.
-        room: For parts in memory, the one that is being filled included; objects share it that are written one after
-            the other. None is room for :data:`PARTS_IN_MEMORY` of this one.
+        told: Returns a context manager that turns errors of libraries into ours; entered around each of their calls.
+        at_once: How many parts are sent at the same time; 1 sends them in order.
+        senders: Threads that send; None starts some for this object.
+        room: Room for parts in memory, including the one being filled; may be shared by objects that are written one
+            after the other. None: room for :data:`PARTS_IN_MEMORY` parts of this object.
 
     Attributes:
         checksum: After :meth:`commit`, the store's checksum of what was sent; None if it reports none.
@@ -70,11 +70,11 @@ class StoredObject:
         self._todo: deque[tuple[int, bytearray]] = deque()
         self._n_sending = self._n_parts = 0
         self._error: Exception | None = None
-        self._filled: bytearray | None = None  # it has taken room
+        self._filled: bytearray | None = None  # it holds room for one part
         self._is_ending = self._is_over = False
 
     def write(self, data: Buffer) -> None:
-        """Accept bytes. Waits while there is no memory for another part.
+        """Accept bytes. Waits while there is no room for another part.
 
         Raises:
             StoreError: An earlier part could not be sent.
@@ -93,7 +93,7 @@ class StoredObject:
                 self._send_filled()
 
     def end(self) -> None:
-        """All was written. The rest is sent and the object made visible meanwhile; :meth:`commit` waits for that."""
+        """Send the rest and make the object visible, in the background; :meth:`commit` waits for it."""
         if self._n_parts and self._filled:
             self._send_filled()
         with self._lock:
@@ -112,9 +112,9 @@ class StoredObject:
         self._raise()
 
     def discard(self) -> None:
-        """Forget what was written; after :meth:`end` it may be too late for that.
+        """Discard what was written; after :meth:`end` it may be too late.
 
-        Nothing is raised: what stays is found as an unfinished upload.
+        Never raises: what remains is later found as an unfinished upload.
         """
         with self._lock:
             self._error = self._error or _DiscardedError()
@@ -167,12 +167,12 @@ class StoredObject:
             self._n_sending += 1
             number, data = self._todo.popleft()
             self._senders.submit(partial(self._send, number, [data]))
-            del data  # the job alone holds it
+            del data  # now only the job refers to it
         if self._is_ending and not self._todo and not self._n_sending:
             self._senders.submit(self._finish)
 
     def _send(self, number: int, held: list[bytearray]) -> None:
-        """Runs on: a thread that sends. What is held is freed before its room is given back."""
+        """Runs on: a thread that sends. The part is freed before its room is released."""
         data = held.pop()
         try:
             if self._error is None:
@@ -233,7 +233,7 @@ class SequentialParts:
             return
         from fsspec.spec import AbstractBufferedFile
 
-        if not isinstance(file, AbstractBufferedFile):  # a file of a file system, which exists since it was opened
+        if not isinstance(file, AbstractBufferedFile):  # a file in a file system: it exists since it was opened
             file.close()
             self._fs.rm_file(self._path)
             return

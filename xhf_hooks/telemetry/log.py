@@ -26,7 +26,7 @@ class RunLog(logging.LoggerAdapter):
 
     @classmethod
     def of_this_rank(cls, name: str, logger: logging.Logger) -> RunLog:
-        """A log for a logger that every rank has. Ranks other than 0 log errors only."""
+        """A RunLog for a logger that every rank has. Ranks other than 0 log only errors."""
         return cls(logger, name, only_errors=rank_and_world_size()[0] != 0)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:

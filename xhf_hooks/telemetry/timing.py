@@ -35,7 +35,7 @@ class SaveClock:
             self.stage_secs[name] = self.stage_secs.get(name, 0.0) + time.perf_counter() - started
 
     def training_goes_on(self) -> None:
-        """Called when training goes on; what follows no longer counts as a stall."""
+        """Called when training goes on; later time does not count as a stall."""
         self._stalled_secs = self.seconds
 
     @property

@@ -25,10 +25,10 @@ class Unwanted(Exception):
 
 @dataclass(frozen=True)
 class FileUpload:
-    """A file, and where it goes. Used by: the thread of uploads.
+    """A file and its destination. Used by: the upload thread.
 
     Attributes:
-        record: What the manifest says of it: other bytes are not sent.
+        record: The file's entry in the manifest; a file that does not match is not uploaded.
     """
 
     store: Store
@@ -37,19 +37,19 @@ class FileUpload:
     record: FileRecord
 
     def is_there(self) -> bool:
-        """Sent before an answer was lost, or by another rank."""
+        """Whether the store has the file: sent by another rank, or before an answer was lost."""
         found = self.store.info(self.key)
         if found is None or found.nbytes != self.record.nbytes or found.checksum is None:
             return False
         return found.checksum in self.store.checksums(_read(self.path, self.store.part_nbytes(found.nbytes)))
 
     def send(self, means: Means) -> StoredObject:
-        """Hand all of it to the threads that send; :meth:`require_stored` waits for them.
+        """Hand the whole file to the threads that send; :meth:`require_stored` waits for them.
 
         Raises:
             StoreError: It was not stored.
-            DamagedError: The file is not what was saved.
-            Unwanted: Nobody wants it any more.
+            DamagedError: The file does not match the manifest.
+            Unwanted: The upload was cancelled.
         """
         record, crc = self.record, 0
         made = self.store.create(self.key, record.nbytes, senders=means.senders, room=means.room)
@@ -74,7 +74,7 @@ class FileUpload:
         return made
 
     def require_stored(self, made: StoredObject) -> int:
-        """Wait, and look at what the store has then; returns bytes sent.
+        """Wait, then check what the store has; returns bytes sent.
 
         Raises:
             StoreError: It was not stored.

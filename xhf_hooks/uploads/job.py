@@ -65,10 +65,10 @@ class UploadJob:
 
 @dataclass(frozen=True)
 class Means:
-    """What the thread of uploads sends with.
+    """What the upload thread sends with.
 
     Attributes:
-        room: For the parts that are in memory.
+        room: Room for parts in memory.
     """
 
     senders: Senders

@@ -42,7 +42,7 @@ def uploads_of_run(
     """The uploads that the options request; None without ``upload_to``. Runs on: all ranks.
 
     Args:
-        finals: The folders of saves; the first is that of the newest.
+        finals: The folders of saves; the first is that of the newest save.
 
     Raises:
         AgreedError: The place cannot be opened.

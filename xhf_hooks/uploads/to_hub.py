@@ -43,7 +43,7 @@ class HubDestination:
         self._committed: str | None = None
 
     def claim(self) -> None:
-        """The repository is made where there is none, as a private one; a branch is made and deleted there."""
+        """Create a private repository if there is none; check access by creating and deleting a branch."""
         from huggingface_hub import get_token
 
         if get_token() is None:
@@ -60,22 +60,22 @@ class HubDestination:
             self._tags = {tag.name for tag in api.list_repo_refs(self._repository).tags}
 
     def require_usable(self) -> None:
-        """Rank 0 alone uploads."""
+        """Does nothing: only rank 0 uploads."""
 
     def new_place(self, step: Step) -> str:
-        """A tag that is not there yet."""
+        """A new tag."""
         return take_name(f'{self._name}_{step.label}', self._tags)
 
     def send(self, job: UploadJob, names: Sequence[str], means: Means) -> int:
-        """Nothing: files come with the commit."""
+        """Does nothing: files are sent with the commit."""
         return 0
 
     def missing(self, job: UploadJob) -> list[str]:
-        """None, as they come with the commit."""
+        """Always empty: files are sent with the commit."""
         return []
 
     def publish(self, job: UploadJob) -> None:
-        """Commit all files at once, without those of the save before, and tag the commit."""
+        """Commit all files at once, remove those of the previous save, and tag the commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         names = [*job.manifest.files, MANIFEST_NAME]
@@ -91,10 +91,10 @@ class HubDestination:
             api.create_tag(self._repository, tag=job.place, revision=self._branch, exist_ok=True)
 
     def abandon(self, job: UploadJob) -> None:
-        """What is not committed is not there."""
+        """Does nothing: the branch has only commits."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is no lock."""
 
     def _api(self) -> HfApi:
         from huggingface_hub import HfApi

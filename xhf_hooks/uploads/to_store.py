@@ -15,7 +15,7 @@ from xhf_hooks.stores.stored_object import StoredObject
 from xhf_hooks.uploads.file_upload import FileUpload
 from xhf_hooks.uploads.job import Means, UploadJob
 
-#: Files that are handed over and not yet looked for in the store.
+#: Files that were handed to the senders and not yet checked in the store.
 _MOST_UNDER_WAY = 2
 
 
@@ -57,12 +57,12 @@ class StoreDestination:
                 if not is_first and file.is_there():
                     continue
                 under_way.append((file, file.send(means)))
-                while len(under_way) > _MOST_UNDER_WAY:  # the next one is being sent meanwhile
+                while len(under_way) > _MOST_UNDER_WAY:  # the next file is being sent meanwhile
                     nbytes += FileUpload.require_stored(*under_way.popleft())
             while under_way:
                 nbytes += FileUpload.require_stored(*under_way.popleft())
         finally:
-            for _, made in under_way:  # what has arrived need not be sent again
+            for _, made in under_way:  # files that have arrived need not be sent again
                 if not means.is_wanted():
                     made.discard()
                 with contextlib.suppress(Exception):

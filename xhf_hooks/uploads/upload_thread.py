@@ -30,15 +30,15 @@ _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 5.0
 
 
 class UploadThread:
-    """Works in the background until :meth:`end`, at low priority; training adds jobs and gives them up.
+    """Works in the background at low priority until :meth:`end`; training adds and cancels jobs.
 
-    It waits for no other rank: rank 0 sees in the store what others have uploaded. What does not come, since a rank has
-    died or cannot reach the store, it uploads itself after a while.
+    It waits for no other rank: rank 0 looks in the store for files that others have uploaded. If a file does not
+    arrive, since a rank died or cannot reach the store, rank 0 uploads it itself after a while.
 
     Attributes:
         uploaded: Places of published saves.
         failed: What happened to the other saves, for the log.
-        patience_secs: How long rank 0 waits for other ranks' files: at least this, or as long as its own have taken.
+        patience_secs: How long rank 0 waits for other ranks' files: this, or the time of its own files if longer.
     """
 
     patience_secs = 30.0
@@ -88,7 +88,7 @@ class UploadThread:
             return not self._jobs
 
     def end(self) -> None:
-        """Cancel what is left, and end."""
+        """Cancel the remaining jobs and end the thread."""
         with self._changed:
             self._ending = True
             for job in self._jobs:

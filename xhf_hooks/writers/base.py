@@ -14,10 +14,10 @@ from xhf_hooks.writers.file_io.output_file import FileIdentity
 class Writer(ABC):
     """Writes chunks to their places in the planned files.
 
-    A save calls :meth:`create` on rank 0; once all ranks know of that, it calls on each rank :meth:`open`, then
-    :meth:`write` any number of times, then :meth:`finish`. It calls :meth:`abort` at the end, or at any earlier point.
-    Threads are started by the constructor, since the interpreter may be shutting down later and then starts none. The
-    arguments of the constructor are those of :class:`~xhf_hooks.writers.stream.StreamWriter`.
+    A save calls :meth:`create` on rank 0 and broadcasts the result. Then it calls on each rank :meth:`open`,
+    :meth:`write` any number of times, and :meth:`finish`. It calls :meth:`abort` at the end, or at any earlier point.
+    The constructor starts the threads, since none can be started once the interpreter is shutting down. It takes the
+    arguments of :class:`~xhf_hooks.writers.stream.StreamWriter`.
 
     Attributes:
         all_ranks: Every rank writes, so all ranks must see the folder.
@@ -26,8 +26,8 @@ class Writer(ABC):
         receives_local_shards: Every rank sends its own slices where possible to the rank that writes the tensor; only
             the rest is gathered.
         front_to_back: The writer cannot seek, so the plan must deliver each file from its first byte to its last.
-        own_parts_nbytes: Memory that the writer needs in addition to chunks that wait.
-        samples: After :meth:`finish`, a few of the bytes that this rank has written into each file.
+        own_parts_nbytes: Memory that the writer needs in addition to waiting chunks.
+        samples: After :meth:`finish`, a few bytes that this rank has written into each file.
     """
 
     all_ranks = False
@@ -42,7 +42,7 @@ class Writer(ABC):
         """Create the planned files with their headers, if that must precede the writes. Runs on: rank 0.
 
         Args:
-            place: What the target of the save gives to its writers (commit/target.py), such as the staging folder.
+            place: Where the target lets writers write (commit/target.py), such as the staging folder.
 
         Returns:
             File name to identity, with which other ranks check that they open the same files.

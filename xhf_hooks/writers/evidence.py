@@ -1,9 +1,9 @@
 """Checks that other ranks see the bytes that a rank has written.
 
-A host cannot tell by itself that its caches name another file, or that its writes were lost. So each rank keeps a few
-bytes of what it writes into every file, and when all have flushed, other ranks read them with their own descriptors.
-This finds hosts whose writes are not in the save's files at all. To find single lost bytes, everything must be read,
-which is ``verify='full'``.
+A host cannot detect by itself that its caches refer to another file, or that its writes were lost. So each rank keeps
+a few bytes of what it writes into every file, and when all ranks have flushed, other ranks read them with their own
+descriptors. This finds hosts whose writes are not in the save's files at all. To find single lost bytes, everything
+must be read (``verify='full'``).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class SampleTaker:
         """Take a sample of a piece that is written at ``start``."""
         middle = max(0, piece.nbytes // 2 - _SAMPLE_NBYTES)
         data = bytes(piece[middle : middle + _SAMPLE_NBYTES])
-        if any(data):  # where nothing was written, a file has zeros, too
+        if any(data):  # unwritten parts of a file are zeros, too
             found = Sample(file, start + middle, data)
             self._first.setdefault(file, found)
             self._last[file] = found
 
     def samples(self) -> list[Sample]:
-        """The samples."""
+        """All samples taken."""
         return list({sample: None for kept in (self._first, self._last) for sample in kept.values()})
 
 

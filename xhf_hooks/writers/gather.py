@@ -1,4 +1,4 @@
-"""Rank 0 writes what all ranks gather. Needs nothing from an engine but whole tensors."""
+"""All ranks gather whole tensors and rank 0 writes them; works with any engine that can gather."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='gather')
 class GatherWriter(StreamWriter):
-    """For engines whose partitions cannot be read: every rank receives every tensor, and rank 0 keeps it."""
+    """For engines whose partitions cannot be read: every rank receives every tensor, but only rank 0 keeps it."""
 
     receives_local_shards = False

@@ -1,4 +1,4 @@
-"""Each file has one writer, and the other ranks send it their slices."""
+"""Each file has one owner, which writes it; the other ranks send their slices to the owner."""
 
 from __future__ import annotations
 

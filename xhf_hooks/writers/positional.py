@@ -8,7 +8,7 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @WRITERS.register_module(name='positional')
 class PositionalWriter(StreamWriter):
-    """Tensors that must be whole before they are written (merged ones, or those on NVMe) are gathered."""
+    """Gathers only tensors that must be complete before they are written: merged ones, or those on NVMe."""
 
     all_ranks = True
     writes_local_shards = True

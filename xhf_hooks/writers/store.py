@@ -23,7 +23,7 @@ from xhf_hooks.writers.stream import StreamWriter
 
 @STORE_WRITERS.register_module(name='store')
 class StoreWriter(StreamWriter):
-    """Each file is one object, sent by its owner from the first byte to the last. For an ``out_dir`` that is a URL."""
+    """Each file is one object, which its owner sends from the first byte to the last. Used if ``out_dir`` is a URL."""
 
     all_ranks = True
     front_to_back = True
@@ -34,7 +34,7 @@ class StoreWriter(StreamWriter):
         self._senders = Senders(PARTS_IN_MEMORY, lower_priority if beside_training else lambda: None)
 
     def create(self, plan: SavePlan, place: StoredFolder) -> dict[str, FileIdentity]:  # type: ignore[override]
-        return {}  # an object is made by who sends it
+        return {}  # the owner creates the object when it sends it
 
     def open(  # type: ignore[override]
         self, plan: SavePlan, place: StoredFolder, made: Mapping[str, FileIdentity]
@@ -50,13 +50,13 @@ class StoreWriter(StreamWriter):
             self._place.require(sample.file, sample.start, sample.data)
 
     def read_back(self, on_read: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Compare all that this rank has sent with what the store returns.
+        """Compare everything that this rank sent with what the store returns.
 
         Args:
-            on_read: Called with the bytes of each part that was read.
+            on_read: Called with the size of each part that was read, in bytes.
 
         Raises:
-            IncompleteError: It is not what was sent.
+            IncompleteError: The store returned different bytes.
         """
         for name, expected in self._sums.items():
             found = 0
@@ -86,6 +86,6 @@ class StoreWriter(StreamWriter):
 
 @STORE_WRITERS.register_module(name='store_from_rank0')
 class StoreStreamWriter(StoreWriter):
-    """The same by rank 0 alone, with ``writer='stream'``."""
+    """The same, but only rank 0 sends (``writer='stream'``)."""
 
     all_ranks = False

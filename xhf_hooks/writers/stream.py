@@ -45,9 +45,9 @@ class StreamWriter(Writer):
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
         self._taker = SampleTaker()
-        self._files: dict[str, Any] = {}  # opened at their first chunk
+        self._files: dict[str, Any] = {}  # each is opened at its first chunk
         self._receipts: list[WriteReceipt] = []
-        # Started here, before training goes on: a process that is ending can start no thread
+        # Started now, before training goes on: no thread can be started while the process exits
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
         self._thread.start()
 
@@ -112,7 +112,7 @@ class StreamWriter(Writer):
                     if isinstance(error, OSError) and error.errno is not None:  # else it would hide the text
                         error.filename = chunk.placement.file
             nbytes = chunk.data.nbytes
-            del chunk  # its memory must be free before write() is told that there is room
+            del chunk  # frees its memory before write() learns that there is room
             with self._room:
                 self._error = self._error or error
                 self._pending -= nbytes

@@ -1,12 +1,12 @@
-"""The tiny models of all tests. Here: random ones of the transformers families that people train.
+"""The tiny models of all tests. This module: random models of the transformers families that people train.
 
-`llamas`: what runs train and save; `llava`, `projector`, `internvl`: models of several parts, with code of their own.
+`llamas`: models that runs train and save; `llava`, `projector`, `internvl`: models of several parts with custom code.
 
 Sizes are odd on purpose: many tensors can't be cut into 2 or 3 equal parts, so ZeRO-3 has to pad
 its partitions. Where heads must have an even size, hidden is 40 instead of 35. Experts have rows of
-a multiple of 16 bytes, which torch's grouped matrix product (transformers 5 uses it) wants.
+a multiple of 16 bytes, as torch's grouped matrix product (used by transformers 5) requires.
 
-No tensor is all zeros or ones: a bias, a norm or a buffer that a save leaves out can't pass for a
+No tensor is all zeros or ones: a bias, a norm or a buffer that a save omits cannot pass for a
 freshly initialised one.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NOISE_STD = 0.05
 
 SPECIAL_TOKENS = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
-# What the families with Llama's option names share.
+# Shared by the families with Llama's option names.
 DECODER = {
     'vocab_size': 131,
     'hidden_size': 40,
@@ -32,7 +32,7 @@ DECODER = {
     'max_position_embeddings': 64,
     **SPECIAL_TOKENS,
 }
-# For families where the size of a head is free.
+# For families with any head size.
 ODD_DECODER = {
     **DECODER,
     'hidden_size': 35,
@@ -216,7 +216,7 @@ def available(family: str) -> bool:
     """Tells whether the installed transformers has `family` (4.48.0 lacks Qwen3, for example)."""
     import transformers
 
-    # The config class: to look the model class up is to import its whole module.
+    # Looks up the config class, since looking up the model class imports its whole module.
     return hasattr(transformers, _MODELS[family][1])
 
 
@@ -226,7 +226,7 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
     import transformers
 
     model_class, config_class, options = _MODELS[family]
-    # A copy: some configs edit the dicts that they are given.
+    # A copy, since some configs edit the dicts that they are given.
     config = getattr(transformers, config_class)(**copy.deepcopy(options))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

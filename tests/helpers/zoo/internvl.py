@@ -1,4 +1,4 @@
-"""A tiny model of the shape of InternVL's, with its code in its own folder as on the hub."""
+"""A tiny model shaped like InternVL, with its code in its own folder as on the Hub."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CODE = {'configuration_tiny_internvl.py': CONFIGURATION, 'modeling_tiny_internvl
 
 
 def load_internvl(folder: Path) -> PreTrainedModel:
-    """As ``InternVL_V1_5`` loads it. Makes the folder when it is not there."""
+    """Load the model like ``InternVL_V1_5``. Makes the folder if it does not exist."""
     import torch
     from transformers import AutoModel
 

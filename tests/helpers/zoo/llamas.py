@@ -26,7 +26,7 @@ _SMALL = dict(
 
 
 def llama(**config: Any) -> LlamaForCausalLM:
-    """Two layers, even sizes and 21 tensors, but for what ``config`` says."""
+    """A Llama with two layers, even sizes and 21 tensors, unless ``config`` says otherwise."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**_SMALL, **config}))
 
@@ -34,12 +34,12 @@ def llama(**config: Any) -> LlamaForCausalLM:
 def odd_llama(
     *, tied: bool = False, bf16: bool = False, lora: bool = False, batch_norm: bool = False, base: str = ''
 ) -> LlamaForCausalLM | PeftModel:
-    """Of the zoo's odd sizes, which ZeRO-3 has to pad.
+    """A Llama with the zoo's odd sizes, which ZeRO-3 has to pad.
 
     Args:
-        lora: With an adapter; all else is frozen.
-        batch_norm: It has persistent buffers that training changes.
-        base: Folder that the model says it was loaded from.
+        lora: Add an adapter; everything else is frozen.
+        batch_norm: Add persistent buffers that training changes.
+        base: Folder that the model claims to be loaded from.
     """
     sizes = {name: value for name, value in ODD_DECODER.items() if name not in SPECIAL_TOKENS}
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def odd_llama(
 
 
 def larger_llama() -> LlamaForCausalLM:
-    """Ten layers of 10 MB each, in fp32; next to nothing beside them."""
+    """A Llama of ten layers of 10 MB each, in fp32; the rest is tiny."""
     sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8)
     return llama(vocab_size=VOCAB, num_hidden_layers=10, **sizes)
 

@@ -1,4 +1,4 @@
-"""A tiny model of the shape of XTuner's LLaVAModel, and the base models that it starts from."""
+"""A tiny model shaped like XTuner's LLaVAModel, and the base models that it starts from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ N_PATCHES = (VISION_TOWER['image_size'] // VISION_TOWER['patch_size']) ** 2
 
 
 def save_bases(root: Path, n_words: int = VOCAB_SIZE) -> None:
-    """``root/llm``, a Llama with a tokenizer of ``n_words``, and ``root/clip``, a CLIP with its preprocessor."""
+    """Save ``root/llm``, a Llama with a tokenizer of ``n_words``, and ``root/clip``, a CLIP with its preprocessor."""
     build('llama').save_pretrained(root / 'llm')
     tokenizer(n_words).save_pretrained(root / 'llm')
     _visual_encoder().save_pretrained(root / 'clip')
@@ -43,7 +43,7 @@ def save_bases(root: Path, n_words: int = VOCAB_SIZE) -> None:
 
 
 def tokenizer(n_words: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Of words; without a token that pads."""
+    """A word tokenizer without a padding token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -59,10 +59,10 @@ class TinyLlava(nn.Module):
     """The children, the attribute and the forward pass of XTuner's LLaVAModel.
 
     Args:
-        root: Where :func:`save_bases` has put the bases.
+        root: The folder given to :func:`save_bases`.
         frozen: Children whose parameters are frozen.
         lora: Child to its LoraConfig options.
-        projector: Options of its config.
+        projector: Options of the projector's config.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TinyLlava(nn.Module):
 
         super().__init__()
         self.llm = llm or AutoModelForCausalLM.from_pretrained(root / 'llm', torch_dtype=dtype)
-        self.llm.config.use_cache = False  # as XTuner does
+        self.llm.config.use_cache = False  # like XTuner
         self.visual_encoder = CLIPVisionModel.from_pretrained(root / 'clip', torch_dtype=dtype)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)

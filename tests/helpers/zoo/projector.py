@@ -1,6 +1,6 @@
-"""A projector as XTuner's ``model/modules/projector`` has it, for environments without xtuner.
+"""A projector like that of XTuner's ``model/modules/projector``, for environments without xtuner.
 
-Its code goes into the folder that it is saved to: one file, with absolute imports only.
+Its code is copied to the folder that it is saved to: one file, with only absolute imports.
 """
 
 from torch import nn
@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 
 class ProjectorConfig(PretrainedConfig):
-    """XTuner's, but with sizes for tests."""
+    """Like XTuner's, but with sizes for tests."""
 
     model_type = 'projector'
     _auto_class = 'AutoConfig'

@@ -1,7 +1,7 @@
-"""Every byte written once, at its place, by several threads: for tensors that need not be gathered.
+"""Several threads write each byte once, at its place: for tensors that need not be gathered.
 
-A file is cut into blocks of :data:`BLOCK_NBYTES`. A thread fills a buffer with all that lies in one block, cast on the
-way, and writes it.
+A file is cut into blocks of :data:`BLOCK_NBYTES`. A thread fills a buffer with the contents of one block, casting them,
+and writes it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BLOCK_NBYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive bytes of one file that come from one place.
+    """Consecutive bytes of one file that come from one tensor, or from the header.
 
     Attributes:
-        placement: Of the tensor that they are of; None for the header.
-        read: What that is a run of.
+        placement: The tensor's placement; None for the header.
+        read: The source tensor to read.
     """
 
     start: int
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """At most :data:`BLOCK_NBYTES` of one file, from ``start`` on, a multiple of that; parts may leave gaps."""
+    """Up to :data:`BLOCK_NBYTES` of one file from ``start``, a multiple of that. Parts may have gaps between them."""
 
     file: str
     start: int
@@ -43,7 +43,7 @@ class Block:
 
 
 def cut_into_blocks(plan: SavePlan) -> Iterator[Block]:
-    """The headers, and all that is in slices; not what is gathered."""
+    """Blocks of the headers and of sliced tensors; gathered tensors are left out."""
     plain: dict[str, list[Part]] = {file.name: [Part(0, len(file.header))] for file in plan.files}
     for group in plan.sliced:
         for place in group.placements:
@@ -68,10 +68,10 @@ def _block(file: str, parts: list[Part]) -> Block:
 
 
 class BlockFile:
-    """A new file of a known size that several threads write at once, each its own bytes, and read back.
+    """A new file of known size. Several threads write to it at once, each its own bytes, and read it back.
 
     Raises:
-        OSError: The file exists, or cannot be made.
+        OSError: The file exists, or cannot be created.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class BlockFile:
             raise
 
     def write_block(self, block: Block, buffer: memoryview) -> None:
-        """Write the parts of a block; the buffer begins with the byte at ``block.start``."""
+        """Write the parts of a block; the buffer starts with the byte at ``block.start``."""
         for start, end in _runs(block.parts):
             self.write(start, buffer[start - block.start : end - block.start])
 
@@ -94,7 +94,7 @@ class BlockFile:
         self._file.write(data, start)
 
     def finish(self, fsync: bool) -> None:
-        """Flush."""
+        """Flush the file if ``fsync`` is set."""
         if fsync:
             self._file.fsync()
 
@@ -122,18 +122,18 @@ class BlockFile:
                 )
 
     def drop_cache(self) -> None:
-        """Let what is read next come from the disk."""
+        """Drop the file from the page cache, so that the next reads come from the disk."""
         self._file.fsync()
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close it, whatever state it is in."""
+        """Close the file, in any state."""
         os.close(self._fd)
         self._file.close()
 
 
 def _runs(parts: tuple[Part, ...]) -> Iterator[tuple[int, int]]:
-    """Parts without a gap between them, together."""
+    """Join parts without gaps between them."""
     start, end = parts[0].start, parts[0].end
     for part in parts[1:]:
         if part.start != end:

@@ -1,9 +1,9 @@
-"""Writes from memory to the disk without the page cache: for a save that goes on beside training.
+"""Writes from memory to the disk without the page cache, for a save that runs beside training.
 
-It costs the processor little, and drives no file of the training's out of the page cache. The disk takes whole blocks
-from memory that is aligned as they are. A snapshot is laid out as the files are (concurrency/host_snapshot.py); what
-other ranks have sent is copied first. What is less than a block at either end goes through the page cache, and so does
-everything where the file system refuses.
+This takes little CPU time and evicts no training data from the page cache. The disk takes whole blocks, from memory
+with the same alignment. A snapshot is laid out like the files (concurrency/host_snapshot.py); bytes that other ranks
+sent are copied first. A partial block at either end goes through the page cache, and so does everything if the file
+system refuses direct writes.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ import numpy as np
 
 from xhf_hooks.files.linux_calls import fstatfs
 
-#: A multiple of the blocks of every disk; the size of a page, too.
+#: A multiple of every disk's block size; also the page size.
 _BLOCK_NBYTES = 4096
-#: In less than this, the disk spends its time on the beginning of writes.
+#: Below this size, the overhead of starting a write dominates.
 _LEAST_NBYTES = 256 * 1024
-#: ext4 and XFS, where it was measured. Others may accept it and write through the page cache all the same (Btrfs), or
-#: ask their server to flush after each write (NFS).
+#: ext4 and XFS, where it was measured. Others may accept it but still use the page cache (Btrfs), or make their server
+#: flush after each write (NFS).
 _FILE_SYSTEMS = {0xEF53, 0x58465342}
 _REFUSALS = {errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class AlignedBuffer:
-    """Where bytes are put whose memory is not aligned as their file. Used by: one thread, for all of its files.
+    """Holds bytes whose memory is not aligned like their file. Used by: one thread, for all of its files.
 
     Args:
-        nbytes: At most, at once.
+        nbytes: Size: the most bytes to hold at once.
     """
 
     def __init__(self, nbytes: int) -> None:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # none is there before it is used
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages are allocated on first use
         self._memory = np.frombuffer(pages, np.uint8)
 
     def copy_of(self, data: memoryview) -> memoryview:
-        """The same bytes from the beginning of a page on, until the next call."""
+        """A page-aligned copy of the bytes, valid until the next call."""
         room = self._memory[: data.nbytes]
         room[:] = np.frombuffer(data, np.uint8)
         return room.data
 
 
 class DirectWrites:
-    """Of one open file. Used by: one thread, which makes all writes to the descriptor.
+    """Direct writes to one open file. Used by: one thread, which makes all writes to the descriptor.
 
     Args:
-        fd: Open for writing; through the page cache, but while :meth:`write` runs.
+        fd: Open for writing; O_DIRECT is set only while :meth:`write` runs.
     """
 
     def __init__(self, fd: int, buffer: AlignedBuffer) -> None:
@@ -58,19 +58,19 @@ class DirectWrites:
         self._works = hasattr(os, 'O_DIRECT') and _file_system(fd) in _FILE_SYSTEMS
 
     def within(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """From where to where bytes can be written so that belong at ``offset`` of the file; empty: not at all."""
+        """The range of ``nbytes`` for ``offset`` of the file that can be written directly; may be empty."""
         start = -offset % _BLOCK_NBYTES
         end = nbytes - (offset + nbytes) % _BLOCK_NBYTES
         return (start, end) if self._works and end - start >= _LEAST_NBYTES else (0, 0)
 
     def write(self, data: memoryview, offset: int) -> int:
-        """Write what lies :meth:`within`; less of it, from its beginning on, where the file system refuses.
+        """Write data that lies :meth:`within`; stops early if the file system refuses direct writes.
 
         Returns:
-            How many bytes.
+            Number of bytes written, from the start of the data.
 
         Raises:
-            OSError: The disk could not take them.
+            OSError: The write failed.
         """
         if np.frombuffer(data, np.uint8).ctypes.data % _BLOCK_NBYTES:
             data = self._buffer.copy_of(data)
@@ -89,6 +89,6 @@ class DirectWrites:
 
 
 def _file_system(fd: int) -> int | None:
-    """Which kind it is (statfs(2)); None where the system does not tell."""
-    found = (ctypes.c_ulong * 64)()  # no struct statfs is larger; it begins with the kind
+    """The type of the file system (statfs(2)); None if unknown."""
+    found = (ctypes.c_ulong * 64)()  # larger than any struct statfs, which begins with the type
     return found[0] if fstatfs(fd, found) else None

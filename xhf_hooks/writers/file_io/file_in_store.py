@@ -1,4 +1,4 @@
-"""One file on its way into an object store, from its first byte to its last."""
+"""One file that is sent to an object store, from its first byte to its last."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from xhf_hooks.stores.stored_folder import StoredFolder
 
 
 class FileInStore:
-    """A planned file whose bytes come in their order, but for those that wait for others (front_to_back.py).
+    """A planned file that is sent in order; bytes that come early wait for those before them (front_to_back.py).
 
-    Used by: one thread. It is visible as soon as its last byte has come.
+    Used by: one thread. The object is visible once its last byte was sent.
 
     Args:
-        senders: They send its parts.
+        senders: Threads that send its parts.
 
     Attributes:
-        crc32: Of the bytes that were sent so far.
+        crc32: Checksum of the bytes sent so far.
     """
 
     def __init__(self, folder: StoredFolder, file: OutputFile, senders: Senders) -> None:
@@ -34,11 +34,11 @@ class FileInStore:
             raise
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Take bytes; waits while there are two parts that are not sent.
+        """Accept bytes; waits while two parts are unsent.
 
         Raises:
-            IncompleteError: They were sent before.
-            StoreError: The store did not take what came before.
+            IncompleteError: Bytes from ``offset`` were already sent.
+            StoreError: Earlier bytes could not be sent.
         """
         if offset < self._position:
             raise IncompleteError(
@@ -55,7 +55,7 @@ class FileInStore:
             self._object.commit()
 
     def require_whole(self) -> int:
-        """The checksum of the file, which is visible now.
+        """Returns the checksum of the file, which is now visible.
 
         Raises:
             IncompleteError: Bytes are missing.
@@ -65,7 +65,7 @@ class FileInStore:
         return self.crc32
 
     def close(self) -> None:
-        """Forget it unless it is whole."""
+        """Discard the object unless it is complete."""
         if self._is_open:
             self._is_open = False
             self._object.discard()

@@ -1,4 +1,4 @@
-"""One file being written, at any offsets."""
+"""One file that is written at any offsets."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from xhf_hooks.files.linux_calls import fallocate
 from xhf_hooks.writers.file_io.direct import AlignedBuffer, DirectWrites
 from xhf_hooks.writers.file_io.write_behind import WriteBehind
 
-#: Written at once.
+#: Most bytes of one write.
 PART_NBYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What proves that an open file is the one that rank 0 made, whatever name it was opened by.
+    """Proves that an open file is the one that rank 0 created, whatever the name it was opened by.
 
     Attributes:
-        inode: The server's number, the same on every host (distributed/ finds out whether that is so).
-        nbytes: The whole file, which it has from the beginning.
+        inode: The server's inode number, the same on every host (distributed/ checks that).
+        nbytes: Size of the whole file, which it has from its creation.
     """
 
     inode: int
     nbytes: int
 
     def require(self, fd: int, path: Path) -> None:
-        """Raise unless the descriptor is of that file.
+        """Check that the descriptor refers to this file.
 
         Raises:
-            TargetError: It is of another.
+            TargetError: It refers to another file.
         """
         found = os.fstat(fd)
         if (found.st_ino, found.st_size) != (self.inode, self.nbytes):
@@ -43,10 +43,10 @@ class FileIdentity:
 
 
 def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
-    """Make a new file of a known size, with nothing in it yet but its header, and all of its room on the disk.
+    """Create a file of known size that contains only its header, and reserve its disk space.
 
     Raises:
-        OSError: The file exists, or cannot be made; or the disk has not the room, where the file system can tell.
+        OSError: The file exists or cannot be created, or the disk is too full (if the file system can reserve space).
     """
     with path.open('xb', buffering=0) as file:
         os.ftruncate(file.fileno(), nbytes)
@@ -56,26 +56,26 @@ def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
 
 
 def _reserve(fd: int, path: Path, nbytes: int) -> None:
-    """Give the file its blocks now: a full disk is found before the first byte, and writers need not look for any.
+    """Allocate the file's blocks now: a full disk is found before the first byte, and writers need not allocate.
 
     Two ranks that write 1.66 GB into one file on ext4 take 0.33 s instead of 0.44 to 0.52 s. Not os.posix_fallocate:
-    where a file system cannot do it, glibc writes a byte into every block instead.
+    if the file system does not support it, glibc writes a byte into every block instead.
     """
     if nbytes:
         fallocate(fd, 0, 0, nbytes, of=path)
 
 
 class OutputFile:
-    """A file that exists. Used by: any number of threads and ranks, each for bytes of its own.
+    """An existing file, opened for writing. Used by: any number of threads and ranks, each for its own bytes.
 
     Args:
-        identity: Which file it must be; None takes what has the name.
-        write_behind: Do not leave to :meth:`fsync` what the disk can do before.
-        direct: Of :data:`PART_NBYTES`. Write without the page cache what can be; one thread makes all writes then.
+        identity: The file that it must be; None accepts any file with this name.
+        write_behind: Start writing to the disk at once instead of at :meth:`fsync`.
+        direct: A buffer of :data:`PART_NBYTES`: bypass the page cache where possible. Only one thread may write then.
 
     Raises:
         OSError: It cannot be opened.
-        TargetError: The name stands for another file here.
+        TargetError: On this host, the name refers to another file.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class OutputFile:
                 self._behind.wrote(at, buffered.nbytes)
 
     def fsync(self) -> None:
-        """Return when everything is on the disk."""
+        """Wait until everything is on the disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it, whatever state it is in."""
+        """Close the file, in any state."""
         os.close(self._fd)
 
 

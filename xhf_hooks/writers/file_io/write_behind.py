@@ -1,9 +1,9 @@
-"""What is written goes on to the disk at once, and out of the page cache when it is there.
+"""Starts writing data to the disk at once, and drops it from the page cache when it is there.
 
-Left to itself the system lets a save fill the page cache, writes it back at the very end, and has driven the training
-data out of memory by then. Pushed along, the disk works from the first bytes on, and the same few pages serve for the
-whole save. Measured here for 1.66 GB, until flushed: 0.6 s; O_DIRECT 0.9 s; the page cache and fsync 0.8 to 3.5 s, by
-how costly fresh pages are at that moment.
+By default, a save fills the page cache, evicts the training data, and is written back only at the very end. With early
+write-back the disk works from the first bytes on, and the whole save reuses the same few pages. Measured for 1.66 GB,
+until flushed: 0.6 s; O_DIRECT 0.9 s; the page cache and fsync 0.8 to 3.5 s, depending on how costly fresh pages are at
+that moment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from xhf_hooks.files.linux_calls import sync_file_range
 
 _WINDOW_NBYTES = 8 * 2**20
-#: So many windows are on their way to the disk before a writer waits for the oldest.
+#: Windows on their way to the disk before a writer waits for the oldest.
 _DEPTH = 4
 
 # sync_file_range(2): WAIT_BEFORE, WRITE, WAIT_AFTER
@@ -24,7 +24,7 @@ _START_AND_WAIT = 1 | 2 | 4
 
 
 class WriteBehind:
-    """Follows the writes to one file. Used by: all threads that write to it."""
+    """Tracks the writes to one file. Used by: all threads that write to it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -34,10 +34,10 @@ class WriteBehind:
         self._underway: deque[tuple[int, int]] = deque()
 
     def wrote(self, offset: int, nbytes: int) -> None:
-        """So many bytes are in the page cache.
+        """Record that bytes were written to the page cache.
 
         Raises:
-            OSError: The disk did not take what was written before.
+            OSError: Earlier bytes could not be written to the disk.
         """
         if not self._works:
             return
@@ -58,5 +58,5 @@ class WriteBehind:
             os.posix_fadvise(self._fd, oldest[0], oldest[1] - oldest[0], os.POSIX_FADV_DONTNEED)
 
     def _sync(self, start: int, end: int, how: int) -> None:
-        # Where this file system does not know it, everything is left to fsync
+        # If the file system does not support it, everything is left to fsync
         self._works = self._works and sync_file_range(self._fd, start, end - start, how)

@@ -1,7 +1,7 @@
-"""The interface that Axolotl asks of a plugin, for machines where Axolotl cannot be installed.
+"""Axolotl's plugin interface, for machines where Axolotl cannot be installed.
 
-Names, parameters and defaults are those of ``BasePlugin`` in src/axolotl/integrations/base.py of
-axolotl-ai-cloud/axolotl, commit 002a637c86864c8acf451757ee45040b5ea5e25f; each does nothing.
+Names, parameters and defaults match ``BasePlugin`` in src/axolotl/integrations/base.py of
+axolotl-ai-cloud/axolotl, commit 002a637c86864c8acf451757ee45040b5ea5e25f. The methods do nothing.
 """
 
 
