@@ -406,7 +406,7 @@ def test_memory_is_two_parts_beyond_the_sending(ran):
     ('case', 'words'),
     [
         ('in use', ['hf_model.lock: in use by process', 'set out_dir to another place']),
-        ('no bucket', ['s3://nobody-has-this/run', 'set by out_dir']),
+        ('no bucket', ['s3://nobody-has-this/run', 'Check out_dir']),
         ('writer', ["option writer: expected one of ('auto', 'parallel', 'stream') when out_dir is a URL"]),
         ('not for folders', ['option writer: expected one of']),
     ],

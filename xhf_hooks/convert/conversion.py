@@ -177,7 +177,8 @@ class Conversion:
         facts, plan = self._checkpoint.facts, self.plan
         engine = str(facts.get('engine'))
         if facts.get('zero_stage') is not None:
-            engine += f' ZeRO-{facts["zero_stage"]}, {counted(facts["world_size"], "rank")}'
+            n_ranks = facts.get('world_size')
+            engine += f' ZeRO-{facts["zero_stage"]}' + ('' if n_ranks is None else f', {counted(n_ranks, "rank")}')
         which = f' (the {self._weights} weights)' if self.averages else ''
         iteration = 'unknown' if self._checkpoint.iteration is None else self._checkpoint.iteration
         return [

@@ -66,6 +66,7 @@ class StoredObject:
         self._own_senders = Senders(at_once) if senders is None else None
         self._senders = senders or self._own_senders
         self._room = threading.Semaphore(PARTS_IN_MEMORY) if room is None else room
+        self._shares_room = room is not None
         self._lock = threading.Condition()
         self._todo: deque[tuple[int, bytearray]] = deque()
         self._n_sending = self._n_parts = 0
@@ -94,7 +95,7 @@ class StoredObject:
 
     def end(self) -> None:
         """Send the rest and make the object visible, in the background; :meth:`commit` waits for it."""
-        if self._n_parts and self._filled:
+        if self._n_parts and self._filled and self._shares_room:
             self._send_filled()
         with self._lock:
             self._is_ending = True
@@ -191,8 +192,12 @@ class StoredObject:
         """Runs on: a thread that sends, once all parts are sent."""
         try:
             if self._error is None:
+                n_parts, rest = self._n_parts, self._filled or bytearray()
                 with self._told():
-                    self.checksum = self._parts.finish(self._n_parts, self._filled or bytearray())
+                    if n_parts and rest:  # alone, since libraries copy what they send
+                        self._parts.send(n_parts, rest)
+                        n_parts, rest = n_parts + 1, bytearray()
+                    self.checksum = self._parts.finish(n_parts, rest)
         except Exception as error:  # raised by commit()
             self._error = error
         if self._error is not None:
