@@ -119,12 +119,10 @@ class _S3Parts:
         self._store.require_etag(self._key, answer, md5.hexdigest())
         self._sent[number] = answer['ETag'], md5.digest(), len(data)
 
-    def finish(self, n_parts: int, rest: bytearray) -> str | None:
+    def finish(self, n_parts: int, whole: bytearray) -> str | None:
         if not n_parts:
-            return self._store._put(self._key, rest)
-        if rest:
-            self.send(n_parts, rest)
-        sent = [self._sent[number] for number in range(n_parts + bool(rest))]
+            return self._store._put(self._key, whole)
+        sent = [self._sent[number] for number in range(n_parts)]
         parts = [{'PartNumber': number, 'ETag': etag} for number, (etag, *_) in enumerate(sent, start=1)]
         of_all = hashlib.md5(b''.join(digest for _, digest, _ in sent), usedforsecurity=False).hexdigest()
         checksum = f'{of_all}-{len(sent)}'

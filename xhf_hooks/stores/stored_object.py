@@ -30,8 +30,12 @@ class Parts(Protocol):
     def send(self, number: int, data: bytearray) -> None:
         """Store a part; numbers count from 0. Runs on: one of the threads that send."""
 
-    def finish(self, n_parts: int, rest: bytearray) -> str | None:
-        """Add the last part, which may be empty, and make the object visible; returns its checksum, if any."""
+    def finish(self, n_parts: int, whole: bytearray) -> str | None:
+        """Make the object visible; returns its checksum, if any.
+
+        Args:
+            whole: The object, if no part was sent; else empty.
+        """
 
     def discard(self) -> None:
         """Discard all parts."""
@@ -223,11 +227,11 @@ class SequentialParts:
             self._file = self._fs.open(self._path, 'wb', block_size=self._part_nbytes)
         self._file.write(data)
 
-    def finish(self, n_parts: int, rest: bytearray) -> str | None:
+    def finish(self, n_parts: int, whole: bytearray) -> str | None:
         if self._file is None and not self._makes_folders:
-            self._fs.pipe_file(self._path, bytes(rest))
+            self._fs.pipe_file(self._path, bytes(whole))
             return None
-        self.send(n_parts, rest)
+        self.send(n_parts, whole)
         self._file.close()
         self._file = None
         return None
