@@ -50,6 +50,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# For what bench shares with tests/helpers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bench import convert, out_dir, plan, ranks, saves, upload, verify
 from bench.charts import chart_of
 from bench.progress import time_words

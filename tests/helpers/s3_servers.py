@@ -25,9 +25,13 @@ class S3Server:
     port: int
 
     @property
+    def url(self) -> str:
+        return f'http://127.0.0.1:{self.port}'
+
+    @property
     def backend_args(self) -> dict[str, Any]:
         """Arguments for :func:`xhf_hooks.stores.open_store`; credentials come from the environment."""
-        return {'endpoint_url': f'http://127.0.0.1:{self.port}'}
+        return {'endpoint_url': self.url}
 
 
 #: Where boto's libraries look for credentials.

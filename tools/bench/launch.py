@@ -26,6 +26,7 @@ MODELS: dict[float, dict[str, int]] = {
 #: Time in which ranks import everything and make their model.
 START_SECS = 30.0
 WORKER = Path(__file__).with_name('worker.py')
+_TOOLS = Path(__file__).resolve().parents[1]
 _POLL_SECS = 0.3
 
 
@@ -38,8 +39,9 @@ def torchrun(n_processes: int) -> list[str]:
 def environment(**variables: str) -> dict[str, str]:
     """No GPU, and the settings of ``use_env`` in env.sh: DeepSpeed compiles with the ninja beside this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [os.environ.get('PATH')])])
-    packages = [str(Path(__file__).parents[1]), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
-    variables['PYTHONPATH'] = os.pathsep.join(filter(None, packages))  # this package, for scripts in it
+    # This package, for scripts in it, and what it shares with tests/helpers
+    packages = [str(_TOOLS), str(_TOOLS.parent), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
+    variables['PYTHONPATH'] = os.pathsep.join(filter(None, packages))
     extensions = {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))}
     ours = {'PATH': path, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     return extensions | os.environ | ours | variables

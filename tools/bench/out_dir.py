@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.launch import MODELS, START_SECS, run_worker
-from bench.upload import s3_server
+from tests.helpers.s3_servers import s3_server
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -35,13 +35,14 @@ def measure(args: Namespace) -> dict[str, Any]:
         For every run, by way: seconds, bytes that rank 0 sent, and bytes then on the local disk.
     """
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as name, s3_server(Path(name)) as endpoint:
+    prefixes = [f'run{number}/hf_model_iter_1' for number in range(2 * args.repeats)]
+    with tempfile.TemporaryDirectory(dir=memory) as name, s3_server('rclone', Path(name), prefixes=prefixes) as server:
         job = {
             'what': 'out_dir',
             'billions': args.billions,
             'repeats': args.repeats,
             'uplink_nbytes_per_sec': args.uplink * 10**6,
-            'endpoint': endpoint,
+            'endpoint': server.url,
             'objects': str(Path(name, 'objects')),
         }
         return {'ranks': args.ranks, **job, **run_worker(args.ranks, job, args.out)}

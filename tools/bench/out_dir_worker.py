@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from bench.peers import xtuner_way
 from bench.progress import Progress
-from bench.upload import BUCKET, KEY, SECRET, limited_sending
+from bench.upload import limited_sending
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
@@ -33,7 +34,7 @@ def bench_out_dir(
     engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure both ways in turns, in random order. Runs on: all ranks."""
-    os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION='us-east-1')
+    os.environ.update(CREDENTIALS)
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     n_files = _FILES_PER_RANK * dist.get_world_size()
     saver = Saver(engine.module, SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='store')

@@ -10,18 +10,14 @@ So with 8 ranks at 40 MB/s, 2 cores are the limit, not the uplinks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-import uuid
 import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +28,13 @@ from typing import Any
 
 from bench.progress import Progress, end_of_progress, tell_on_stderr
 from bench.throttle import Throttle
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 
 OURS = 'upload_to, all ranks'
 BOTO3 = "rank 0 uploads the folder with boto3's transfer manager"
 WAYS = (OURS, BOTO3)
-BUCKET, KEY, SECRET = 'bucket', 'benchkeybenchkey', 'benchsecretbenchsecret'
-_ENVIRONMENT = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_DEFAULT_REGION': 'us-east-1'}
+#: The folder of each save, under its own prefix.
+_SAVE = 'hf_model_iter_1'
 _FILES_PER_RANK = 2
 #: Bytes handed to the kernel at once: with smaller pieces, waiting costs more than sending.
 _PIECE_NBYTES = 256 * 1024
@@ -79,7 +76,12 @@ def measure(args: Namespace) -> dict[str, Any]:
 def _measure_uploads(args: Namespace) -> dict[str, Any]:
     """Measure the ways in turns, in random order."""
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder, s3_server(Path(folder)) as endpoint:
+    turns = [f'upload-{number}' for number in range(args.repeats * len(WAYS))]
+    prefixes = [f'{turn}/{_SAVE}' for turn in turns]
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as folder,
+        s3_server('rclone', Path(folder), prefixes=prefixes) as server,
+    ):
         save = Path(folder, 'save')
         nbytes = _make_save(save, args.ranks * _FILES_PER_RANK, args.megabytes * 10**6)
         context = multiprocessing.get_context('spawn')
@@ -92,7 +94,7 @@ def _measure_uploads(args: Namespace) -> dict[str, Any]:
                 args=(
                     rank,
                     args.ranks,
-                    endpoint,
+                    server.url,
                     str(save),
                     args.uplink * 10**6,
                     (barrier, among_ranks),
@@ -111,12 +113,12 @@ def _measure_uploads(args: Namespace) -> dict[str, Any]:
         order = random.Random(0)
         for _ in range(args.repeats):
             for way in order.sample(WAYS, len(WAYS)):
-                url = f's3://{BUCKET}/{uuid.uuid4().hex}'
+                turn = turns.pop()
                 for queue in orders:
-                    queue.put((way, url))
+                    queue.put((way, f's3://{BUCKET}/{turn}'))
                 seconds, sent = results.get()
                 runs[way].append({'seconds': seconds, 'sent_mb': sent / 1e6})
-                objects = Path(folder, 'objects', *url.partition('://')[2].split('/'))
+                objects = Path(folder, 'objects', BUCKET, turn)
                 _check(objects, save)
                 shutil.rmtree(objects)
                 progress.done(way, seconds)
@@ -132,14 +134,20 @@ def _measure_training(args: Namespace) -> dict[str, Any]:
     """Measure iterations beside an upload and, for as long, without one, in turns."""
     n_ranks, uplink = args.training_ranks, args.training_uplink * 10**6
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder, s3_server(Path(folder)) as endpoint:
+    prefixes = [f'training-{number}/{_SAVE}' for number in range(_TRAINING_REPEATS)]
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as folder,
+        s3_server('rclone', Path(folder), prefixes=prefixes) as server,
+    ):
         save = Path(folder, 'save')
         _make_save(save, n_ranks * _FILES_PER_RANK, int(n_ranks * uplink * _UPLOAD_SECS))
         context = multiprocessing.get_context('spawn')
         together, results = context.Barrier(n_ranks), context.SimpleQueue()
         ranks = [
             context.Process(
-                target=_training_rank, args=(rank, n_ranks, endpoint, str(save), uplink, together, results), daemon=True
+                target=_training_rank,
+                args=(rank, n_ranks, server.url, str(save), uplink, together, results),
+                daemon=True,
             )
             for rank in range(n_ranks)
         ]
@@ -155,7 +163,7 @@ def _training_rank(
     rank: int, n_ranks: int, endpoint: str, save: str, uplink: float, together: Barrier, results: Any
 ) -> None:
     """One process that trains; reports the shares of iterations and of a core that each upload took."""
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(CREDENTIALS)
     import torch
 
     torch.set_num_threads(1)
@@ -205,7 +213,7 @@ def _rank(
     results: Any,
 ) -> None:
     """One process of the run that saves."""
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(CREDENTIALS)
     all_processes, among_ranks = barriers
     prepare: dict[str, Callable[[int, int, str, Path, str], _Way]] = {OURS: _ours, BOTO3: _boto3}
     with limited_sending(uplink) as throttle:
@@ -216,9 +224,10 @@ def _rank(
             among_ranks.wait()
             began, before = time.perf_counter(), throttle.nbytes
             upload()
+            seconds, sent = time.perf_counter() - began, throttle.nbytes - before
+            end()  # before the answer: the objects are then removed
             if rank == 0:
-                results.put((time.perf_counter() - began, throttle.nbytes - before))
-            end()
+                results.put((seconds, sent))
 
 
 def _ours(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:
@@ -258,11 +267,11 @@ def _our_upload(
     thread = UploadThread({'hf_model': destination}, RunLog(logging.getLogger('bench'), 'bench'), None)
 
     def begin() -> None:
-        thread.add(UploadJob(1, 'hf_model', 'hf_model_iter_1', Step('iter', 1, 1), save, rank, n_ranks), [])
+        thread.add(UploadJob(1, 'hf_model', _SAVE, Step('iter', 1, 1), save, rank, n_ranks), [])
 
     def is_over(within_secs: float = 0.0) -> bool:
         over = thread.wait(within_secs)
-        if over and rank == 0 and thread.uploaded != ['hf_model_iter_1']:
+        if over and rank == 0 and thread.uploaded != [_SAVE]:
             raise RuntimeError(f'not uploaded: {thread.failed}')
         return over
 
@@ -283,7 +292,7 @@ def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way
     def upload() -> None:
         if rank == 0:
             for path in sorted(save.iterdir()):
-                client.upload_file(str(path), BUCKET, f'{prefix}/hf_model_iter_1/{path.name}')
+                client.upload_file(str(path), BUCKET, f'{prefix}/{_SAVE}/{path.name}')
 
     return upload, lambda: None
 
@@ -317,28 +326,6 @@ def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
             delattr(socket.socket, name)
 
 
-@contextmanager
-def s3_server(folder: Path) -> Iterator[str]:
-    """Run ``rclone serve s3`` with an empty bucket below ``folder/objects``; yields its URL."""
-    (folder / 'objects' / BUCKET).mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
-    rclone = str(Path(sys.executable).with_name('rclone'))
-    command = [rclone, 'serve', 's3', '--addr', f'127.0.0.1:{port}', '--auth-key', f'{KEY},{SECRET}']
-    command += ['--config', str(folder / 'none.conf'), str(folder / 'objects')]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(300):
-            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), timeout=5):
-                break
-            time.sleep(0.1)
-        yield f'http://127.0.0.1:{port}'
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def _make_save(folder: Path, n_files: int, nbytes: int) -> int:
     """Make files of random bytes with the manifest of a save."""
     folder.mkdir()
@@ -356,6 +343,6 @@ def _make_save(folder: Path, n_files: int, nbytes: int) -> int:
 def _check(objects: Path, save: Path) -> None:
     """Check that every byte has arrived."""
     for path in save.iterdir():
-        found = objects / 'hf_model_iter_1' / path.name
+        found = objects / _SAVE / path.name
         if not found.exists() or zlib.crc32(found.read_bytes()) != zlib.crc32(path.read_bytes()):
             raise RuntimeError(f'{found}: not what was uploaded')
