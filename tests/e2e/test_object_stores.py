@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import random
 import time
@@ -10,7 +12,7 @@ import pytest
 
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, s3_server
 from xhf_hooks.errors import StoreError
-from xhf_hooks.stores import open_store
+from xhf_hooks.stores import Store, open_store
 from xhf_hooks.stores.publication import Publication, read_pointer
 from xhf_hooks.stores.store_lock import StoreLock
 
@@ -155,3 +157,31 @@ def test_nobody_listens():
     store._fs.retries = 1
     with pytest.raises(StoreError, match=r'127\.0\.0\.1:9'):
         store.require_usable()
+
+
+def no_preparation() -> None:
+    pass
+
+
+@pytest.mark.parametrize('has_own_loop', [True, False])
+def test_a_session_is_closed_in_the_loop_that_made_it(server, has_own_loop):
+    """Although the garbage collector runs in the thread of another loop."""
+
+    def opened(own: bool) -> Store:
+        url = f's3://{BUCKET}/closed'
+        made = open_store(url, server.backend_args, prepare_thread=no_preparation if own else None)
+        made.require_usable()
+        return made
+
+    async def collect() -> None:
+        gc.collect()
+
+    store, other = opened(has_own_loop), opened(not has_own_loop)
+    assert store._fs.loop is not other._fs.loop
+    session = store._fs._s3creator._client._endpoint.http_session
+    del store
+    asyncio.run_coroutine_threadsafe(collect(), other._fs.loop).result(timeout=60)
+    deadline = time.monotonic() + 10
+    while session._sessions is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert session._sessions is None  # as its __aexit__ leaves it, unless that fails

@@ -100,8 +100,32 @@ def open_store(
     except Exception as error:
         said = without_secrets(f'{type(error).__name__}: {error}', given)
         raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
-    kind = S3Store if protocol in ('s3', 's3a') else Store
+    kind = Store
+    if protocol in ('s3', 's3a'):
+        kind = S3Store
+        file_system.close_session = _in_given_loop(file_system.close_session)
     return kind(file_system, root, without_secrets(url), given, option)
+
+
+def _in_given_loop(close_session: Callable[..., None]) -> Callable[..., None]:
+    """Make s3fs close a session in the event loop that made it, and that it passes.
+
+    s3fs closes it when the file system is freed. The garbage collector may do that in the thread of another loop. s3fs
+    would then close it in that loop. That is not thread-safe, and asyncio reports a future "attached to a different
+    loop".
+    """
+
+    def close(loop: asyncio.AbstractEventLoop, *session: Any) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running in (None, loop):
+            close_session(loop, *session)
+        else:
+            loop.call_soon_threadsafe(close_session, loop, *session)
+
+    return close
 
 
 @functools.cache
