@@ -1,46 +1,16 @@
-"""Measure xhf_hooks side by side with its peers, in one run, interleaved.
+"""Measures xhf_hooks side by side with its peers: ``python tools/bench.py NAME``; ``--help`` lists the benchmarks.
 
-    python tools/bench.py save  [--billions 0.8 1.6] [--ways stream floor] [--repeats 5] [--ranks 2]
-                                [--bucket-size 128MB] [--in-a-row 3] [--out DIR]
-    python tools/bench.py throttled [--ranks 2 4] [--billions 0.8] [--repeats 3] [--out DIR]
-    python tools/bench.py memory [--ranks 2 4] [--billions 0.2 0.8 1.6] [--out DIR]
-    python tools/bench.py stall [--billions 0.8] [--repeats 5] [--ranks 2] [--out DIR]
-    python tools/bench.py plan  [--ranks 1024] [--out DIR]
-    python tools/bench.py ranks [--ranks 2 4 8 16 32] [--repeats 5] [--out DIR]
-    python tools/bench.py verify [--billions 0.5] [--repeats 5] [--out DIR]
-    python tools/bench.py upload [--ranks 8] [--megabytes 640] [--uplink 40] [--repeats 5] [--training-ranks 1]
-                                [--training-uplink 10] [--out DIR]
-    python tools/bench.py out_dir [--ranks 8] [--billions 0.8] [--uplink 40] [--repeats 3] [--out DIR]
-    python tools/bench.py convert [--billions 0.5 1.5] [--repeats 5] [--out DIR]
-    python tools/bench.py all --out docs/bench
-    python tools/bench.py draw --out docs/bench
+Memory is the extra anonymous memory of the busiest rank, sampled every 2 ms. Freed memory is returned before each run,
+so that all runs start from the same state. Bytes sent are counted by the kernel, on each rank's own TCP connections.
 
-save: gloo processes hold a bf16 Llama at ZeRO-3 and save it in each way in turns; and what disk and loopback allow.
-throttled: each writer, where no rank can write faster than a share lets one client.
-memory: what each writer takes of memory and network, by size of the model and number of ranks.
-stall: for how long a save stops training, how fast training is beside one, and what it takes of the page cache.
-plan: the planner alone, for models of hundreds of billions of parameters on many ranks.
-ranks: calls of save_hf on 2,000 small tensors by 2 to 32 processes: what agreement costs, stage by stage.
-verify: verifying folders, against reading them.
-upload: a save to an object store, by all ranks and by rank 0 alone, each rank's uplink throttled; what of training an
-    upload takes.
-out_dir: the same without a disk, against gathering, saving and uploading on rank 0.
-convert: the conversion of a checkpoint, with xtuner's environment (bench/convert.py).
-all: one after the other, as by default, all that README and docs quote.
-draw: nothing is measured; tables and charts of what lies in DIR.
-
-Says first about how long it will take, then what is left. Prints a table of medians; writes it, the JSON behind it and
-a chart to DIR/WHAT.md, WHAT.json and WHAT.svg. Memory is the extra anonymous memory of the busiest rank, sampled every
-2 ms; freed memory is handed back before each run, so that each starts from the same state. What is sent is counted by
-the kernel, at each rank's own TCP connections. save runs each way three times in a row, and the third counts: a
-virtual machine gives free memory back to its host within a second, and new pages from there cost up to 3 us each, so
-that the same save takes 0.3 to 5 s by what ran before it. The third run of a way, right after what the second wrote
-was removed, as a rule finds the memory that it needs.
+``save`` runs each way three times in a row, and only the third run counts: a virtual machine returns free memory to its
+host within a second, and new pages from there cost up to 3 us each. So the same save takes 0.3 to 5 s, depending on
+what ran before it. The third run starts right after the files of the second were removed, so it usually finds the
+memory that it needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -59,7 +29,23 @@ from bench.progress import time_words
 from bench.report import describe_machine, table
 from bench.svg import svg
 
+from xhf_hooks.cli.arguments import CommandParser
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+_EXAMPLES = {
+    'save': 'compare the time and memory of a save with all peers',
+    'save --billions 0.8 1.6 --ways stream floor': 'two model sizes; only rows with these words in their name',
+    'stall --repeats 3 --out DIR': 'measure how long saves stop training; write the results to DIR',
+    'all --out docs/bench': 'run all benchmarks that README and docs quote, in about an hour',
+    'draw --out docs/bench': 'measure nothing; make tables and charts again from the JSON files there',
+}
+_EPILOG = """\
+A benchmark first prints how long it will take, then its progress, and at the end a table of medians.
+It writes the table, a chart and the JSON behind them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json.
+
+`python tools/bench.py NAME --help` shows the options of a benchmark. docs/performance.md explains the results."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +53,8 @@ class Bench:
     """One benchmark.
 
     Attributes:
+        meaning: What it measures, in one line.
+        details: More about it, in sentences, for its own help.
         add_options: Adds its options to its command.
         expected_secs: Estimates its duration from the options.
         measure: Returns the content of WHAT.json, except the machine.
@@ -74,6 +62,8 @@ class Bench:
         is_quoted: Whether README and docs quote it.
     """
 
+    meaning: str
+    details: str
     add_options: Callable[[ArgumentParser], None]
     expected_secs: Callable[[Namespace], float]
     measure: Callable[[Namespace], dict[str, Any]]
@@ -81,34 +71,122 @@ class Bench:
     is_quoted: bool = True
 
 
-#: In the order of ``all``. A new benchmark needs a line here, a table in report.py and a chart in charts.py.
+#: In the order of ``all``. A new benchmark needs an entry here, a table in report.py and a chart in charts.py.
 BENCHES = {
-    'save': Bench(saves.add_save_options, saves.save_secs, saves.measure_save),
-    'throttled': Bench(saves.add_throttled_options, saves.throttled_secs, saves.measure_throttled),
-    'memory': Bench(saves.add_memory_options, saves.memory_secs, saves.measure_memory),
-    'stall': Bench(saves.add_stall_options, saves.stall_secs, saves.measure_stall),
-    'plan': Bench(plan.add_options, plan.expected_secs, plan.measure),
-    'ranks': Bench(ranks.add_options, ranks.expected_secs, ranks.measure, is_quoted=False),
-    'verify': Bench(verify.add_options, verify.expected_secs, verify.measure),
-    'upload': Bench(upload.add_options, upload.expected_secs, upload.measure),
-    'out_dir': Bench(out_dir.add_options, out_dir.expected_secs, out_dir.measure, is_quoted=False),
-    'convert': Bench(convert.add_options, convert.expected_secs, convert.measure, stack='xtuner'),
+    'save': Bench(
+        'saves of a ZeRO-3 model, with every writer and every peer',
+        'gloo processes hold a bf16 Llama at ZeRO-3 and save it in all ways, in random order. Floors show how fast '
+        'disk and loopback can move as many bytes.',
+        saves.add_save_options,
+        saves.save_secs,
+        saves.measure_save,
+    ),
+    'throttled': Bench(
+        'saves with every writer and a limited bandwidth from each rank to the disk',
+        f'No rank can write more than {saves.LIMIT / 1e6:.0f} MB/s, as on a network share that limits each client.',
+        saves.add_throttled_options,
+        saves.throttled_secs,
+        saves.measure_throttled,
+    ),
+    'memory': Bench(
+        'memory and network traffic of every writer',
+        'For each model size and number of ranks.',
+        saves.add_memory_options,
+        saves.memory_secs,
+        saves.measure_memory,
+    ),
+    'stall': Bench(
+        'how long a save stops training, and how much it slows training down',
+        'Also how much of the save is in the page cache.',
+        saves.add_stall_options,
+        saves.stall_secs,
+        saves.measure_stall,
+    ),
+    'plan': Bench(
+        'planning alone, for models with hundreds of billions of parameters',
+        'Time, memory and numbers of writes for one of many ranks.',
+        plan.add_options,
+        plan.expected_secs,
+        plan.measure,
+    ),
+    'ranks': Bench(
+        'save_hf with many small tensors: what agreement between ranks costs',
+        '2,000 tensors; the cost is shown by stage.',
+        ranks.add_options,
+        ranks.expected_secs,
+        ranks.measure,
+        is_quoted=False,
+    ),
+    'verify': Bench(
+        'verification of folders, compared with only reading them',
+        'From the disk and from memory.',
+        verify.add_options,
+        verify.expected_secs,
+        verify.measure,
+    ),
+    'upload': Bench(
+        'uploads to an object store by all ranks, compared with rank 0 alone',
+        "Each rank's upload rate is limited. Also measures how much an upload slows training down.",
+        upload.add_options,
+        upload.expected_secs,
+        upload.measure,
+    ),
+    'out_dir': Bench(
+        'saves to an object store without a disk, compared with an upload by rank 0',
+        "Rank 0 gathers, saves to its disk and uploads. Each rank's upload rate is limited.",
+        out_dir.add_options,
+        out_dir.expected_secs,
+        out_dir.measure,
+        is_quoted=False,
+    ),
+    'convert': Bench(
+        "conversion of a checkpoint, compared with other converters; needs XTuner's environment",
+        'Start-up is included. First: source tools/env.sh && use_env .venv-xtuner',
+        convert.add_options,
+        convert.expected_secs,
+        convert.measure,
+        stack='xtuner',
+    ),
 }
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest='what', required=True)
+    parser = CommandParser(
+        prog='python tools/bench.py',
+        examples=_EXAMPLES,
+        description='Measure xhf_hooks side by side with its peers.',
+        epilog=_EPILOG,
+    )
+    commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
     for what, bench in BENCHES.items():
-        bench.add_options(commands.add_parser(what))
-    everything = commands.add_parser('all')
-    everything.add_argument('--xtuner-env', type=Path, default=Path('.venv-xtuner'), help='for convert')
-    commands.add_parser('draw')
+        bench.add_options(_add_command(commands, what, bench.meaning, bench.details))
+    quoted = ', '.join(what for what, bench in BENCHES.items() if bench.is_quoted)
+    everything = _add_command(
+        commands, 'all', 'all benchmarks that README and docs quote, with their defaults', f'These are {quoted}.'
+    )
+    everything.add_argument(
+        '--xtuner-env',
+        type=Path,
+        default=Path('.venv-xtuner'),
+        metavar='DIR',
+        help="XTuner's environment, which convert needs (default: %(default)s)",
+    )
+    _add_command(
+        commands, 'draw', 'measure nothing; make tables and charts again', 'Reads DIR/NAME.json of all benchmarks.'
+    )
     for command in commands.choices.values():
         command.add_argument(
-            '--out', type=lambda text: Path(text).absolute(), default=Path('work_dirs/bench').absolute()
+            '--out',
+            type=lambda text: Path(text).absolute(),
+            default=Path('work_dirs/bench').absolute(),
+            metavar='DIR',
+            help='folder for the results (default: work_dirs/bench)',
         )
     return parser
+
+
+def _add_command(commands: Any, what: str, meaning: str, details: str) -> ArgumentParser:
+    return commands.add_parser(what, help=meaning, description=f'{meaning[0].upper()}{meaning[1:]}. {details}')
 
 
 def run(what: str, args: Namespace) -> None:
@@ -131,7 +209,7 @@ def run_all(args: Namespace, parser: ArgumentParser) -> None:
     """Run each benchmark in a separate process, since ``convert`` needs another environment."""
     pythons = {'modern': sys.executable, 'xtuner': str(args.xtuner_env.absolute() / 'bin' / 'python')}
     if not Path(pythons['xtuner']).exists():
-        sys.exit(f'{pythons["xtuner"]} is not there; name the environment that has xtuner with --xtuner-env')
+        sys.exit(f'{pythons["xtuner"]} does not exist; set --xtuner-env to an environment that has XTuner')
     quoted = {what: bench for what, bench in BENCHES.items() if bench.is_quoted}
     expected = {what: bench.expected_secs(parser.parse_args([what])) for what, bench in quoted.items()}
     shares = ', '.join(f'{what} {seconds / 60:.0f}' for what, seconds in expected.items())

@@ -1,20 +1,20 @@
-# The Python environments of tools/demo.sh and tools/test.sh. Source this file; it only defines
-# functions, for bash, called from the root of the repository (make_env with `set -euo pipefail`):
+# The Python environments of tools/demo.sh and tools/test.sh. Source this file in bash; it only defines functions. Call
+# them from the root of the repository (make_env with `set -euo pipefail`):
 #
 #     source tools/env.sh
 #     make_env .venv modern test
 #     use_env .venv
 
-# Make the virtual environment DIR with what requirements/STACK.txt (and MORE, for example test) names, in the
-# versions of requirements/STACK.lock.txt, and this project in it.
-# Costs nothing when DIR has all of that already; an edit of one of the files installs again.
+# make_env DIR STACK [MORE...]: create the virtual environment DIR with the packages of requirements/STACK.txt (and of
+# MORE, for example test), in the versions of requirements/STACK.lock.txt, and with this project.
+# Does nothing if DIR is up to date; after an edit of one of these files it installs again.
 make_env() {
     local dir=$1 stack=$2 stamp=$1/installed.sha256
     shift
     local lock=requirements/$stack.lock.txt no_deps=requirements/${stack}_no_deps.txt
     local files=("${@/#/requirements/}") made wanted
     files=("${files[@]/%/.txt}")
-    # With its place, since an environment that was moved or copied does not work
+    # Includes the path, since a moved or copied environment does not work
     made=$(realpath -m "$dir" && sha256sum "$lock")
     wanted=$(echo "$made" && sha256sum setup.py "${files[@]}" && { [[ ! -f $no_deps ]] || sha256sum "$no_deps"; })
     if [[ -x $dir/bin/python && -f $stamp ]] && ! grep -vqxFf "$stamp" <<<"$wanted"; then
@@ -25,12 +25,12 @@ make_env() {
     _check_machine "$python"
     _tell_size "$dir" "$stack"
     if [[ ! -x $dir/bin/python || ! -f $stamp ]] || grep -vqxFf "$stamp" <<<"$made"; then
-        # Anew: what an older lock file had would stay
-        _step "$dir: making it" "$python" -m venv --clear "$dir"
+        # From scratch: packages of an older lock file would stay
+        _step "$dir: creating the environment" "$python" -m venv --clear "$dir"
         echo "$made" >"$stamp"
     fi
 
-    # Before the rest and by name: pip then takes a CPU build where its indexes have one
+    # First and by name: pip then takes a CPU build if its indexes have one
     local torch
     torch=$(grep -hom1 '^torch==[^ ;]*' "${files[@]}" | head -n1)
     _step "$dir: $torch" _pip "$dir" "$lock" "$torch"
@@ -42,8 +42,8 @@ make_env() {
     echo "$wanted" >"$stamp"
 }
 
-# Install into DIR, all of it in the versions that LOCK has. LOCK goes into variables, so that it counts for the tools
-# that build packages, too. pip's own variables and configuration (indexes, proxies, certificates) work as ever.
+# Install into DIR in the versions of LOCK. LOCK is passed in variables, so that it also applies to the tools that build
+# packages. pip's own variables and configuration (indexes, proxies, certificates) work as usual.
 _pip() {
     local dir=$1 lock=$2
     shift 2
@@ -51,16 +51,16 @@ _pip() {
         "$dir/bin/python" -m pip install -q "$@"
 }
 
-# Make DIR's programs the ones that this shell runs, with the settings that DeepSpeed needs here.
+# Use DIR's programs in this shell, with the settings that DeepSpeed needs here.
 use_env() {
     local dir
     dir=$(cd "$1" && pwd) || return
     export PATH="$dir/bin:$PATH"
-    # Two DeepSpeed versions that share compiled operators rebuild them for ever
+    # Two DeepSpeed versions that share compiled operators would rebuild them again and again
     export TORCH_EXTENSIONS_DIR="$dir/torch_extensions"
-    # One process per core or GPU: more threads would only get in each other's way
+    # One process per core or GPU: more threads would slow each other down
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-    # Everything is made on this machine: nothing is to be looked up on the hub
+    # Everything is made on this machine; nothing is looked up on the Hub
     export HF_HUB_OFFLINE=1
     if ! _has_gpu; then
         export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=''
@@ -71,7 +71,7 @@ _has_gpu() {
     nvidia-smi -L 2>/dev/null | grep -q '^GPU '
 }
 
-# Print the name of a Python that STACK can be installed with.
+# Print the name of a Python that can run STACK.
 _find_python() {
     local versions python
     case $1 in
@@ -84,49 +84,49 @@ _find_python() {
             return
         fi
     done
-    _fail "A Python of $versions is needed, as python3 or, for example, python3.11; found: $(python3 --version 2>&1)."
+    _fail "No suitable Python found: expected $versions, as python3 or for example python3.11; found $(python3 --version 2>&1)."
 }
 
-# Refuse a machine that lacks something, before minutes of installing.
+# Check the machine before minutes of installing.
 _check_machine() {
     local python=$1
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-        _fail "$python cannot make virtual environments. On Debian: apt-get install $python-venv"
-    # DeepSpeed compiles a small communication operator for CPU runs: g++ and Python's C headers
+        _fail "$python cannot create virtual environments. On Debian: apt-get install $python-venv"
+    # DeepSpeed compiles a small communication operator for CPU runs, which needs g++ and Python's C headers
     command -v c++ >/dev/null || _fail 'No C++ compiler found. On Debian: apt-get install g++'
     "$python" -c 'import os, sysconfig
 raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         _fail "Python's C headers not found. On Debian: apt-get install $python-dev"
 }
 
-# Say how much STACK is, before it is downloaded into DIR. Measured by `pip download` of the lock files and `du`.
+# Print the size of STACK before it is downloaded into DIR. Measured with `pip download` of the lock files and `du`.
 _tell_size() {
     local cuda cpu
     case $2 in
         xtuner) cuda='3.1 GB to download, 6.3 GB' cpu='0.6 GB, 2.3 GB' ;;
         *) cuda='3.0 GB to download, 5.8 GB' cpu='0.4 GB, 1.8 GB' ;;
     esac
-    echo "== $1: about $cuda on the disk; with the CPU build of torch $cpu"
+    echo "== $1: about $cuda on disk; with the CPU build of torch $cpu"
     if ! _has_gpu; then
-        echo '   This machine has no GPU, so the CPU build will do. Where pip is not set up for it, start again with'
+        echo '   This machine has no GPU, so the CPU build is enough. If pip is not configured for it, start again with'
         echo "   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"
     fi
 }
 
-# Compile that operator now, in one process: training would stop for it, all processes at once,
-# and a training run killed in the middle of it leaves a lock that the next one waits for.
+# Compile that operator now, in one process. Otherwise all training processes would wait for it, and a run killed while
+# compiling would leave a lock that blocks the next one.
 _compile_deepspeed() {
     ! _has_gpu || return 0
     rm -rf "$1/torch_extensions"
     (
         use_env "$1"
-        _step "$1: DeepSpeed's operator (compiling)" python -c '
+        _step "$1: compiling DeepSpeed's operator" python -c '
 from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)'
     )
 }
 
-# Say what happens, run it, and show its output only when it fails.
+# Print what happens, run it, and show its output only if it fails.
 _step() {
     echo "== $1"
     shift

@@ -3,9 +3,9 @@
 
     python tools/fuzz.py convert --mutants 10000
     python tools/fuzz.py verify --mutants 10000
-    python tools/fuzz.py convert --only 1234        # repeat one in this process, with its traceback
+    python tools/fuzz.py convert --only 1234        # repeat one mutant in this process, with its traceback
 
-Each mutant is run in a child process with limits on CPU time and memory. The command must refuse it in one line, or
+Each mutant runs in a child process with limits on CPU time and memory. The command must refuse it in one line, or
 give the same weights as torch, safetensors and transformers. Exits with 1 otherwise. Mutants are determined by seed and
 number.
 """
@@ -48,13 +48,17 @@ _OUTPUT = ('out_text', 'err')
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('tool', choices=TOOLS)
-    parser.add_argument('--mutants', type=int, default=10_000, help='how many (default: %(default)s)')
-    parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--first', type=int, default=0, metavar='NUMBER', help='begin with this one')
-    parser.add_argument('--only', type=int, metavar='NUMBER', help='this one alone, in this process')
-    parser.add_argument('--jobs', type=int, default=len(os.sched_getaffinity(0)), help='at a time (default: cores)')
-    parser.add_argument('--folder', type=Path, help='where the files are put (default: a temporary folder)')
+    parser.add_argument('tool', choices=TOOLS, help='the command to fuzz')
+    parser.add_argument('--mutants', type=int, default=10_000, help='number of mutants (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the mutants (default: %(default)s)')
+    parser.add_argument(
+        '--first', type=int, default=0, metavar='NUMBER', help='number of the first mutant (default: %(default)s)'
+    )
+    parser.add_argument('--only', type=int, metavar='NUMBER', help='run only this mutant, in this process')
+    parser.add_argument(
+        '--jobs', type=int, default=len(os.sched_getaffinity(0)), help='mutants at a time (default: number of cores)'
+    )
+    parser.add_argument('--folder', type=Path, help='where to put the files (default: a temporary folder)')
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix='xhf-fuzz-', dir=args.folder, ignore_cleanup_errors=True) as temporary:
         fuzzer = Fuzzer(args.tool, args.seed, Path(temporary))

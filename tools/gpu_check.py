@@ -2,11 +2,11 @@
 
     torchrun --standalone --nproc_per_node GPUS tools/gpu_check.py [--layers 16] [--bucket-size 128MB] [--out DIR]
 
-With nccl, each writer saves in the foreground and in the background during training; the writers that send slices do so
-once more with messages from GPU to GPU, which saves do not use. The result is compared with save_pretrained of the
-gathered model. Checks the bytes, that a save uses at most one bucket of device memory, and that host copies are pinned.
-Prints one line per case and writes DIR/gpu_check.json; exit status 1 for failures, 2 without a GPU. ``--cpu`` runs the
-same steps with gloo, to test this script.
+With nccl, each writer saves in the foreground and in the background during training. The writers that send slices also
+save once with messages from GPU to GPU, which normal saves do not use. The result is compared with save_pretrained of
+the gathered model. Checks the bytes, that a save uses at most one bucket of device memory, and that host copies are
+pinned. Prints one line per case and writes DIR/gpu_check.json; exit status 1 for failures, 2 without a GPU. ``--cpu``
+runs the same steps with gloo, to test this script.
 """
 
 from __future__ import annotations
@@ -176,10 +176,18 @@ def _same_files(reference: Path, found: Path) -> bool:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--layers', type=int, default=16, help='of a Llama of width 2048 (default: %(default)s)')
-    parser.add_argument('--bucket-size', type=parse_size, default='128MB')
-    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'))
-    parser.add_argument('--cpu', action='store_true', help='go through the steps on gloo')
+    parser.add_argument('--layers', type=int, default=16, help='layers of the Llama, of width 2048 (default: 16)')
+    parser.add_argument(
+        '--bucket-size', type=parse_size, default='128MB', help='bucket_size of the saves (default: %(default)s)'
+    )
+    parser.add_argument(
+        '--out',
+        type=Path,
+        default=Path('work_dirs/gpu_check'),
+        metavar='DIR',
+        help='folder for the saves and gpu_check.json (default: %(default)s)',
+    )
+    parser.add_argument('--cpu', action='store_true', help='run the same steps on CPU with gloo, to test this script')
     return parser.parse_args()
 
 

@@ -28,9 +28,9 @@ from tests.helpers.kill_runs import KINDS, NAME, live_and_die, next_start
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--kills', type=int, default=200, help='how many runs are killed (default: %(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='of the random instants (default: %(default)s)')
-    parser.add_argument('--folder', type=Path, help='where to save (default: a temporary folder)')
+    parser.add_argument('--kills', type=int, default=200, help='number of runs to kill (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the random instants (default: %(default)s)')
+    parser.add_argument('--folder', type=Path, help='where to put the saves (default: a temporary folder)')
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix='kills-', dir=args.folder) as folder:
         return _kill(Path(folder) / 'run', args.kills, random.Random(args.seed))

@@ -32,8 +32,8 @@ IN_A_ROW = 10
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--saves', type=int, default=200, help='at least so many (default: %(default)s)')
-    parser.add_argument('--folder', type=Path, help="where the servers' disk is (default: a temporary folder)")
+    parser.add_argument('--saves', type=int, default=200, help='minimum number of saves (default: %(default)s)')
+    parser.add_argument('--folder', type=Path, help="where to put the servers' data (default: a temporary folder)")
     args = parser.parse_args()
     if why := missing():
         print(f'nothing was tested: {why}')

@@ -11,14 +11,14 @@ from xhf_hooks.config.options import CallbackOptions, CallOptions, HookOptions
 _DOORS = {
     'HFCheckpointHook': (HookOptions, 'in the config of an MMEngine or XTuner run'),
     'HFCheckpointCallback': (CallbackOptions, "for transformers' Trainer, TRL and Axolotl"),
-    'save_hf': (CallOptions, 'one call in a loop of your own'),
+    'save_hf': (CallOptions, 'one call in your own training loop'),
 }
 
 
 def page() -> str:
     """The text of the page."""
-    lines = ['# Options', '', 'Made from `xhf_hooks/config/options.py` by `tools/options_page.py`. A bad value, a bad']
-    lines[-1] += ' combination and a misspelt name are errors when the hook is built.'
+    lines = ['# Options', '', 'Generated from `xhf_hooks/config/options.py` by `tools/options_page.py`. Bad values,']
+    lines[-1] += ' bad combinations and misspelt names are errors when the hook is built.'
     told: dict[str, str] = {}
     for door, (options, where) in _DOORS.items():
         lines += ['', f'## {door}', '', f'{where[0].upper()}{where[1:]}.', '']

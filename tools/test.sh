@@ -1,55 +1,55 @@
 #!/usr/bin/env bash
-# Every test, in one command, on both stacks: makes the environments that it needs.
+# All tests in one command, on both stacks. Creates the environments that they need.
 #
 #     bash tools/test.sh                          everything, as CI does
-#     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit: no process, no root, no Debian packages
-#     bash tools/test.sh --coverage               which lines of the package tests/unit runs
-#     bash tools/test.sh --lm-eval                a run that lm_eval evaluates (0.6 GB more in .venv)
+#     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit; needs neither root nor Debian packages
+#     bash tools/test.sh --coverage               line coverage of tests/unit
+#     bash tools/test.sh --lm-eval                the test with lm_eval (0.6 GB more in .venv)
 #     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
-#     bash tools/test.sh PYTEST OPTIONS           some tests, for example a path, of the modern stack
+#     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
 #
-# With everything, three runs of pytest go on at the same time, for half of a run is waiting: tests/stress on the modern
-# stack, the other tests on it, and XTuner's stack, followed by the modern stack's tests of object stores. What the first
-# and the last have to say is shown when all have ended.
+# Without arguments, three runs of pytest go on at the same time, since half of a run is waiting: tests/stress on the
+# modern stack, the other tests on the modern stack, and XTuner's stack followed by the tests of object stores on the
+# modern stack. The output of the first and the last is shown at the end.
 #
-# Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root (small file systems are mounted, and Debian's
-# packages that tests need are installed). Says how much it will download; a machine without a GPU needs a sixth of that:
-# docs/versions.md.
+# Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root, to mount small file systems and to install
+# Debian packages that tests need. Prints the size of the download; a machine without a GPU needs a sixth of it
+# (docs/versions.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
-# Tests of the modern stack that come after XTuner's, whose run is the shortest
+# Tests of the modern stack that run after XTuner's, since that run is the shortest
 STORES=(tests/distributed/test_{upload_to,out_dir_store}.py tests/e2e/test_{object_stores,convert_to_store,upload_to_hub}.py)
 
 logs=$(mktemp -d)
-# Each job in the background has a process group of its own
+# Each background job has its own process group
 trap 'for job in $(jobs -p); do kill -- -"$job" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
 
-# Install those of the Debian PACKAGES that are missing.
+# Install the Debian PACKAGES that are missing.
 need_debian_packages() {
     local missing
     missing=$(for package in "$@"; do dpkg -s "$package" &>/dev/null || echo "$package"; done)
     [[ $missing ]] || return 0
     echo "== Debian packages:" $missing
     if ! command -v apt-get >/dev/null || ((EUID != 0)); then
-        echo 'No apt-get here, or not root: install what they hold in your own way. What is not tested without, the end says.'
+        echo 'apt-get is missing, or you are not root: install these in another way. The end lists what was not tested.'
         return
     fi
     apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
 }
 
-# What DeepSpeed reads NVMe with. It is compiled beside the first tests; those that need it wait for it.
+# DeepSpeed's operator for NVMe. It is compiled while the first tests run; tests that need it wait for it.
 compile_async_io() {
     use_env .venv
     rm -f "$TORCH_EXTENSIONS_DIR/async_io/lock"
     local CXX_ITSELF PRECOMPILED=$TORCH_EXTENSIONS_DIR/precompiled
     CXX_ITSELF=$(command -v c++)
     export CXX_ITSELF PRECOMPILED
-    rm -rf "$PRECOMPILED" # of a run that was stopped
+    rm -rf "$PRECOMPILED" # left by an interrupted run
     mkdir -p "$PRECOMPILED"
     ln -sf "$PWD/tools/cxx_async_io.sh" "$PRECOMPILED/c++"
-    # What it leaves half done nothing else can go on with
+    # Nothing can continue from a partial build
     PATH=$PRECOMPILED:$PATH nice python -c '
 from deepspeed.ops.op_builder import AsyncIOBuilder
 AsyncIOBuilder().load()' || rm -rf "$TORCH_EXTENSIONS_DIR/async_io"
@@ -85,13 +85,13 @@ test_xtuner() {
     python -m pytest -q -m 'not modern_only' tests
 }
 
-# Which lines of the package the unit tier runs. Without the tests of signal handlers and threads: a handler that
-# interrupts coverage waits for coverage's own lock for ever.
+# Line coverage of the unit tests, without those of signal handlers and threads: a handler that interrupts coverage
+# waits forever for coverage's own lock.
 measure_coverage() {
     use_env .venv
-    # Costs next to nothing where Python tells of each line once
+    # Nearly free if Python reports each line only once
     python -c 'import sys; sys.exit(sys.version_info < (3, 12))' && export COVERAGE_CORE=sysmon
-    echo '== lines of the package that the unit tier runs, without the files that are run whole'
+    echo '== line coverage of the unit tests, without fully covered files'
     python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/concurrency --ignore=tests/unit/on_demand
     python -m coverage report
 }
@@ -122,7 +122,7 @@ if [[ ${1-} == --docs ]]; then
     exit
 fi
 
-# What DeepSpeed reads NVMe with, a network file system, and file systems to be mounted
+# For DeepSpeed's NVMe operator, a network file system, and file systems to mount
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
 make_env .venv modern test stores docs
 set -m
@@ -133,7 +133,7 @@ if [[ $# -gt 0 ]]; then
     exit
 fi
 
-# Never in a condition, where bash would go on after a step that failed
+# Not as a condition, since bash would ignore failed steps there
 set +e
 (
     (set -e; test_xtuner) >"$logs/xtuner.log" 2>&1
@@ -153,7 +153,7 @@ wait $second
 status=$?
 ((status & 1)) && failed+=(xtuner)
 ((status & 2)) && failed+=(stores)
-((status > 3)) && failed+=(xtuner stores) # it was killed
+((status > 3)) && failed+=(xtuner stores) # killed
 set -e
 cat "$logs/stress.log" "$logs/xtuner.log" "$logs/stores.log"
 for run in "${failed[@]}"; do

@@ -17,7 +17,7 @@ try:
     from mmengine.config import Config, DictAction
 except ModuleNotFoundError as error:
     sys.exit(
-        f"tools/train.py: {error.name} is not installed here: pip install '.[deepspeed]', or "
+        f"tools/train.py: {error.name} is not installed: pip install '.[deepspeed]', or "
         'source tools/env.sh && use_env .venv'
     )
 
@@ -26,24 +26,24 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line and refuse to run without torchrun."""
     parser = argparse.ArgumentParser(description='Train an MMEngine config.')
     parser.add_argument('config', help='path of the config file')
-    parser.add_argument('--work-dir', help="instead of the config's work_dir")
+    parser.add_argument('--work-dir', help="work_dir of the run, instead of the config's")
     parser.add_argument(
         '--resume',
         nargs='?',
         const='auto',
         metavar='CHECKPOINT',
-        help='go on from this checkpoint; without a value, from the newest one in the work_dir',
+        help='resume from this checkpoint; without a value, from the newest one in the work_dir',
     )
     parser.add_argument(
         '--cfg-options',
         nargs='+',
         action=DictAction,
         metavar='KEY=VALUE',
-        help='config fields to set, as in train_cfg.max_iters=10',
+        help='config fields to set, such as train_cfg.max_iters=10',
     )
     args = parser.parse_args()
     if 'LOCAL_RANK' not in os.environ:
-        parser.error('start me with torchrun: torchrun --nproc_per_node 2 tools/train.py CONFIG')
+        parser.error('start this with torchrun: torchrun --nproc_per_node 2 tools/train.py CONFIG')
     return args
 
 

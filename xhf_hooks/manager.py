@@ -204,7 +204,7 @@ class CheckpointManager:
                 later = f'; {deferred / 1e6:.2f} MB are copied while training goes on' if deferred else ''
                 self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank{later}')
                 if self._is_to_defer and not deferred:
-                    self._log.warning('defer_copy: nothing that is saved can be copied later, so training waits for it')
+                    self._log.warning('defer_copy: no saved tensor can be copied later, so training waits for the copy')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
             self._accept_requests(request_file if self._options.save_on_file else None)
             self._watch_for_exceptions()
@@ -412,7 +412,7 @@ class CheckpointManager:
         """Close earlier runs of this process that hold our folders."""
         for other in self._others_with_our_folders():
             if self._may_end(other):
-                self._log.warning(f'{other.newest.final}: an earlier run of this process was interrupted; it ends now')
+                self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
                 other.close()
 
     def _refuse_other_runs(self) -> None:

@@ -51,7 +51,7 @@ def claim_targets(
             log.warning(warning)
         if sweep is not None:
             for path in sweep_dead_runs(sweep, folder.final.name):
-                log.info(f'cleared what a killed run left: {path}')
+                log.info(f'removed what a killed run left: {path}')
     free = newest.require_room(nbytes)
     copies = newest.max_keep + 1  # those that are kept, and the one being written
     if newest.max_keep > 0 and free is not None and free < copies * nbytes:

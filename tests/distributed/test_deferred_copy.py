@@ -152,7 +152,7 @@ def test_validation_with_other_weights_waits(finished):
 def test_averaged_weights_are_copied_at_once(finished):
     found = check(finished[1], 'averaged')
     assert not any(waiters or any(nbytes) for _, waiters, nbytes in found)
-    assert 'defer_copy: nothing that is saved can be copied later' in log_of(Path(found[0][0]))
+    assert 'defer_copy: no saved tensor can be copied later' in log_of(Path(found[0][0]))
 
 
 def test_a_weight_that_changes_meanwhile_fails_the_save_alone(finished):

@@ -157,7 +157,7 @@ def test_a_place_with_saves(trained, url, capsys):
     capsys.readouterr()
     assert main(command(trained, url)) == main(command(trained, url, '--dry-run')) == BAD_INPUT
     said = capsys.readouterr().err
-    assert said.count(f'{url} holds saves, hf_model_iter_7 the newest') == 2 and '--overwrite' in said
+    assert said.count(f'{url} already holds saves (newest: hf_model_iter_7)') == 2 and '--overwrite' in said
     assert main(command(trained, f'{url}/hf_model_iter_7', '--overwrite')) == BAD_INPUT
     assert 'is a save' in errors(capsys)
     assert {key: info.changed for key, info in open_store(url).list().items()} == before, 'nothing was sent'

@@ -56,7 +56,7 @@ def lose_a_rank(dead_rank: int, writer: str, fault: str, root: Path) -> str:
 def test_survivor_gets_an_error_and_nothing_is_lost(tmp_path, writer, fault, dead_rank):
     survivors = run_ranks(lose_a_rank, 2, dead_rank, writer, fault, tmp_path, expected_deaths={dead_rank})
     survivor = 1 - dead_rank
-    assert survivors[survivor].startswith(f'RankLostError: rank {survivor} lost touch with the others')
+    assert survivors[survivor].startswith(f'RankLostError: rank {survivor} lost contact with the other ranks')
     assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
     if survivor == 0:  # which clears what it staged
         assert not list(tmp_path.glob('.hf_model.staging*'))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import launch
+from bench.arguments import add_billions, add_number
 from bench.launch import torchrun
 from bench.progress import Progress, end_of_progress, tell_on_stderr
 from bench.verify import read
@@ -177,8 +178,8 @@ def _anonymous_nbytes(pid: int) -> int:
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument('--billions', type=float, nargs='+', default=[0.5, 1.5], choices=list(SIZES))
-    parser.add_argument('--repeats', type=int, default=5)
+    add_billions(parser, [0.5, 1.5], SIZES)
+    add_number(parser, '--repeats', 5, 'measurements per table row')
 
 
 def expected_secs(args: Namespace) -> float:

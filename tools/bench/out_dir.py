@@ -11,15 +11,16 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, START_SECS, run_worker
 from tests.helpers.s3_servers import s3_server
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument('--ranks', type=int, default=8)
-    parser.add_argument('--billions', type=float, default=0.8, choices=list(MODELS))
-    parser.add_argument('--uplink', type=int, default=40, help='MB/s of each rank')
-    parser.add_argument('--repeats', type=int, default=3)
+    add_ranks(parser, 8)
+    add_billions(parser, 0.8, MODELS)
+    add_number(parser, '--uplink', 40, 'upload rate of each rank in MB/s')
+    add_number(parser, '--repeats', 3, 'measurements per table row')
 
 
 def expected_secs(args: Namespace) -> float:

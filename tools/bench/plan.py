@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arguments import add_ranks
 from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.receipts import RECORD, merge
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
@@ -93,7 +94,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument('--ranks', type=int, default=1024)
+    add_ranks(parser, 1024, 'number of ranks to plan for')
 
 
 def expected_secs(args: Namespace) -> float:

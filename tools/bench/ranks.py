@@ -14,14 +14,16 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import add_number, add_ranks
+
 #: Modules that the server imports once for all ranks of all launches.
 PRELOADED = ('torch.distributed', 'transformers.models.llama.modeling_llama', 'xhf_hooks.api', 'bench.ranks')
 N_LAYERS = 222  # of nine tensors each, plus three tensors
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument('--ranks', type=int, nargs='+', default=[2, 4, 8, 16, 32])
-    parser.add_argument('--repeats', type=int, default=5)
+    add_ranks(parser, [2, 4, 8, 16, 32])
+    add_number(parser, '--repeats', 5, 'calls after the first one')
 
 
 def expected_secs(args: Namespace) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, START_SECS, run_worker
 from bench.ways import OURS, Way, choose, name_of_ours, registered_writers, ways_to_save
 from xhf_hooks.config.checks import parse_size
@@ -20,7 +21,7 @@ _MEMORY_RUNS = 2
 
 def add_save_options(parser: ArgumentParser) -> None:
     _add_common_options(parser, billions=[0.8], ranks=2, repeats=5)
-    parser.add_argument('--in-a-row', type=int, default=3, help='runs of a way, of which the last counts')
+    add_number(parser, '--in-a-row', 3, 'consecutive runs per measurement; only the last one counts')
     _add_ways_option(parser)
 
 
@@ -36,19 +37,25 @@ def add_memory_options(parser: ArgumentParser) -> None:
 
 def add_stall_options(parser: ArgumentParser) -> None:
     _add_common_options(parser, billions=[0.8], ranks=2, repeats=5)
-    parser.add_argument('--iterations', type=int, default=4, help='without a save, to compare with')
+    add_number(parser, '--iterations', 4, 'iterations without a save, for comparison')
 
 
 def _add_common_options(parser: ArgumentParser, billions: list[float], ranks: int | list[int], repeats: int) -> None:
-    parser.add_argument('--billions', type=float, nargs='+', default=billions, choices=list(MODELS))
-    parser.add_argument('--ranks', type=int, nargs='+' if isinstance(ranks, list) else None, default=ranks)
-    parser.add_argument('--repeats', type=int, default=repeats)
-    parser.add_argument('--bucket-size', default=_BUCKET)
+    add_billions(parser, billions, MODELS)
+    add_ranks(parser, ranks)
+    add_number(parser, '--repeats', repeats, 'measurements per table row')
+    parser.add_argument(
+        '--bucket-size', default=_BUCKET, metavar='SIZE', help='bucket_size of the saves (default: %(default)s)'
+    )
 
 
 def _add_ways_option(parser: ArgumentParser) -> None:
     parser.add_argument(
-        '--ways', nargs='+', default=[], metavar='WORDS', help='only those whose name has these words; default: all'
+        '--ways',
+        nargs='+',
+        default=[],
+        metavar='WORDS',
+        help='measure only table rows whose name contains one of these words; default: all',
     )
 
 

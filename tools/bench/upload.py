@@ -26,6 +26,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import add_number, add_ranks
 from bench.progress import Progress, end_of_progress, tell_on_stderr
 from bench.throttle import Throttle
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
@@ -46,12 +47,12 @@ _Way = tuple[Callable[[], None], Callable[[], None]]
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument('--ranks', type=int, default=8)
-    parser.add_argument('--megabytes', type=int, default=640)
-    parser.add_argument('--uplink', type=int, default=40, help='MB/s of each rank')
-    parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--training-ranks', type=int, default=1, help='that train beside an upload')
-    parser.add_argument('--training-uplink', type=int, default=10, help='MB/s of each of them')
+    add_ranks(parser, 8)
+    add_number(parser, '--megabytes', 640, 'size of the save in MB')
+    add_number(parser, '--uplink', 40, 'upload rate of each rank in MB/s')
+    add_number(parser, '--repeats', 5, 'measurements per table row')
+    add_number(parser, '--training-ranks', 1, 'ranks that train during an upload')
+    add_number(parser, '--training-uplink', 10, 'upload rate of each of these ranks in MB/s')
 
 
 def expected_secs(args: Namespace) -> float:

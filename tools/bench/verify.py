@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import add_billions, add_number
 from bench.progress import Progress, end_of_progress, tell_on_stderr
 from xhf_hooks.concurrency.thread_pool import default_workers
 
@@ -26,8 +27,8 @@ Way = tuple[str, Sequence[Path], Callable[[], Any]]
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument('--billions', type=float, default=0.5, choices=list(LAYERS))
-    parser.add_argument('--repeats', type=int, default=5)
+    add_billions(parser, 0.5, LAYERS)
+    add_number(parser, '--repeats', 5, 'measurements per table row')
 
 
 def expected_secs(args: Namespace) -> float:

@@ -23,7 +23,7 @@ def newest_save(work_dir: Path) -> Path:
     # Runs are named by timestamps, so they sort by time
     saves = sorted(work_dir.glob('*/hf_model'))
     if not saves:
-        sys.exit(f'No save found: expected {work_dir}/<timestamp>/hf_model')
+        sys.exit(f'No save found; expected {work_dir}/<timestamp>/hf_model')
     return saves[-1]
 
 
@@ -70,8 +70,8 @@ def print_costs(scalars: list[dict[str, float]]) -> None:
 
 def main() -> None:
     """Print everything; exit with status 1 if something is wrong."""
-    parser = argparse.ArgumentParser(description='Show what the demo left.')
-    parser.add_argument('work_dir', type=Path)
+    parser = argparse.ArgumentParser(description="Show the demo's results and check them.")
+    parser.add_argument('work_dir', type=Path, help='work_dir of the demo')
     folder = newest_save(parser.parse_args().work_dir)
     scalars = read_scalars(folder.parent)
     losses = [line['loss'] for line in scalars if 'loss' in line]
@@ -85,7 +85,7 @@ def main() -> None:
     print('    ' + text.replace('\n', '\n    '))
     print(f'Loss: {losses[0]:.2f} -> {losses[-1]:.2f}, {fall:.0%} down')
     if fall < LEAST_FALL:
-        sys.exit(f'The loss was to fall by {LEAST_FALL:.0%} at least')
+        sys.exit(f'The loss has fallen by {fall:.0%}; expected at least {LEAST_FALL:.0%}')
 
 
 if __name__ == '__main__':

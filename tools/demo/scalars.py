@@ -80,11 +80,11 @@ def main() -> None:
     """Write both files."""
     parser = argparse.ArgumentParser(description="Draw the scalars of a run's saves.")
     parser.add_argument('scalars', type=Path, help='vis_data/scalars.json of a run')
-    parser.add_argument('--out', type=Path, required=True, metavar='DIR')
+    parser.add_argument('--out', type=Path, required=True, metavar='DIR', help='folder for the two files')
     args = parser.parse_args()
     saves = saves_of(args.scalars.read_text())
     if not saves:
-        parser.error(f'{args.scalars}: no save was logged in it')
+        parser.error(f'{args.scalars}: no save is logged there')
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / 'scalars.json').write_text(''.join(f'{json.dumps(save)}\n' for save in saves))
     (args.out / 'scalars.svg').write_text(svg(saves))

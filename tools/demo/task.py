@@ -1,7 +1,7 @@
 """The demo's task: a small Llama that learns to write Python.
 
 Its text is the source of the Python standard library, which every machine has. As a script it
-makes the *base folder*, from which training starts, unless it exists already:
+makes the *base folder*, from which training starts, unless it already exists:
 
     python tools/demo/task.py BASE_FOLDER
 
@@ -56,8 +56,8 @@ def standard_library() -> Iterator[str]:
 def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
     """Train a tokenizer for any text on `texts`: BPE with byte fallback, like Llama 2's.
 
-    All versions of transformers have its class, and llama.cpp converts it. Older ones lack the generic class of
-    transformers 5, and llama.cpp recognises a byte-level one only by the ids that it gives to a test text.
+    All versions of transformers have its class, and llama.cpp converts it. Versions before 5 lack the generic class,
+    and llama.cpp identifies byte-level tokenizers only by the ids of a test text.
     """
     bpe = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token=UNK))
     bpe.normalizer = normalizers.Replace(' ', '▁')
@@ -194,9 +194,9 @@ class DemoCausalLM(BaseModel):
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description='Make the base folder of the demo.')
-    parser.add_argument('base_folder', type=Path)
+    parser.add_argument('base_folder', type=Path, help='the folder to make')
     base_folder = parser.parse_args().base_folder
     if base_folder.exists():
-        print(f'{base_folder}: already there')
+        print(f'{base_folder} already exists')
     else:
         make_base_folder(base_folder)

@@ -42,9 +42,9 @@ _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
 _EXAMPLES = {
     'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
     'work_dirs/run/iter_500.pth OUT --verify': 'convert this checkpoint; read everything back before the commit',
-    'checkpoint-500 OUT --dtype float32': 'a checkpoint of transformers.Trainer; export the fp32 master weights',
+    'checkpoint-500 OUT --dtype float32': 'convert a checkpoint of transformers.Trainer; write its fp32 master weights',
     'work_dirs/run s3://bucket/run --verify': 'convert into a store; nothing is written to a disk',
-    'DIR OUT --base meta-llama/Llama-3.1-8B': 'a checkpoint without any config of the model',
+    'DIR OUT --base meta-llama/Llama-3.1-8B': 'convert a checkpoint that has no config of its model',
 }
 
 
@@ -67,7 +67,7 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argpars
         'out',
         metavar='OUT',
         type=folder_or_url,
-        help='the folder to write, or the URL of a store, as out_dir of the hook',
+        help="the folder to write, or the URL of a store, as in the hook's out_dir",
     )
     _add_options(parser)
     return parser.parse_args(argv)
@@ -76,16 +76,20 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argpars
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('which model').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config; default: the one in the checkpoint or beside it")
-    add('--base', metavar='DIR', help='the model that training started from; default: as in the config')
+    add(
+        '--base',
+        metavar='DIR',
+        help='the model that training started from: a folder, or a Hub name in the local cache; default: as in the '
+        'config',
+    )
     add('--module', metavar='PATH', help='path of the submodule to export, such as llm')
-    add('--trust-remote-code', action='store_true', help='allow custom code of the base model')
+    add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument
     add(
         '--dtype',
         choices=list(_DTYPES),
         default='keep',
-        help='keep: the training dtype, as the hook saves it. float32: the fp32 master weights, where there are any. '
-        "Default: 'keep'",
+        help='keep (default): as in training, like the hook. float32: the fp32 master weights, where they exist',
     )
     add(
         '--no-ema',
@@ -96,12 +100,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--lora',
         choices=LORA_MODES,
-        help="for a LoRA run; default: as in the hook, mostly 'adapter'",
+        help="for a LoRA run: the adapter, the merged model, or both; default: as in the hook, usually 'adapter'",
     )
     add(
         '--llava-format',
         choices=LLAVA_FORMATS,
-        help="for XTuner's LLaVAModel; default: 'xtuner'",
+        help="layout for XTuner's LLaVAModel; default: 'xtuner'",
     )
     add(
         '--optimizer-restarted',
@@ -109,15 +113,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help='for a ZeRO-3 run that was resumed without optimizer state: its step count is lower than the iteration',
     )
     add = parser.add_argument_group('output').add_argument
-    add('--dry-run', action='store_true', help='show what was found and what would be written')
-    add('--verify', action='store_true', help='read everything back and compare before the commit')
+    add('--dry-run', action='store_true', help='show what was found and what would be written; write nothing')
+    add('--verify', action='store_true', help='read everything back and compare it before the commit')
     add(
         '--overwrite',
         action='store_true',
-        help='replace OUT, if this package wrote it; in a store: become the newest save, the others stay',
+        help='replace OUT if this package wrote it; in a store, become the newest save and keep the others',
     )
-    add('--max-shard-size', type=_nbytes, default='5GB', metavar='SIZE', help="as in save_pretrained; default: '5GB'")
-    add('--workers', type=count, metavar='N', help='threads; default: one per core')
+    add(
+        '--max-shard-size',
+        type=_nbytes,
+        default='5GB',
+        metavar='SIZE',
+        help="largest size of a weight file, as in save_pretrained; default: '5GB'",
+    )
+    add('--workers', type=count, metavar='N', help=f'threads; default: one per core, at most {_MOST_WORKERS}')
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:

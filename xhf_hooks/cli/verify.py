@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
         '2 unusable input.',
     )
     parser.add_argument(
-        'a', metavar='A', type=folder_or_url, help='a model folder, or the URL of one, or of what upload_to made'
+        'a', metavar='A', type=folder_or_url, help='a model folder; or a URL: of a save, or as given to upload_to'
     )
     parser.add_argument('b', metavar='B', type=folder_or_url, nargs='?', help='the model to compare A with')
     add = parser.add_argument_group('one path').add_argument
@@ -53,12 +53,12 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     add = parser.add_argument_group('both').add_argument
     add('--json', action='store_true', help='print the result as JSON')
     add('--workers', type=count, metavar='N', help='threads; default: number of cores + 1, at most 8')
-    add('--trust-remote-code', action='store_true', help='allow custom code of the model')
-    add = parser.add_argument_group('for checkpoints, as in xhf-convert').add_argument
-    add('--config', type=Path, metavar='CFG')
-    add('--base', metavar='DIR')
-    add('--module', metavar='PATH')
-    add('--lora', choices=LORA_MODES)
+    add('--trust-remote-code', action='store_true', help='allow custom code of the model to run')
+    add = parser.add_argument_group('if A or B is a checkpoint, as in xhf-convert').add_argument
+    add('--config', type=Path, metavar='CFG', help="the run's config")
+    add('--base', metavar='DIR', help='the model that training started from')
+    add('--module', metavar='PATH', help='path of the submodule to compare, such as llm')
+    add('--lora', choices=LORA_MODES, help='for a LoRA run: compare the adapter, the merged model, or both')
     args = parser.parse_args(argv)
     if args.b is None and args.plot:
         parser.error('--plot needs two paths')

@@ -32,7 +32,7 @@ def _what_is_wrong(place: Placement, pieces: np.ndarray) -> str:
     first = pieces['nbytes'][:1].sum() if len(pieces) and pieces['start'][0] == 0 else 0
     return (
         f'{place.file}: {place.hf_name}: expected {place.nbytes} bytes, found {pieces["nbytes"].sum()} in '
-        f'{len(pieces)} pieces, without a gap or overlap up to byte {first}'
+        f'{len(pieces)} pieces; the first gap or overlap is at byte {first}'
     )
 
 

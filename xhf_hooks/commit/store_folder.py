@@ -98,8 +98,8 @@ class StoreFolder(SaveTarget):
             raise TargetError(f'{self._url} is a save: it holds {MANIFEST_NAME}; set {self._option} to another place')
         if pointer is not None and not or_ours:
             raise TargetError(
-                f'{self._url} holds saves, {pointer.newest} the newest; set {self._option} to another place, or add '
-                f'--overwrite: this one becomes the newest, and they stay'
+                f'{self._url} already holds saves (newest: {pointer.newest}); set {self._option} to another place, or '
+                f'add --overwrite to make this one the newest and keep the others'
             )
 
     def newest_manifest(self) -> bytes | None:
@@ -196,7 +196,7 @@ class StoreFolder(SaveTarget):
         except StoreError as error:
             if not self._publication.is_newest(self.token):
                 raise
-            self.warnings.append(f'the save is there, but not everything older is deleted: {error}')
+            self.warnings.append(f'the save is complete, but older objects were not all deleted: {error}')
 
     @property
     def _publication(self) -> Publication:
@@ -220,6 +220,6 @@ def _require_sizes(place: StoredFolder, expected: Mapping[str, int]) -> None:
     wrong = {name: found.get(name) for name, nbytes in expected.items() if found.get(name) != nbytes}
     for name in sorted(wrong)[:1]:
         raise IncompleteError(
-            f'{place.url_of(name)}: expected {expected[name]} bytes, the store has {wrong[name]}, after all was sent '
-            f'and acknowledged; {len(wrong)} of {len(expected)} files are so'
+            f'{place.url_of(name)}: expected {expected[name]} bytes, the store has {wrong[name]}, although it '
+            f'acknowledged all of them; this affects {len(wrong)} of {len(expected)} files'
         )

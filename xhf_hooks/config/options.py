@@ -88,7 +88,7 @@ class SaveOptions(_Options):
     tokenizer: Any = _option(
         None,
         "A tokenizer, its MMEngine config, or its folder. None: the run's own (``cfg.tokenizer``, or Trainer's "
-        "``processing_class``), else a copy of the base model's files. If there is neither, a warning says so.",
+        "``processing_class``), else a copy of the base model's files. If there is neither, a warning is logged.",
         tokenizer_like,
     )
     dtype: str | None = _option(
@@ -185,7 +185,7 @@ class RunOptions(SaveOptions):
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
-        'large as what that rank writes.',
+        'large as the data that the rank writes.',
         switch,
     )
     async_busy: str = _option(
@@ -237,8 +237,8 @@ class RunOptions(SaveOptions):
     )
     upload_to: str | None = _option(
         None,
-        "Upload each committed save in the background: to a URL such as 's3://bucket/run' (gs, az, oss and whatever "
-        'else fsspec supports), where each save has a prefix of its own (``hf_model_iter_500``) and ``hf_model.json`` '
+        "Upload each committed save in the background: to a URL such as 's3://bucket/run' (gs, az, oss and all else "
+        'that fsspec supports), where each save has its own prefix (``hf_model_iter_500``) and ``hf_model.json`` '
         "names the newest; or to a repository of the Hub, 'hf://organization/name', where each save is a commit and a "
         'tag.',
         store_url,
@@ -247,7 +247,7 @@ class RunOptions(SaveOptions):
         -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', at_least(1, -1)
     )
     upload_limit: int | str | None = _option(
-        None, "Upload rate of each rank per second, at most, such as '40MB'. None: no limit.", optional_size
+        None, "Maximum upload rate of each rank per second, such as '40MB'. None: no limit.", optional_size
     )
     on_error: str = _option(
         'continue',
@@ -326,10 +326,10 @@ class HookOptions(RunOptions):
 
     defer_copy: bool = _option(
         False,
-        'With ``async_save``: do not stop training for the copy, but copy while it goes on with the next forward and '
-        'backward passes; the step of the optimizer and validation wait for the end of it. Weights on the CPU only, '
-        'without averaging, FSDP and NVMe; all else is copied at once. Nothing else, such as a hook, may change '
-        'weights before that step.',
+        'With ``async_save``: make the copy during the next forward and backward passes instead of stopping training '
+        'for it. The optimizer step and validation wait until the copy is complete. Weights on the CPU only, without '
+        'weight averaging, FSDP and NVMe; everything else is copied at once. Until that step nothing else, such as '
+        'another hook, may change weights.',
         switch,
     )
 

@@ -289,8 +289,8 @@ class Collective:
             group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
         except RuntimeError as error:
             raise RankLostError(
-                f'rank {self.rank} found not all of the {self.world_size} ranks within {timeout_secs:.0f} s, before '
-                f'a save: one has died, or has not come to it: {error}'
+                f'rank {self.rank} did not find all {self.world_size} ranks within {timeout_secs:.0f} s, before '
+                f'a save: a rank died, or has not reached the save: {error}'
             ) from error
         _set_pg_timeout(self._timeout, group)
         return group
@@ -319,9 +319,9 @@ class Collective:
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:
-        what = f'rank {self.rank} lost touch with the others in stage {stage!r} of a save'
+        what = f'rank {self.rank} lost contact with the other ranks in stage {stage!r} of a save'
         if self._group is None:
-            raise RankLostError(f'{what}: the connection broke in an earlier one')
+            raise RankLostError(f'{what}: the connection broke earlier')
         try:
             yield
         except RuntimeError as error:  # torch.distributed raises it for closed connections and time-outs

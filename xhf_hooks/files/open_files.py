@@ -28,7 +28,7 @@ def allow_open_files(n_files: int, what: str) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise LimitError(
-            f'a save needs {n_files} more open files ({what}) beside {n_open} of this process: expected a limit of '
+            f'a save needs {n_files} more open files ({what}) besides the {n_open} open ones: expected a limit of '
             f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or in the job script'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

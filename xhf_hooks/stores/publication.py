@@ -205,7 +205,7 @@ class Publication:
         self._saves = [prefix for prefix in listed if MANIFEST_NAME in objects.get(prefix, ())]
         if pointer is not None and pointer.newest not in self._saves:
             raise StoreError(
-                f'{self.store.url}/{pointer.newest}: the newest save, and its {MANIFEST_NAME} is not there; restore '
+                f'{self.store.url}/{pointer.newest}: the newest save lacks its {MANIFEST_NAME}; restore '
                 f'it, or delete {pointer_key(self.name)}'
             )
         self._delete_outdated()

@@ -41,7 +41,8 @@ class S3Store(Store):
             with self.told(some[0], 'delete'):
                 failed = self.call('delete_objects', Delete={'Objects': objects, 'Quiet': True}).get('Errors', [])
                 if failed:
-                    raise OSError(f'{len(failed)} objects stay: {failed[0].get("Code")}: {failed[0].get("Message")}')
+                    code, message = failed[0].get('Code'), failed[0].get('Message')
+                    raise OSError(f'{len(failed)} objects were not deleted: {code}: {message}')
 
     def unfinished_uploads(self, prefix: str = '') -> dict[str, str]:
         found: dict[str, str] = {}
@@ -79,7 +80,7 @@ class S3Store(Store):
         if self._etags_are_md5 is None:
             self._etags_are_md5 = etag == md5
         if self._etags_are_md5 and etag != md5:
-            raise StoreError(f'{self.url}/{key}: the store received other bytes: MD5 {etag}, sent were {md5}')
+            raise StoreError(f'{self.url}/{key}: the store received other bytes: expected MD5 {md5}, found {etag}')
 
     def checksums(self, parts: Iterable[bytes | bytearray]) -> set[str]:
         whole, digests = hashlib.md5(usedforsecurity=False), []

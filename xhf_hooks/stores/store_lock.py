@@ -83,7 +83,7 @@ class StoreLock:
                 self._store.delete([self.key])
 
     def _refuse(self, found: dict[str, Any]) -> None:
-        holder = f'process {found.get("process")} on {found.get("host")}' if found else 'nobody any more'
+        holder = f'process {found.get("process")} on {found.get("host")}' if found else 'a run that removed the lock'
         raise StoreError(
             f'{self._store.url}/{self.key}: in use by {holder}; set {self._store.option} to another place. If that '
             f'run is dead, delete this object'

@@ -62,8 +62,8 @@ class FileUpload:
                 made.write(data)
             if made.nbytes != record.nbytes or (record.crc32 is not None and crc != record.crc32):
                 raise DamagedError(
-                    f'{self.path}: not what was saved: expected {record.nbytes} bytes of CRC-32 '
-                    f'{to_hex(record.crc32 or 0)}, found {made.nbytes} of {to_hex(crc)}; it is not uploaded'
+                    f'{self.path}: changed since the save: expected {record.nbytes} bytes with CRC-32 '
+                    f'{to_hex(record.crc32 or 0)}, found {made.nbytes} with {to_hex(crc)}; it is not uploaded'
                 )
             if not means.is_wanted():
                 raise Unwanted

@@ -117,8 +117,8 @@ class UploadThread:
         try:
             self._upload(job, what)
         except Unwanted:
-            why = 'the run has ended' if self._ending else 'a newer one was saved'
-            self._not_uploaded(job, f'{what} was given up: {why}', logging.WARNING)
+            why = 'the run has ended' if self._ending else 'there is a newer save'
+            self._not_uploaded(job, f'{what} was cancelled: {why}', logging.WARNING)
         except Exception as error:
             self._not_uploaded(job, f'{what} failed: {type(error).__name__}: {error}')
         finally:

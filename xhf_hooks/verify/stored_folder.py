@@ -155,5 +155,5 @@ def _find(store: Store, name: str) -> tuple[Store, str]:
     if pointer is not None:
         return store, f'{pointer.newest}/'
     if not any(key.endswith(WEIGHTS_SUFFIX) or key == MANIFEST_NAME for key in store.list()):
-        raise CheckpointError(f'{store.url}: no folder with *.safetensors, and no {name}.json that leads to one')
+        raise CheckpointError(f'{store.url}: no folder with *.safetensors, and no {name}.json that names a save')
     return store, ''

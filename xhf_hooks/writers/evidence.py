@@ -79,7 +79,7 @@ def require_samples(folder: Path, made: Mapping[str, FileIdentity], samples: Ite
                     raise IncompleteError(
                         f'{path}: bytes {sample.start} to {sample.start + len(sample.data)}, which another rank has '
                         f'written and flushed, are not what this rank reads there: the file system has lost or '
-                        f"misplaced them. Set writer='stream', with which rank 0 alone writes"
+                        f"misplaced them. Set writer='stream', so that only rank 0 writes"
                     )
         finally:
             os.close(fd)

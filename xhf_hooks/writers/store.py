@@ -66,8 +66,9 @@ class StoreWriter(StreamWriter):
                 on_read(data.nbytes)
             if found != expected:
                 raise IncompleteError(
-                    f'{self._place.url_of(name)}: read back, it has the CRC-32 {found:08x}; what was sent has '
-                    f'{expected:08x}. Something changes objects there; set {self._place.store.option} to another place'
+                    f'{self._place.url_of(name)}: read back, its CRC-32 is {found:08x}; expected '
+                    f'{expected:08x}, as sent. Something changes objects there; set {self._place.store.option} to '
+                    f'another place'
                 )
 
     def abort(self) -> None:

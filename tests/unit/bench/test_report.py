@@ -46,6 +46,22 @@ def test_one_command_measures_all_that_is_quoted(command):
     assert all(command.BENCHES[what].expected_secs(parser.parse_args([what])) > 0 for what in command.BENCHES)
 
 
+def test_the_help_begins_with_examples_that_parse(command):
+    parser = command.make_parser()
+    first, *lines = parser.format_help().partition('\n\nusage:')[0].splitlines()
+    examples = [line.split()[2:] for line in lines if line.startswith('  python tools/bench.py ')]
+    assert first == 'examples:' and len(examples) >= 3
+    for example in examples:
+        assert parser.parse_args(example).what == example[0]
+
+
+def test_every_option_is_explained(command):
+    (commands,) = [action for action in command.make_parser()._actions if action.dest == 'what']
+    for what, parser in commands.choices.items():
+        unexplained = [action.dest for action in parser._actions if not action.help]
+        assert not unexplained and parser.description, what
+
+
 def test_all_says_how_long_it_takes_and_runs_each_in_its_environment(command, tmp_path, monkeypatch, capsys):
     python = tmp_path / 'env' / 'bin' / 'python'
     python.parent.mkdir(parents=True)

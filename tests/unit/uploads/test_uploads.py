@@ -223,7 +223,7 @@ def test_damaged_files_are_not_uploaded(run, monkeypatch, caplog):
     path.write_bytes(data)
     run.uploads.offer(run.folder.final, iteration(1), Collective())
     run.uploads.wait()
-    assert run.newest is None and 'not what was saved' in caplog.text
+    assert run.newest is None and 'changed since the save' in caplog.text
 
 
 def test_a_save_that_cannot_be_kept_is_not_uploaded(run, tmp_path, monkeypatch, caplog):

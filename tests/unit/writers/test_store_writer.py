@@ -82,7 +82,7 @@ def test_what_is_missing_is_told_and_not_visible(plan, place, writer):
 def test_bytes_that_come_twice_are_refused(plan, place, writer):
     first = next(chunks(plan))
     writer.write(first)
-    with pytest.raises(IncompleteError, match='come after those up to'):
+    with pytest.raises(IncompleteError, match='arrived after those up to'):
         for _ in range(100):
             writer.write(first)
         writer.finish()
@@ -96,7 +96,7 @@ def test_other_bytes_in_the_store_are_found(plan, place, writer):
     data = bytearray(place.store.get(key))
     data[-1] ^= 1
     place.store.put(key, bytes(data))
-    with pytest.raises(IncompleteError, match='read back, it has the CRC-32'):
+    with pytest.raises(IncompleteError, match='read back, its CRC-32 is'):
         writer.read_back()
     place.store.put(key, bytes(len(data)))
     with pytest.raises(IncompleteError, match='differ from those that were sent and acknowledged'):

@@ -42,7 +42,7 @@ class FileInStore:
         """
         if offset < self._position:
             raise IncompleteError(
-                f'{self._url}: bytes from {offset} on come after those up to {self._position} were sent'
+                f'{self._url}: bytes from {offset} on arrived after those up to {self._position} were sent'
             )
         if offset > self._position:
             self._waiting[offset] = bytes(data)

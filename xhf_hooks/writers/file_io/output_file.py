@@ -37,8 +37,8 @@ class FileIdentity:
         if (found.st_ino, found.st_size) != (self.inode, self.nbytes):
             raise TargetError(
                 f'{path}: expected file number {self.inode} of {self.nbytes} bytes, which rank 0 has made; this host '
-                f'finds number {found.st_ino} of {found.st_size} bytes, as a stale cache of names does. Set '
-                f"writer='stream', with which rank 0 alone writes"
+                f'finds number {found.st_ino} of {found.st_size} bytes, probably from a stale name cache. '
+                f"Set writer='stream', so that only rank 0 writes"
             )
 
 
