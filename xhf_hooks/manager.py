@@ -65,6 +65,7 @@ class CheckpointManager:
         on_committed: Called with each committed save.
         on_result: Called on rank 0 with the numbers that ``on_saved`` returned.
         collective: Used and left open; None creates one.
+        run_dir: Local folder of the run, for results of ``on_saved`` where saves go to a store.
 
     Attributes:
         newest: The folder of the newest save.
@@ -90,10 +91,12 @@ class CheckpointManager:
         on_committed: Callable[[CommittedCheckpoint], None] | None = None,
         on_result: Callable[[Result], None] | None = None,
         collective: Collective | None = None,
+        run_dir: Path | str = '.',
     ) -> None:
-        self._options, self._log = options, log
+        self._options, self._log, self._run_dir = options, log, Path(run_dir).absolute()
         self._on_committed, self._on_result = on_committed, on_result
         self._after: Callable[[], None] | None = None  # for the save in flight
+        self._target: SaveTarget | None = None  # of the last save that was begun
         self._requests: SaveRequests | None = None
         self._after_saves: AfterSaves | None = None
         self._passed: Step | None = None
@@ -170,6 +173,8 @@ class CheckpointManager:
         """
         try:
             plan = self._saver.prepare()
+            if self._uploads is not None:
+                self._ending.callback(self._uploads.release)  # last: actions may still read what was uploaded
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
                     self.newest.connect()  # the other targets are beside it
@@ -192,11 +197,15 @@ class CheckpointManager:
                         self._log.warning(warning)
                     self._look_after_saves()
             if self._uploads is not None:
-                self._ending.callback(self._uploads.end)
+                self._ending.callback(self._uploads.cancel)
+                self._ending.callback(self._uploads.wait)
                 with self.collective.stage('preflight'):
-                    self._uploads.claim(self.collective.rank)
+                    listener = self._after_saves if self._options.on_saved_after == 'upload' else None
+                    self._uploads.claim(self.collective.rank, listener)
                 self._ending.callback(ExitWait(self._uploads.wait).close)
-                weakref.finalize(self, self._uploads.end_forgotten).atexit = False
+                weakref.finalize(self, self._uploads.release_forgotten).atexit = False
+            if self._after_saves is not None:
+                self._after_saves.start()
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
@@ -247,6 +256,7 @@ class CheckpointManager:
         began, folder = time.monotonic(), folder or self.newest
         if self._saver.in_background and not self._make_way(step, may_skip=may_skip):
             return
+        self._target = folder
         committed, progress = None, ProgressLog(self._log, step.label)
         try:
             if self._saver.in_background:
@@ -278,16 +288,23 @@ class CheckpointManager:
             self._save_asked(step)
 
     def finish(self, step: Step) -> None:
-        """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved`` to finish."""
+        """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved``, and for uploads before it."""
         if self._requests is not None and self._requests.is_due_at_end():
             self._save_asked(step)
         if self._options.on_saved is None:
             return
         try:
-            wait_for_all(self._after_saves, self.collective, self._options.exit_wait_secs, self._log)
+            if self._options.on_saved_after == 'upload':
+                self._wait_for_all('uploads', self._uploads.is_done_within)
+                self._uploads.cancel()
+            self._wait_for_all('on_saved', None if self._after_saves is None else self._after_saves.wait)
         except XhfError as error:
             self.handle(error, 'waiting for on_saved')
         self._tell_results()
+
+    def _wait_for_all(self, what: str, wait: Callable[[float], bool] | None) -> None:
+        on_rank_0 = wait if self.collective.rank == 0 else None
+        wait_for_all(what, on_rank_0, self.collective, self._options.exit_wait_secs, self._log)
 
     def wait_for_copy(self) -> None:
         """Wait for deferred copies. Call before anything but an optimizer step changes weights. Runs on: any rank."""
@@ -365,7 +382,7 @@ class CheckpointManager:
 
     def _look_after_saves(self) -> None:
         """Runs on: rank 0."""
-        self._after_saves = after_saves_of_run(self._options, self._log)
+        self._after_saves = after_saves_of_run(self._options, self._log, self._run_dir)
         if self._after_saves is not None:
             self._ending.callback(self._after_saves.close)
             weakref.finalize(self, self._after_saves.close).atexit = False
@@ -455,8 +472,8 @@ class CheckpointManager:
         committed = replace(committed, warnings=(*self._tokenizer_warnings, *committed.warnings))  # logged before
         if self._on_committed is not None:
             self._on_committed(committed)
-        if self._after_saves is not None:
-            self._after_saves.committed(committed)
+        if self._after_saves is not None and self._options.on_saved_after == 'commit':
+            self._after_saves.committed(committed, self._target)
 
     def _wait_at_exit(self) -> None:
         background = self._saver.background

@@ -155,7 +155,11 @@ class ConfiguredFunction:
         return {'product': self._factor * iteration}
 
 
-def callback(work_dir: Path) -> list[dict[str, Any]]:
+def url_to_function(path: str, iteration: int) -> dict[str, Any]:
+    return {'iteration': iteration, 'is_there': Path(path.removeprefix('file://'), 'xhf_manifest.json').is_file()}
+
+
+def callback(work_dir: Path, **more: Any) -> list[dict[str, Any]]:
     """Returns what is in Trainer's log of this."""
     from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
@@ -165,7 +169,7 @@ def callback(work_dir: Path) -> list[dict[str, Any]]:
         ended(self, args, state, *more, **named)
         log.extend(line for line in state.log_history if any(name.startswith('on_saved/') for name in line))
 
-    options = dict(on_saved=function_of_user, on_saved_queue='all', save_strategy='steps', save_steps=2)
+    options = dict(on_saved_queue='all', save_strategy='steps', save_steps=2, **more)
     with mock.patch.object(HFCheckpointCallback, 'on_train_end', on_train_end):
         trainer_run(options, dict(save_strategy='no', max_steps=4), 3, False, work_dir)
     return log
@@ -314,6 +318,22 @@ def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
 
 @pytest.mark.modern_only
 def test_the_log_of_trainer_has_the_numbers(tmp_path):
-    logs = check(run_scenarios({'callback': partial(callback, tmp_path / 'run')}, 2), 'callback')
-    assert [(line['step'], line['on_saved/hf_model/iteration']) for line in logs[0]] == [(2, 2), (4, 4)]
-    assert logs[1] == []
+    stored = dict(out_dir=(tmp_path / 'stored').as_uri())
+    command = [sys.executable, '-c', 'import sys; print(open(sys.argv[1][7:] + "/xhf_manifest.json").read(1))', '{url}']
+    scenarios = {
+        'folder': partial(callback, tmp_path / 'run', on_saved=function_of_user),
+        'store': partial(callback, tmp_path / 'run_to_store', on_saved=url_to_function, **stored),
+        'command': partial(callback, tmp_path / 'with_command', on_saved=command, **stored),
+    }
+    results = run_scenarios(scenarios, 2)
+    for name in ('folder', 'store'):
+        logs = check(results, name)
+        assert [(line['step'], line['on_saved/hf_model/iteration']) for line in logs[0]] == [(2, 2), (4, 4)]
+        assert logs[1] == []
+    assert all(line['on_saved/hf_model/is_there'] for line in check(results, 'store')[0])
+    check(results, 'command')
+    outputs = tmp_path / 'with_command' / 'hf_model_on_saved'
+    assert {path.name: (path / 'output.log').read_text() for path in outputs.iterdir()} == {
+        'iter_2': '{\n',
+        'iter_4': '{\n',
+    }

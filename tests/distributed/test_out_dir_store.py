@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_on_saved import log_text, scalars
+from tests.helpers import on_stored_program
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.faulty_proxy import EachInTurn, faulty_proxy
@@ -219,6 +221,18 @@ def run_hook(case: str, server: Any, root: Path, *runs: dict[str, Any], **hook: 
     return {**in_store(server, case), 'log': text, 'local': local}
 
 
+def run_with_actions(server: Any, root: Path, last: int) -> tuple[str, list[str]]:
+    """A run that keeps one save, and a program that reads each; the run's folder and what is there at last."""
+    from tests.helpers.toy_run import run_config, train
+
+    endpoint = f'AWS_ENDPOINT_URL={server.backend_args["endpoint_url"]}'
+    program = [sys.executable, on_stored_program.__file__, '{path}', '{url}', '{step}', str(last)]
+    hook = dict(out_dir=url_of('on saved'), backend_args=server.backend_args, interval=1, async_save=True, **SMALL)
+    hook['on_saved'] = ['env', endpoint, *program]
+    log_dir = train(run_config(root / 'on saved', hook=hook, stage=3, max_iters=last)).log_dir
+    return log_dir, in_store(server, 'on saved')['prefixes']
+
+
 def refusal(case: str, server: Any, **options: Any) -> str:
     """What is said before any weight is read. Runs on: all ranks."""
     from tests.helpers.zoo.llamas import odd_llama
@@ -332,6 +346,7 @@ def ran(tmp_path_factory, credentials):
             ),
             'again': partial(run_hook, 'again', server, root, dict(max_iters=2), dict(max_iters=2), interval=1),
             'failing': partial(failing_once, server, root),
+            'on saved': partial(run_with_actions, server, root, 6),
             'memory': partial(memory, server),
             'faulty': partial(through, proxy.port, 'faulty', root, 1, 2),
             'denied': partial(through, proxy.port, 'denied', root, 1, 2),
@@ -358,6 +373,19 @@ def test_what_runs_leave(ran, case, prefixes, pointers):
     for found in check(ran[1], case):
         assert (found['prefixes'], found['pointers'], found['uploads']) == (prefixes, pointers, {})
         assert found['local'] == []
+
+
+def test_an_action_reads_the_save_in_the_store(ran):
+    """Also after a later save has replaced it: it is deleted when the action has ended."""
+    log_dir, prefixes = check(ran[1], 'on saved')[0]
+    found = scalars(Path(log_dir))
+    assert len(found) >= 2 and max(found) == 6, found
+    for step, numbers in found.items():
+        expected = {'is_listed': 1, 'is_newest': step == 6, 'verified': 1, 'is_local': 0, 'same_path': 1}
+        assert numbers == {'step': step, **expected}
+        assert f'on_saved for hf_model, iter_{step} took' in log_text(Path(log_dir))
+        assert (Path(log_dir) / 'hf_model_on_saved' / f'iter_{step}' / 'output.log').is_file()
+    assert prefixes == ['hf_model_iter_6']
 
 
 def test_the_log_says_where(ran):

@@ -19,7 +19,7 @@ from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, describe_folder, manifest_text, parse_commit
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 from xhf_hooks.stores.open_store import open_store
-from xhf_hooks.stores.publication import Publication, read_pointer, require_answer
+from xhf_hooks.stores.publication import Publication, StoredSave, read_pointer, require_answer
 from xhf_hooks.stores.store import Store
 from xhf_hooks.stores.stored_folder import StoredFolder
 
@@ -116,6 +116,7 @@ class StoreFolder(SaveTarget):
         if self._published is not None:
             with contextlib.suppress(StoreError):  # the next run clears it
                 self._delete_given_up()
+                self._published.delete_released()
             self._published.release()
             self._published = None
 
@@ -178,6 +179,10 @@ class StoreFolder(SaveTarget):
         self._number = number
         self._close_assets()
         return tensors
+
+    def keep(self) -> StoredSave:
+        """The save that was just committed, for readers. No save may be committed meanwhile. Runs on: rank 0."""
+        return self._publication.keep(self.token)
 
     def abandon(self) -> None:
         self._close_assets()

@@ -14,7 +14,7 @@ from xhf_hooks.errors import OptionError
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 #: Names that a command of ``on_saved`` may contain in braces.
-PLACEHOLDERS = ('path', 'step', 'label', 'name', 'output')
+PLACEHOLDERS = ('path', 'url', 'step', 'label', 'name', 'output')
 #: Signals that can request a save. The first two do nothing else; the others also end the process.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')

@@ -149,6 +149,7 @@ class CallOptions(SaveOptions):
     save_on_file: ClassVar[bool] = False
     save_on_exception: ClassVar[bool] = False
     on_saved: ClassVar[None] = None
+    on_saved_after: ClassVar[str] = 'commit'
     on_saved_timeout_secs: ClassVar[float] = 0.0
     on_saved_queue: ClassVar[str] = 'newest'
     on_error: ClassVar[str] = 'raise'
@@ -216,10 +217,18 @@ class RunOptions(SaveOptions):
     on_saved: str | Sequence[str] | dict[str, Any] | Callable[..., Any] | None = _option(
         None,
         'A command or function that rank 0 runs after each save, while training goes on. In a command, ``{path}`` is '
-        'the saved folder, ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, ``{name}`` the folder '
-        'name such as ``hf_model``, and ``{output}`` a folder for results. A function gets the path and the iteration; '
-        'it may be given as an MMEngine config. Numbers that it returns or prints go to the visualizer.',
+        'the saved folder (with a URL as ``out_dir``, the URL of the save), ``{url}`` the address of the save in a '
+        'store, ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, ``{name}`` the folder name such as '
+        '``hf_model``, and ``{output}`` a local folder for results. A function gets the path and the iteration; it may '
+        'be given as an MMEngine config. Numbers that it returns or prints go to the visualizer.',
         command_or_function,
+    )
+    on_saved_after: str = _option(
+        'commit',
+        "When ``on_saved`` runs. 'commit': after each save is committed. 'upload': after it is uploaded to "
+        '``upload_to`` and visible there; ``{url}`` is its address, which a function gets as the keyword ``url``. '
+        'Saves that are not uploaded are skipped.',
+        one_of('commit', 'upload'),
     )
     on_saved_timeout_secs: float = _option(3600, 'Time limit of the ``on_saved`` command.', seconds)
     on_saved_queue: str = _option(
@@ -231,8 +240,8 @@ class RunOptions(SaveOptions):
     exit_wait_secs: float = _option(
         600,
         'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress or for the one '
-        'that ``save_on_signal`` requests, and how long the end of training waits for ``on_saved``. torchrun sends '
-        'SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
+        'that ``save_on_signal`` requests, and how long the end of training waits for uploads and for ``on_saved``. '
+        'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         seconds,
     )
     upload_to: str | None = _option(
@@ -262,10 +271,15 @@ class RunOptions(SaveOptions):
         to_store = isinstance(self.out_dir, str)
         if to_store and self.upload_to is not None:
             raise OptionError('upload_to', 'None when out_dir is a URL', self.upload_to)
-        if to_store and self.on_saved is not None:
-            raise OptionError('on_saved', 'None when out_dir is a URL, since on_saved needs a folder', self.on_saved)
         if self.on_saved_queue != 'newest' and self.on_saved is None:
             raise OptionError('on_saved_queue', "'newest' when on_saved is None", self.on_saved_queue)
+        if self.on_saved_after == 'upload':
+            for needed, value in (('on_saved', self.on_saved), ('upload_to', self.upload_to)):
+                if value is None:
+                    raise OptionError('on_saved_after', f"'commit' when {needed} is None", self.on_saved_after)
+        elif not to_store and isinstance(self.on_saved, tuple) and '{url}' in ' '.join(self.on_saved):
+            expected = "no {url} unless on_saved_after is 'upload' or out_dir is a URL"
+            raise OptionError('on_saved', expected, list(self.on_saved))
         if self.upload_to is None:
             for option, default in (('upload_keep', -1), ('upload_limit', None)):
                 if getattr(self, option) != default:

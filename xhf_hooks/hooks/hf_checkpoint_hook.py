@@ -71,6 +71,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
             on_committed=partial(self._visualize, runner),
             on_result=partial(_visualize_result, runner),
+            run_dir=runner.log_dir,
         )
         self._saves.prepare(
             runner.cfg.get('tokenizer'),

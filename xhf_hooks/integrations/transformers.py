@@ -49,6 +49,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             log,
             run=state,
             on_result=partial(_log_result, state),
+            run_dir=args.output_dir,
         )
         self._saves.prepare(
             kwargs.get('processing_class'), when=self._when(args, state), request_file=Path(args.output_dir, 'save_now')

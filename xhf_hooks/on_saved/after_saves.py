@@ -7,11 +7,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.commit.kept_folder import KeptFolder
+from xhf_hooks.commit.store_folder import StoreFolder
+from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
@@ -19,6 +21,7 @@ from xhf_hooks.on_saved.action import Action, resolve_action
 from xhf_hooks.on_saved.command import RunningCommand, fill_in
 from xhf_hooks.on_saved.results import numbers
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.stores.publication import StoredSave
 from xhf_hooks.telemetry.log import RunLog
 
 LOG_NAME = 'output.log'
@@ -47,29 +50,61 @@ class Result:
 
 @dataclass(frozen=True)
 class _Save:
+    """A save to run the action for.
+
+    Attributes:
+        kept: Its local files; None if it is only in a store.
+        stored: Where it is in a store; None if it is only local.
+        output: Folder for results.
+    """
+
     name: str
     step: Step
-    kept: KeptFolder
+    kept: KeptFolder | None
+    stored: StoredSave | None
     output: Path
 
     @property
     def what(self) -> str:
-        return f'on_saved for {self.name}, {self.step.label}'
+        return _what(self.name, self.step)
+
+    @property
+    def path(self) -> Path | str:
+        """What is passed to the action as the path."""
+        return self.stored.url if self.kept is None else self.kept.path
+
+    @property
+    def url(self) -> str:
+        return '' if self.stored is None else self.stored.url
+
+    def release(self) -> None:
+        for held in (self.kept, self.stored):
+            if held is not None:
+                held.release()
+
+
+def _what(name: str, step: Step) -> str:
+    return f'on_saved for {name}, {step.label}'
 
 
 class AfterSaves:
-    """Runs an action after each save. Runs on: rank 0; the training thread builds, queries and closes it.
+    """Runs an action after each save. Runs on: rank 0; the training thread builds, starts, queries and closes it.
 
-    Failures are logged and never stop training.
+    As an :class:`.UploadListener` it runs the action once a save is uploaded. Failures are logged and never stop
+    training.
 
     Args:
         action: A command with placeholders (:func:`fill_in`), or a function.
+        run_dir: Local folder of the run, for results where saves are only in a store.
         keeps_all: Run it for every save. Otherwise a new save replaces a waiting one of the same name.
         timeout_secs: Time limit of a command. A function cannot be ended.
     """
 
-    def __init__(self, action: Action, log: RunLog, *, timeout_secs: float, keeps_all: bool) -> None:
+    def __init__(
+        self, action: Action, log: RunLog, *, timeout_secs: float, keeps_all: bool, run_dir: Path = Path()
+    ) -> None:
         self._action, self._log, self._timeout_secs, self._keeps_all = action, log, timeout_secs, keeps_all
+        self._run_dir = run_dir
         self._process = os.getpid()
         self._change = threading.Condition()
         self._waiting: list[_Save] = []
@@ -79,26 +114,52 @@ class AfterSaves:
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         # A daemon: close() ends its work, or the end of training waits for it for a limited time
         self._thread = threading.Thread(target=self._run, name='xhf-on-saved', daemon=True)
+
+    def start(self) -> None:
+        """Begin. At exit, what is registered later is called earlier: nothing is started while uploads are awaited."""
         self._thread.start()
         atexit.register(self.close)
 
-    def committed(self, save: CommittedCheckpoint) -> None:
-        """Queue a committed save. Called while its folder still exists, before the next save begins."""
-        folder = Path(save.path)  # never the URL of a store, which the options refuse
+    def committed(self, save: CommittedCheckpoint, target: SaveTarget) -> None:
+        """Queue the save that was just committed to a target, before its next save begins."""
+        kept = stored = None
         try:
-            kept = KeptFolder.keep(folder)
+            if isinstance(target, StoreFolder):
+                stored = target.keep()
+            else:
+                kept = KeptFolder.keep(target.final)
         except (XhfError, OSError) as error:
-            self._log.error(f'on_saved for {folder.name}, {save.step.label}, was skipped: {error}')
+            self._log.error(f'{_what(target.name, save.step)} was skipped: {error}')
             return
-        output = folder.with_name(f'{folder.name}_on_saved') / save.step.label
-        new = _Save(folder.name, save.step, kept, output)
+        self._add(target.name, save.step, kept, stored)
+
+    def uploaded(self, name: str, step: Step, kept: KeptFolder, stored: StoredSave) -> None:
+        """Queue an uploaded save. Called by the upload thread."""
+        self._add(name, step, kept, stored)
+
+    def not_uploaded(self, name: str, step: Step) -> None:
+        """Log that a save is skipped. Called by the upload thread, or by the one that saves."""
+        self._log.warning(f'{_what(name, step)} was skipped: the save was not uploaded')
+
+    def _add(self, name: str, step: Step, kept: KeptFolder | None, stored: StoredSave | None) -> None:
+        beside = self._run_dir / name if kept is None else kept.path.with_name(name)
+        new = _Save(name, step, kept, stored, beside.with_name(f'{name}_on_saved') / step.label)
         with self._change:
-            superseded = [] if self._keeps_all else [old for old in self._waiting if old.name == new.name]
-            self._waiting = [old for old in self._waiting if old not in superseded] + [new]
+            too_late = self._closed
+            superseded = [] if self._keeps_all else [old for old in self._waiting if old.name == name]
+            if not too_late:
+                self._waiting = [old for old in self._waiting if old not in superseded] + [new]
             self._change.notify_all()
+        if too_late:
+            self._drop(new)
+            return
         for old in superseded:
             self._log.info(f'{old.what} was skipped: there is a newer save, and an earlier one is not finished yet')
-            old.kept.release()
+            old.release()
+
+    def _drop(self, save: _Save) -> None:
+        self._log.warning(f'{save.what} was skipped: training has ended')
+        save.release()
 
     def results(self) -> list[Result]:
         """The results since the last call."""
@@ -125,8 +186,7 @@ class AfterSaves:
                 self._running.end()
             self._change.notify_all()
         for save in dropped:
-            self._log.warning(f'{save.what} was skipped: training has ended')
-            save.kept.release()
+            self._drop(save)
         if now is not None and not callable(self._action):
             self._thread.join(_END_SECS)
         elif now is not None:
@@ -142,7 +202,7 @@ class AfterSaves:
                     f'{save.what} failed after {time.monotonic() - began:.1f} s; training goes on: {error}'
                     + ('' if callable(self._action) else f'. Its output is in {save.output / LOG_NAME}')
                 )
-            save.kept.release()
+            save.release()
             with self._change:
                 self._now = self._running = None
                 self._change.notify_all()
@@ -164,13 +224,15 @@ class AfterSaves:
         self._log.info(f'{save.what} took {time.monotonic() - began:.1f} s{": " * bool(shown)}{shown}')
 
     def _call(self, save: _Save) -> dict[str, float]:
-        returned = self._action(save.kept.path, save.step.iteration)  # type: ignore[operator]
+        more = {'url': save.url} if save.kept is not None and save.stored is not None else {}
+        returned = self._action(save.path, save.step.iteration, **more)  # type: ignore[operator]
         return numbers(returned) if isinstance(returned, Mapping) else {}
 
     def _run_command(self, action: tuple[str, ...], save: _Save) -> dict[str, float]:
         save.output.mkdir(parents=True, exist_ok=True)
         values = {
-            'path': save.kept.path,
+            'path': save.path,
+            'url': save.url,
             'step': save.step.iteration,
             'label': save.step.label,
             'name': save.name,
@@ -184,7 +246,7 @@ class AfterSaves:
         return running.wait()
 
 
-def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog) -> AfterSaves | None:
+def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog, run_dir: Path) -> AfterSaves | None:
     """The runner of the option ``on_saved``; None if it is not set. Runs on: rank 0.
 
     Raises:
@@ -192,14 +254,25 @@ def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog) -> AfterS
     """
     if options.on_saved is None:
         return None
-    action, keeps_all = resolve_action(options.on_saved), options.on_saved_queue == 'all'
-    return AfterSaves(action, log, timeout_secs=options.on_saved_timeout_secs, keeps_all=keeps_all)
+    return AfterSaves(
+        resolve_action(options.on_saved, takes_url=options.on_saved_after == 'upload'),
+        log,
+        timeout_secs=options.on_saved_timeout_secs,
+        keeps_all=options.on_saved_queue == 'all',
+        run_dir=run_dir,
+    )
 
 
-def wait_for_all(on_rank_0: AfterSaves | None, collective: Collective, secs: float, log: RunLog) -> None:
+def wait_for_all(
+    what: str, wait_on_rank_0: Callable[[float], bool] | None, collective: Collective, secs: float, log: RunLog
+) -> None:
     """After training, wait until nothing is left to do. Runs on: all ranks.
 
     The other ranks wait on gloo, a short time at a time, since an NCCL collective may follow training.
+
+    Args:
+        what: What is waited for, for the log.
+        wait_on_rank_0: Waits for some seconds; returns False if time ran out. None on other ranks.
 
     Raises:
         RankLostError: A rank did not take part.
@@ -207,9 +280,9 @@ def wait_for_all(on_rank_0: AfterSaves | None, collective: Collective, secs: flo
     deadline = time.monotonic() + secs
     while True:
         left_secs = deadline - time.monotonic()
-        waits = on_rank_0 is not None and not on_rank_0.wait(max(0.0, min(_LOOK_SECS, left_secs)))
+        waits = wait_on_rank_0 is not None and not wait_on_rank_0(max(0.0, min(_LOOK_SECS, left_secs)))
         if waits and left_secs <= _LOOK_SECS:
-            log.error(f'on_saved did not finish within exit_wait_secs={secs:g} s')
+            log.error(f'{what} did not finish within exit_wait_secs={secs:g} s')
             waits = False
         if not collective.broadcast(waits):
             return

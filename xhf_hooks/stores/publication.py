@@ -15,8 +15,9 @@ import json
 import queue
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xhf_hooks.errors import StoreError
@@ -45,6 +46,18 @@ class Pointer:
     def as_bytes(self) -> bytes:
         content = {'format_version': _FORMAT_VERSION, 'newest': self.newest, 'step': self.step, 'saves': self.saves}
         return (json.dumps(content, indent=1) + '\n').encode()
+
+
+@dataclass(frozen=True)
+class StoredSave:
+    """A save in a store, for readers. The run that made it does not delete it until ``release``; other runs may.
+
+    Attributes:
+        release: Call it once, from any thread.
+    """
+
+    url: str
+    release: Callable[[], object] = lambda: None
 
 
 def pointer_key(name: str) -> str:
@@ -127,6 +140,8 @@ class Publication:
         self._lock = StoreLock(store, name)
         self._saves: list[str] = []
         self._taken: set[str] = set()
+        self._in_use: set[str] = set()  # readers remove from it at any time
+        self._is_deletion_due = False
         self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
 
     def claim(self) -> None:
@@ -179,6 +194,21 @@ class Publication:
         if prefix not in self._saves and prefix != self._in_doubt:
             self._delete(prefix)
 
+    def keep(self, prefix: str) -> StoredSave:
+        """A published save, which is not deleted while it is in use. No save may be published meanwhile."""
+        self._in_use.add(prefix)
+        return StoredSave(f'{self.store.url}/{prefix}', partial(self._in_use.discard, prefix))
+
+    def delete_released(self) -> None:
+        """Delete outdated saves that were in use when a newer one was published.
+
+        Raises:
+            StoreError: A step failed; the next run deletes them.
+        """
+        if self._is_deletion_due:
+            self._lock.require()
+            self._delete_outdated()
+
     def release(self) -> None:
         """Release the lock, so that another run can use the place."""
         self._lock.release()
@@ -222,7 +252,11 @@ class Publication:
     def _delete_outdated(self) -> None:
         if self.max_keep == -1:
             return
+        self._is_deletion_due = False
         for prefix in self._saves[: -self.max_keep]:
+            if prefix in self._in_use:
+                self._is_deletion_due = True
+                continue
             self._delete(prefix)
             self._saves.remove(prefix)
 

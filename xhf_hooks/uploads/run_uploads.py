@@ -18,7 +18,7 @@ from xhf_hooks.format.text import counted
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import open_store
 from xhf_hooks.telemetry.log import RunLog
-from xhf_hooks.uploads.job import Destination, UploadJob
+from xhf_hooks.uploads.job import Destination, UploadJob, UploadListener
 from xhf_hooks.uploads.to_hub import PREFIX, HubDestination
 from xhf_hooks.uploads.to_store import StoreDestination
 from xhf_hooks.uploads.upload_thread import UploadThread
@@ -92,22 +92,26 @@ class RunUploads:
         self._thread: UploadThread | None = None
         self._process, self._number = os.getpid(), 0
         self._is_first = False
+        self._listener: UploadListener | None = None
         self._claimed: list[Destination] = []
 
-    def claim(self, rank: int) -> None:
+    def claim(self, rank: int, listener: UploadListener | None = None) -> None:
         """Check before training that uploads will work.
+
+        Args:
+            listener: On rank 0, told of each upload's end.
 
         Raises:
             StoreError: They will not. Ranks have not agreed on this error.
         """
-        self._is_first = rank == 0
+        self._is_first, self._listener = rank == 0, listener
         for number, destination in enumerate(self._destinations.values()):
             if rank == 0:
                 destination.claim()
                 self._claimed.append(destination)
             elif number == 0 and self._is_shared and destination.takes_from_all_ranks:
                 destination.require_usable()
-        self._thread = UploadThread(self._destinations, self._log, self._nbytes_per_sec)
+        self._thread = UploadThread(self._destinations, self._log, self._nbytes_per_sec, listener)
 
     def offer(self, final: Path, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save. Runs on: all ranks, in the thread that saves.
@@ -126,6 +130,8 @@ class RunUploads:
                 offer = _Offer(destination.new_place(step), kept.path.name, for_all, still_wanted)
             except Exception as error:  # the save itself is good
                 self._log.error(f'the save of {step.label} will not be uploaded: {error}')
+                if self._listener is not None:
+                    self._listener.not_uploaded(final.name, step)
         offer = collective.broadcast(offer)
         self._number += 1
         if offer is None:
@@ -145,16 +151,13 @@ class RunUploads:
         if not thread.wait(self._wait_secs) and self._is_first:
             self._log.error(f'uploads did not finish within exit_wait_secs={self._wait_secs:g} s')
 
-    def end(self) -> None:
-        """Wait for uploads, log what was not uploaded, release the destinations. Needs no other rank."""
-        self.wait()
-        self._give_up()
+    def is_done_within(self, secs: float) -> bool:
+        """Wait until all uploads have ended; returns False if time ran out."""
+        thread = self._thread
+        return thread is None or thread.wait(secs)
 
-    def end_forgotten(self) -> None:
-        """Cancel uploads of a run that was garbage-collected without being closed. Returns at once."""
-        threading.Thread(target=self._give_up, name='xhf-upload-end', daemon=True).start()
-
-    def _give_up(self) -> None:
+    def cancel(self) -> None:
+        """Cancel uploads in progress and log what was not uploaded. Needs no other rank."""
         if os.getpid() != self._process:
             return
         thread, self._thread = self._thread, None
@@ -163,10 +166,20 @@ class RunUploads:
             if self._is_first and thread.failed:
                 places = ', '.join(thread.uploaded) or 'none'
                 self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
+
+    def release(self) -> None:
+        """As :meth:`cancel`, and release the destinations. Needs no other rank."""
+        if os.getpid() != self._process:
+            return
+        self.cancel()
         claimed, self._claimed = self._claimed, []
         releasing = threading.Thread(target=_release, args=(claimed,), name='xhf-upload-release', daemon=True)
         releasing.start()
         releasing.join(_RELEASE_SECS)  # the store may hang; the next run finds its lock dead
+
+    def release_forgotten(self) -> None:
+        """As :meth:`release`, for a run that was garbage-collected without being closed. Returns at once."""
+        threading.Thread(target=self.release, name='xhf-upload-end', daemon=True).start()
 
 
 def _release(destinations: Sequence[Destination]) -> None:

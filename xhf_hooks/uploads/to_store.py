@@ -6,10 +6,11 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 
+from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import Store
-from xhf_hooks.stores.publication import Publication, require_answer
+from xhf_hooks.stores.publication import Publication, StoredSave, require_answer
 from xhf_hooks.stores.stored_folder import StoredFolder
 from xhf_hooks.stores.stored_object import StoredObject
 from xhf_hooks.uploads.file_upload import FileUpload
@@ -77,8 +78,13 @@ class StoreDestination:
         step = {'unit': job.step.unit, 'number': job.step.number}
         self._publication.publish(job.place, (job.folder / MANIFEST_NAME).read_bytes(), step)
 
+    def keep(self, job: UploadJob) -> StoredSave:
+        return self._publication.keep(job.place)
+
     def abandon(self, job: UploadJob) -> None:
         self._publication.abandon(job.place)
 
     def release(self) -> None:
+        with contextlib.suppress(StoreError):  # the next run deletes them
+            self._publication.delete_released()
         self._publication.release()

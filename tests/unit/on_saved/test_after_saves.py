@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 
+from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.errors import TargetError
 from xhf_hooks.on_saved import after_saves
 from xhf_hooks.on_saved.after_saves import AfterSaves
@@ -64,11 +65,13 @@ def run(monkeypatch, tmp_path):
     def make(function, keeps_all=False) -> tuple[AfterSaves, callable]:
         log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
         looking = AfterSaves(function, log, timeout_secs=SECS, keeps_all=keeps_all)
+        looking.start()
         made.append(looking)
 
         def commit(iteration: int, name: str = 'hf_model') -> None:
             step = Step('iter', iteration, iteration)
-            looking.committed(CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1, 0)))
+            committed = CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1, 0))
+            looking.committed(committed, CheckpointFolder(tmp_path / name, 1))
 
         return looking, commit
 
@@ -122,7 +125,7 @@ def test_errors_are_lines_in_the_log(run, caplog):
     assert looking.wait(SECS) and iterations(looking) == [15] and FakeKept.kept == []
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert any('hf_model, iter_13 failed' in line and 'a function of a user' in line for line in errors), errors
-    assert any('gone, iter_14, was skipped' in line for line in errors), errors
+    assert any('gone, iter_14 was skipped' in line for line in errors), errors
 
 
 def test_close_drops_what_waits(run, caplog):

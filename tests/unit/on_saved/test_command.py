@@ -14,10 +14,10 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 def test_placeholders():
-    values = dict(zip(PLACEHOLDERS, ['/a b/{step}', 5, 'iter_5', 'hf_model', '/out'], strict=True))
-    command = ['x', 'pretrained={path},step={step}', '{label}{name}', '{"json": 1}', '${HOME}', '{output}/{}']
+    values = dict(zip(PLACEHOLDERS, ['/a b/{step}', 's3://b/x', 5, 'iter_5', 'hf_model', '/out'], strict=True))
+    command = ['x', 'pretrained={path},step={step}', '{label}{name}', '{"json": 1}', '${HOME}', '{output}/{}', '{url}']
     assert fill_in(command, values) == [
-        *('x', 'pretrained=/a b/{step},step=5', 'iter_5hf_model', '{"json": 1}', '${HOME}', '/out/{}'),
+        *('x', 'pretrained=/a b/{step},step=5', 'iter_5hf_model', '{"json": 1}', '${HOME}', '/out/{}', 's3://b/x'),
     ]
 
 
@@ -58,3 +58,17 @@ def test_what_is_to_be_done_is_checked():
     for wrong in ('NotCallable', 'no_such_function'):
         with pytest.raises(OptionError, match='on_saved: expected a type that can be called'):
             resolve_action(dict(type=f'{__name__}.{wrong}'))
+
+
+def with_url(path, iteration, url):
+    """An action for uploads."""
+
+
+def test_a_function_is_called_in_this_way():
+    assert resolve_action(with_url, takes_url=True) is with_url
+    assert resolve_action(min) is min, 'it tells nothing of its arguments'
+    with pytest.raises(OptionError, match=r"on_saved: .*\(path, iteration\) \(missing a required argument: 'url'\)"):
+        resolve_action(with_url)
+    for action in (function, dict(type=f'{__name__}.Callable', factor=3)):
+        with pytest.raises(OptionError, match=r'on_saved: .*\(path, iteration, url=url\) \('):
+            resolve_action(action, takes_url=True)

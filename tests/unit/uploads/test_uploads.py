@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def quick(monkeypatch):
 class Run:
     """A run of one process that uploads its saves."""
 
-    def __init__(self, parent: Path, log: logging.Logger, max_keep: int = -1) -> None:
+    def __init__(self, parent: Path, log: logging.Logger, max_keep: int = -1, listener: Any = None) -> None:
         self.store = open_store(f'memory://{uuid.uuid4().hex}/run')
         self.destination = StoreDestination(self.store, 'hf_model', max_keep)
         self.folder = CheckpointFolder(parent / 'hf_model', 1)
@@ -53,7 +54,7 @@ class Run:
             wait_secs=20.0,
             is_shared=True,
         )
-        self.uploads.claim(0)
+        self.uploads.claim(0, listener)
 
     def save(self, number: int) -> None:
         commit_one(self.folder, number)
@@ -73,7 +74,8 @@ def run(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     made = Run(tmp_path, logging.getLogger('uploads'))
     yield made
-    made.uploads.end()
+    made.uploads.wait()
+    made.uploads.release()
     made.folder.release()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('xhf-')]
 
@@ -179,7 +181,8 @@ def test_the_end_waits_no_longer_than_told(run, tmp_path, monkeypatch, caplog):
     Away(run.store, monkeypatch)
     run.uploads._wait_secs = 0.2
     run.save(1)
-    run.uploads.end()
+    run.uploads.wait()
+    run.uploads.cancel()
     assert 'did not finish within exit_wait_secs=0.2 s' in caplog.text and 'not uploaded: 1 save;' in caplog.text
     assert kept(tmp_path) == []
 
@@ -246,7 +249,7 @@ def test_the_end_waits_for_no_store_that_hangs(run, monkeypatch):
     release = run.destination.release
     monkeypatch.setattr(run_uploads, '_RELEASE_SECS', 0.1)
     monkeypatch.setattr(run.destination, 'release', lambda: (hangs.wait(), release()))
-    run.uploads.end()
+    run.uploads.release()
     hangs.set()
     deadline = time.monotonic() + 20
     while 'hf_model.lock' in run.store.list() and time.monotonic() < deadline:
@@ -280,13 +283,13 @@ def test_a_rank_uploads_its_share_alone(run, tmp_path):
     other.wait()
     there = {key.rpartition('/')[2] for key in run.store.list('hf_model_iter_1/')}
     assert there == {*job.share, '.xhf_writing'} and 0 < len(job.share) < len(job.manifest.files)
-    other.end()
+    other.release()
 
 
 def test_a_forgotten_run_gives_its_place_back(tmp_path):
     made = Run(tmp_path, logging.getLogger('forgotten'))
     store = made.store
-    made.uploads.end_forgotten()
+    made.uploads.release_forgotten()
     deadline = time.monotonic() + 20
     while store.get('hf_model.lock') is not None and time.monotonic() < deadline:
         time.sleep(0.01)
