@@ -250,10 +250,11 @@ def test_the_newest_save_is_there(results, servers, root, tmp_path, name):
     assert_loads(downloaded)
     assert folder_tensors(downloaded).keys() == folder_tensors(local / 'hf_model').keys()
     prefixes = {key.partition('/')[0] for key in store.list() if '/' in key}
-    assert len(prefixes) <= hook.get('upload_keep', 10)
+    assert len(prefixes & {*pointer.saves}) <= hook.get('upload_keep', 10)
     for prefix in prefixes:
         names = {key.partition('/')[2] for key in store.list(f'{prefix}/')}
-        assert 'xhf_manifest.json' in names and '.xhf_writing' not in names, prefix
+        # A busy machine may cancel an upload for a newer save; what its deletion leaves, the next run can tell and deletes
+        assert ('xhf_manifest.json' in names) == (prefix in pointer.saves) == ('.xhf_writing' not in names), prefix
     assert 'hf_model.lock' not in store.list() and store.unfinished_uploads() == {}
     assert not [path.name for path in local.iterdir() if '.kept' in path.name]
     log = next(local.rglob('*.log')).read_text()

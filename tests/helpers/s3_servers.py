@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,9 @@ CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_D
 
 
 @contextmanager
-def s3_server(kind: str, folder: Path, port: int | None = None, prefixes: Iterable[str] = ()) -> Iterator[S3Server]:
+def s3_server(
+    kind: str, folder: Path, port: int | None = None, prefixes: Iterable[str] = (), options: Sequence[str] = ()
+) -> Iterator[S3Server]:
     """Run a server, ``'moto'`` or ``'rclone'``, until the block ends.
 
     Args:
@@ -47,6 +49,7 @@ def s3_server(kind: str, folder: Path, port: int | None = None, prefixes: Iterab
         prefixes: Prefixes of saves that several processes write at once. rclone makes a folder for the first object
             under a prefix and removes it with the last one; an object that is put meanwhile is acknowledged but
             lost (18 of 1350). So these folders exist from the start, and their parents stay.
+        options: Added to the command of rclone.
     """
     port = port or free_port()
     bucket = folder / 'objects' / BUCKET
@@ -59,7 +62,7 @@ def s3_server(kind: str, folder: Path, port: int | None = None, prefixes: Iterab
     else:
         rclone = Path(sys.executable).with_name('rclone')
         command = [str(rclone), 'serve', 's3', '--addr', f'127.0.0.1:{port}', '--auth-key', f'{KEY},{SECRET}']
-        command += ['--config', str(folder / 'none.conf'), str(bucket.parent)]
+        command += ['--config', str(folder / 'none.conf'), *options, str(bucket.parent)]
     with (folder / f'{kind}.log').open('ab') as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

@@ -15,6 +15,11 @@ ROOT = Path(__file__).parents[2]
 _CPU_SECS, _MEMORY_NBYTES = 30, 2 * 10**9
 #: What bounds them is a process of ours, whichever transformers it runs.
 TOO_MUCH = [pytest.param(case, marks=pytest.mark.modern_only) for case in ABSURD]
+_FIRST = {case.partition(' ')[0]: case for case in reversed(WRONG)}
+#: Older versions of transformers get one wrong value of each field.
+OF_WRONG_KIND = [
+    case if case in _FIRST.values() else pytest.param(case, marks=pytest.mark.modern_only) for case in WRONG
+]
 
 
 @pytest.fixture(scope='module')
@@ -38,7 +43,7 @@ def said(outcome: Outcome) -> list[str]:
 
 
 @pytest.mark.parametrize('command', ['verify', 'convert'])
-@pytest.mark.parametrize('case', [*TOO_MUCH, *WRONG, *BESIDE, *ADAPTERS, 'code'])
+@pytest.mark.parametrize('case', [*TOO_MUCH, *OF_WRONG_KIND, *BESIDE, *ADAPTERS, 'code'])
 def test_an_answer_within_bounds(found, case, command):
     outcome = found[case, command]
     assert outcome.status in ((0, 1) if command == 'verify' else (0, 2)), outcome
@@ -46,7 +51,7 @@ def test_an_answer_within_bounds(found, case, command):
     assert outcome.cpu_secs < _CPU_SECS and outcome.peak_nbytes < _MEMORY_NBYTES, outcome
 
 
-@pytest.mark.parametrize('case', [*TOO_MUCH, *WRONG])
+@pytest.mark.parametrize('case', [*TOO_MUCH, *OF_WRONG_KIND])
 def test_a_config_that_no_model_has(found, case):
     """A problem to the one; to the other too, but for what it does not need. Nothing but ours is said."""
     verified, converted = found[case, 'verify'], found[case, 'convert']

@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, START_SECS, run_worker
+from bench.upload import SERVER_OPTIONS
 from tests.helpers.s3_servers import s3_server
 
 
@@ -37,7 +38,10 @@ def measure(args: Namespace) -> dict[str, Any]:
     """
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
     prefixes = [f'run{number}/hf_model_iter_1' for number in range(2 * args.repeats)]
-    with tempfile.TemporaryDirectory(dir=memory) as name, s3_server('rclone', Path(name), prefixes=prefixes) as server:
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as name,
+        s3_server('rclone', Path(name), prefixes=prefixes, options=SERVER_OPTIONS) as server,
+    ):
         job = {
             'what': 'out_dir',
             'billions': args.billions,

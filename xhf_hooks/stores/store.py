@@ -211,4 +211,5 @@ def _info(found: Mapping[str, Any]) -> ObjectInfo:
         changed = datetime.fromtimestamp(changed, timezone.utc)
     elif not isinstance(changed, datetime):
         changed = None
-    return ObjectInfo(int(found['size']), checksum.strip('"') if isinstance(checksum, str) else None, changed)
+    checksum = checksum.strip('"') if isinstance(checksum, str) else None
+    return ObjectInfo(int(found['size']), checksum or None, changed)

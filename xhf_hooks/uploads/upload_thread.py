@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -194,7 +193,9 @@ class UploadThread:
 
     def _clear_given_up(self) -> None:
         """Remove what was uploaded of cancelled saves. By now the store answers and other ranks have stopped."""
-        while self._given_up:
-            job = self._given_up.pop()
-            with contextlib.suppress(StoreError):
+        given_up, self._given_up = self._given_up, []
+        for job in given_up:
+            try:
                 self._destinations[job.name].abandon(job)
+            except StoreError:  # again after the next save, or by the next run
+                self._given_up.append(job)

@@ -16,6 +16,7 @@ from xhf_hooks.stores import open_store
 from xhf_hooks.stores.open_store import checked_url, is_url
 from xhf_hooks.stores.secrets import without_secrets
 from xhf_hooks.stores.senders import Senders
+from xhf_hooks.stores.store import _info
 from xhf_hooks.stores.stored_object import StoredObject
 
 pytestmark = pytest.mark.modern_only
@@ -130,8 +131,8 @@ def test_the_next_object_is_filled_while_one_ends_in_the_same_room():
         first.may_go.release()
         second.may_go.release()
     ending.commit()
+    thread.join()  # only then it has all of its bytes
     following.commit()
-    thread.join()
     assert (first.n_parts, second.n_parts) == (2, 3) and second.sent[2] == b'y' * 5
     assert [room.acquire(blocking=False) for _ in range(4)] == [True, True, True, False]
     senders.close()
@@ -236,3 +237,8 @@ def test_an_unknown_protocol_or_argument(tmp_path):
         open_store('nothere://bucket')
     with pytest.raises(StoreError, match='backend_args'):
         open_store('s3://bucket', {'key': 'k', 'username': 'u'})
+
+
+@pytest.mark.parametrize(('etag', 'checksum'), [('"0a1b"', '0a1b'), ('""', None), ('', None), (None, None)])
+def test_an_etag_may_be_empty(etag, checksum):
+    assert _info({'size': 1, 'ETag': etag}).checksum == checksum

@@ -165,6 +165,29 @@ def test_newest_wins_while_the_store_is_away(run, tmp_path, monkeypatch, caplog)
     assert kept(tmp_path) == []
 
 
+def test_what_a_cancelled_one_left_is_deleted_after_the_next_save_that_can(run, monkeypatch):
+    away, asked = Away(run.store, monkeypatch), []
+    abandon = run.destination.abandon
+
+    def fails_once(job):
+        asked.append(job.place)
+        if len(asked) == 1:
+            raise StoreError('the store is away')
+        abandon(job)
+
+    monkeypatch.setattr(run.destination, 'abandon', fails_once)
+    run.save(1)
+    away.attempts.acquire(), away.attempts.acquire()
+    run.save(2)
+    away.is_there.set()
+    for number in (2, 3, 4):
+        run.uploads.wait()
+        assert run.newest == f'hf_model_iter_{number}'
+        assert asked == ['hf_model_iter_1'] * min(number - 1, 2)
+        if number < 4:
+            run.save(number + 1)
+
+
 def test_one_that_is_under_way_is_not_given_up(run, monkeypatch):
     away = Away(run.store, monkeypatch)
     away.waits = True
