@@ -18,9 +18,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.free_port import free_port
 from tests.helpers.rank_child import RankFiles, main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +85,7 @@ def run_ranks(
             'call': pickle.dumps((function, args)),
         }
         Path(folder, 'setup').write_bytes(pickle.dumps(setup))
-        port = _free_port()
+        port = free_port()
         ranks: list[_Rank] = []
         try:
             for index in range(world_size):
@@ -243,15 +242,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _free_port() -> int:
-    """A free port outside of the system's range for connections, since another test run may open many meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(('127.0.0.1', port))
-            return port
 
 
 def _cpu_environment() -> dict[str, str]:
