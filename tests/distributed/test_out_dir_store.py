@@ -17,6 +17,7 @@ import pytest
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.faulty_proxy import EachInTurn, faulty_proxy
+from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.scenarios import check, run_scenarios
 
@@ -304,7 +305,6 @@ def memory(server: Any) -> dict[str, int]:
     """What a save takes on this rank. Runs on: all ranks."""
     import torch
 
-    from tests.distributed.test_sent_slices import PeakSampler
     from tests.helpers.zoo.llamas import larger_llama
     from xhf_hooks import save_hf
 
