@@ -94,17 +94,11 @@ def save_to_both(case: str, server: Any, root: Path) -> dict[str, Any]:
 
 
 def download(server: Any, url: str, folder: Path) -> Path:
-    """The newest save under a URL, as its pointer says."""
+    """The newest save under a URL."""
+    from tests.helpers.stored_saves import download_newest
     from xhf_hooks.stores import open_store
-    from xhf_hooks.stores.publication import read_pointer
 
-    store = open_store(url, server.backend_args)
-    prefix = read_pointer(store, 'hf_model').newest
-    for key in store.list(f'{prefix}/'):
-        path = folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.get(key))
-    return folder / prefix
+    return download_newest(open_store(url, server.backend_args), folder)
 
 
 @pytest.fixture(scope='module', autouse=True)
