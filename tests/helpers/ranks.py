@@ -46,6 +46,11 @@ _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
+def python_path() -> str:
+    """PYTHONPATH of programs that import the tests and this package, whatever their folder is."""
+    return os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
+
+
 class RankFailures(AssertionError):
     """At least one rank did not finish; the message has all that is known of every rank."""
 
@@ -249,10 +254,9 @@ def _cpu_environment() -> dict[str, str]:
     # DeepSpeed compiles an op here on first use, and two versions that share a folder rebuild it
     # forever: one folder per virtual environment, unless the caller chose one.
     extensions = REPO_ROOT / '.torch_extensions' / Path(sys.prefix).name
-    python_path = [str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     environment = {'TORCH_EXTENSIONS_DIR': str(extensions)} | dict(os.environ)
     return environment | {
-        'PYTHONPATH': os.pathsep.join(python_path),
+        'PYTHONPATH': python_path(),
         'DS_ACCELERATOR': 'cpu',
         'CUDA_VISIBLE_DEVICES': '',
         'OMP_NUM_THREADS': '1',
