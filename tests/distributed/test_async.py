@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -19,8 +17,8 @@ from tests.distributed.test_hook_runs import log_dir_of, run, saves
 from tests.helpers.compare import folder_tensors
 from tests.helpers.ending_run import ENDS_AT
 from tests.helpers.engines import zero_engine
-from tests.helpers.ranks import REPO_ROOT
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.torchrun import run_by_torchrun
 
 EVERY = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
 LAST = 5
@@ -218,12 +216,8 @@ def test_an_error_in_the_background_ends_the_run_when_asked_to(finished):
 @pytest.mark.modern_only
 @pytest.mark.parametrize('how', ENDS)
 def test_a_process_that_ends_finishes_its_save(how, tmp_path):
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
-    command += [str(REPO_ROOT / 'tests' / 'helpers' / 'ending_run.py'), str(tmp_path / 'run'), how]
-    python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    environment = os.environ | {'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': python_path}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    output = ended.stdout + ended.stderr
+    ended = run_by_torchrun('ending_run', str(tmp_path / 'run'), how)
+    output = ended.stdout
     assert ended.returncode != 0, output
     assert 'waiting for it' in output, output[-5000:]
     (folder,) = (tmp_path / 'run').glob('*/hf_model')

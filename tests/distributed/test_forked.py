@@ -11,14 +11,13 @@ import sys
 import pytest
 
 from tests.helpers import forking_run
-from tests.helpers.ranks import HANG_SECS, REPO_ROOT
+from tests.helpers.ranks import HANG_SECS, python_path
 
 pytestmark = pytest.mark.modern_only
 
 
 def test_children_neither_wait_for_the_save_nor_end_it(tmp_path):
-    python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    environment = os.environ | {'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': python_path}
+    environment = os.environ | {'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': python_path()}
     command = [sys.executable, forking_run.__file__, str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECS)
     assert ended.returncode == 0, ended.stderr[-5000:]

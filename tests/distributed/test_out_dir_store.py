@@ -19,6 +19,7 @@ from tests.helpers import on_stored_program
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.faulty_proxy import EachInTurn, faulty_proxy
+from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.scenarios import check, run_scenarios
 
@@ -95,17 +96,11 @@ def save_to_both(case: str, server: Any, root: Path) -> dict[str, Any]:
 
 
 def download(server: Any, url: str, folder: Path) -> Path:
-    """The newest save under a URL, as its pointer says."""
+    """The newest save under a URL."""
+    from tests.helpers.stored_saves import download_newest
     from xhf_hooks.stores import open_store
-    from xhf_hooks.stores.publication import read_pointer
 
-    store = open_store(url, server.backend_args)
-    prefix = read_pointer(store, 'hf_model').newest
-    for key in store.list(f'{prefix}/'):
-        path = folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.get(key))
-    return folder / prefix
+    return download_newest(open_store(url, server.backend_args), folder)
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -318,7 +313,6 @@ def memory(server: Any) -> dict[str, int]:
     """What a save takes on this rank. Runs on: all ranks."""
     import torch
 
-    from tests.distributed.test_sent_slices import PeakSampler
     from tests.helpers.zoo.llamas import larger_llama
     from xhf_hooks import save_hf
 

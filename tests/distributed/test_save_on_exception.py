@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ from tests.distributed.test_frontends import trainer_run
 from tests.distributed.test_hook_runs import saves
 from tests.helpers.compare import folder_tensors
 from tests.helpers.frontends import verify_folder
-from tests.helpers.ranks import REPO_ROOT, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.torchrun import run_by_torchrun
 
 EVERY = dict(interval=1, max_keep_ckpts=-1, save_on_exception=False)
 
@@ -168,12 +168,8 @@ def test_one_rank_alone_cannot_save(tmp_path):
 
 @pytest.mark.modern_only  # how a program ends does not depend on the stack
 def test_a_program_that_ends_by_it(tmp_path):
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
-    command += [str(REPO_ROOT / 'tests' / 'helpers' / 'raising_run.py'), str(tmp_path / 'run')]
-    python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    environment = os.environ | {'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': python_path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    output = done.stdout + done.stderr
+    done = run_by_torchrun('raising_run', str(tmp_path / 'run'))
+    output = done.stdout
     assert done.returncode != 0 and output.count('Boom: what users see') >= 2, output[-5000:]
     log_dir = log_dir_of(tmp_path / 'run')
     assert saves(log_dir) == {'hf_model': 4, 'hf_model_exception': 4}, output[-5000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.scenarios import check, run_scenarios
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -24,27 +24,6 @@ WRITERS = ('stream', 'parallel')
 LARGE = 1e38
 #: Of a file at most, for more files than ranks, for fewer, and for one.
 FILES = {'many files': 10_000, 'few files': 60_000, 'one file': 10**9}
-
-
-class PeakSampler:
-    """This process's extra anonymous memory while the block runs."""
-
-    def __enter__(self) -> PeakSampler:
-        from xhf_hooks.telemetry.memory import MemoryMeter
-
-        self.meter = MemoryMeter()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        return self
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.001):
-            self.meter.sample()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 def save_and_count(writer: str, stage: int, in_background: bool, root: Path) -> dict[str, int]:

@@ -19,8 +19,9 @@ from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.stored_saves import download_newest
 from xhf_hooks.errors import XhfError
-from xhf_hooks.stores import Store, open_store
+from xhf_hooks.stores import open_store
 from xhf_hooks.stores.publication import read_pointer
 
 pytestmark = pytest.mark.modern_only
@@ -218,14 +219,6 @@ def credentials(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def download(store: Store, prefix: str, to: Path) -> Path:
-    for key in store.list(f'{prefix}/'):
-        path = to / key.removeprefix(f'{prefix}/')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.get(key))
-    return to
-
-
 def assert_loads(folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
@@ -245,7 +238,7 @@ def test_the_newest_save_is_there(results, servers, root, tmp_path, name):
     last = {'lost_rank': 2, 'best': 4}.get(name, LAST)
     pointer = read_pointer(store, 'hf_model')
     assert (pointer.newest, pointer.step) == (f'hf_model_iter_{last}', {'unit': 'iter', 'number': last})
-    downloaded = download(store, pointer.newest, tmp_path / 'downloaded')
+    downloaded = download_newest(store, tmp_path / 'downloaded')
     assert bytes_in(downloaded) == bytes_in(local / 'hf_model') and len(bytes_in(downloaded)) > 3
     assert_loads(downloaded)
     assert folder_tensors(downloaded).keys() == folder_tensors(local / 'hf_model').keys()

@@ -16,6 +16,7 @@ import torch
 
 from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, SECRET, S3Server, s3_server
+from tests.helpers.stored_saves import download_newest
 from tests.helpers.zoo import build
 from xhf_hooks.cli import verify
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
@@ -87,16 +88,6 @@ def command(trained: Path, out: str | Path, *options: str) -> list[str]:
     return [str(trained / checkpoint), str(out), '--base', str(trained / base), *options]
 
 
-def download(url: str, folder: Path) -> Path:
-    """The newest save under a URL."""
-    store = open_store(url)
-    prefix = read_pointer(store, 'hf_model').newest
-    for key in store.list(f'{prefix}/'):
-        (folder / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / key).write_bytes(store.get(key))
-    return folder / prefix
-
-
 def in_store(url: str) -> set[str]:
     """The pointer, the lock, prefixes of saves, and unfinished uploads."""
     store = open_store(url)
@@ -134,7 +125,7 @@ def test_the_bytes_of_a_local_conversion(trained, url, tmp_path, monkeypatch, ca
     assert [path for path in _written if not path.startswith('/dev/')] == []
     assert f'wrote {url}/hf_model_iter_7: ' in capsys.readouterr().out
     assert in_store(url) == {'hf_model.json', 'hf_model_iter_7'}
-    found = download(url, tmp_path / 'downloaded')
+    found = download_newest(open_store(url), tmp_path / 'downloaded')
     assert_same_files(found, local)
     check_folder(found, json.loads((found / MANIFEST_NAME).read_text()), 'full')
     manifests = [json.loads((folder / MANIFEST_NAME).read_text()) for folder in (found, local)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.model_folder import edit_json, flip, save_model, write_manifest
+from tests.helpers.model_folder import edit_json, flip, save_with_manifest
 from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,7 @@ WEIGHTS = 'model.safetensors'
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-    folder = save_model('llama', tmp_path_factory.mktemp('model') / 'model')
-    write_manifest(folder)
-    return folder
+    return save_with_manifest('llama', tmp_path_factory.mktemp('model') / 'model')
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers import fault_layer
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.ranks import python_path
 from tests.helpers.scenarios import Outcome, run_scenarios
 
 WORLD_SIZE = 2
@@ -26,8 +26,7 @@ def launch(module: str, root: Path, layer: Path) -> dict[str, list[Outcome]]:
     Args:
         layer: A folder for the compiled layer.
     """
-    python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    environment = {**os.environ, **fault_layer.environment(layer), 'PYTHONPATH': python_path}
+    environment = {**os.environ, **fault_layer.environment(layer), 'PYTHONPATH': python_path()}
     command = [sys.executable, '-m', 'tests.helpers.fault_launch', module, str(root)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]

@@ -35,6 +35,13 @@ def save_tokenizer(folder: Path, n_tokens: int) -> None:
     fast.save_pretrained(folder)
 
 
+def save_with_manifest(family: str, folder: Path) -> Path:
+    """:func:`save_model`, and the manifest of that."""
+    save_model(family, folder)
+    write_manifest(folder)
+    return folder
+
+
 def manifest_of(folder: Path) -> dict[str, Any]:
     """The content of ``xhf_manifest.json`` that a save would write for these files."""
     files = {}

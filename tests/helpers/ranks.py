@@ -18,9 +18,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.free_port import free_port
 from tests.helpers.rank_child import RankFiles, main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +44,11 @@ PRELOADED = (
 )
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(list(PRELOADED))
+
+
+def python_path() -> str:
+    """PYTHONPATH of programs that import the tests and this package, whatever their folder is."""
+    return os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
 class RankFailures(AssertionError):
@@ -86,7 +90,7 @@ def run_ranks(
             'call': pickle.dumps((function, args)),
         }
         Path(folder, 'setup').write_bytes(pickle.dumps(setup))
-        port = _free_port()
+        port = free_port()
         ranks: list[_Rank] = []
         try:
             for index in range(world_size):
@@ -245,24 +249,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _free_port() -> int:
-    """A free port outside of the system's range for connections, since another test run may open many meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(('127.0.0.1', port))
-            return port
-
-
 def _cpu_environment() -> dict[str, str]:
     """The environment of the server and of all that is forked from it."""
     # DeepSpeed compiles an op here on first use, and two versions that share a folder rebuild it
     # forever: one folder per virtual environment, unless the caller chose one.
     extensions = REPO_ROOT / '.torch_extensions' / Path(sys.prefix).name
-    python_path = [str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     environment = {'TORCH_EXTENSIONS_DIR': str(extensions)} | dict(os.environ)
     return environment | {
-        'PYTHONPATH': os.pathsep.join(python_path),
+        'PYTHONPATH': python_path(),
         'DS_ACCELERATOR': 'cpu',
         'CUDA_VISIBLE_DEVICES': '',
         'OMP_NUM_THREADS': '1',

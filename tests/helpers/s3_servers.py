@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.free_port import free_port
+
 BUCKET = 'bucket'
 KEY, SECRET = 'AKIAEXAMPLEKEY000000', 'averysecretsecretofatest'
 
@@ -73,13 +75,6 @@ def s3_server(
     finally:
         process.terminate()
         process.wait()
-
-
-def free_port() -> int:
-    """A port that nobody is listening on."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int) -> None:

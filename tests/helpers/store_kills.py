@@ -119,6 +119,7 @@ def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
     import torch
     from safetensors.torch import load_file
 
+    from tests.helpers.stored_saves import download_newest
     from xhf_hooks.integrity.against_manifest import check_folder
     from xhf_hooks.integrity.manifest import MANIFEST_NAME
     from xhf_hooks.stores import open_store
@@ -126,11 +127,7 @@ def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
 
     store = open_store(URL, backend_args)
     pointer = read_pointer(store, 'hf_model')
-    for key in store.list(f'{pointer.newest}/'):
-        path = folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.get(key))
-    found = folder / pointer.newest
+    found = download_newest(store, folder)
     (found / '.xhf_writing').unlink(missing_ok=True)
     check_folder(found, json.loads((found / MANIFEST_NAME).read_text()), 'full')
     step = pointer.step['number']

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from tests.helpers import fault_layer
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.ranks import python_path
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -30,8 +30,7 @@ def reports(tmp_path_factory):
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64m', 'tmpfs', root], check=True)
     try:
         layer = fault_layer.environment(tmp_path_factory.mktemp('layer'))
-        python_path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-        environment = {**os.environ, **layer, 'PYTHONPATH': python_path, 'CUDA_VISIBLE_DEVICES': ''}
+        environment = {**os.environ, **layer, 'PYTHONPATH': python_path(), 'CUDA_VISIBLE_DEVICES': ''}
         command = [sys.executable, '-m', 'tests.helpers.syscall_faults', str(root)]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
         assert ended.returncode == 0, ended.stderr[-3000:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,26 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.wire import sent_nbytes
-from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
-
-
-class PeakSampler:
-    """Samples this process's extra anonymous memory every 2 ms while the block runs."""
-
-    def __enter__(self) -> PeakSampler:
-        self.meter = MemoryMeter()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.002):
-            self.meter.sample()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+from tests.helpers.peak_sampler import PeakSampler
+from xhf_hooks.telemetry.memory import return_freed_memory
 
 
 def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
@@ -45,7 +26,7 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
     return_freed_memory()  # or this run would reuse memory that the previous one freed, unnoticed
     clear(folder)
     sent_before = sent_nbytes()
-    with PeakSampler() as sampler:
+    with PeakSampler(0.002) as sampler:
         started = time.perf_counter()
         way(folder)
         dist.barrier()

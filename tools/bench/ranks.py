@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import statistics
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import add_number, add_ranks
+from tests.helpers.free_port import free_port
 
 #: Modules that the server imports once for all ranks of all launches.
 PRELOADED = ('torch.distributed', 'transformers.models.llama.modeling_llama', 'xhf_hooks.api', 'bench.ranks')
@@ -44,7 +44,7 @@ def _measure(numbers: list[int], repeats: int, out: Path) -> list[dict[str, Any]
     for n_ranks in numbers:
         print(f'{n_ranks} ranks, 1 + {repeats} calls ...', file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=out) as name:
-            folder, port = Path(name), _free_port()
+            folder, port = Path(name), free_port()
             launched = [
                 context.Process(target=run_rank, args=(rank, n_ranks, port, repeats, folder)) for rank in range(n_ranks)
             ]
@@ -92,9 +92,3 @@ def _summarize(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     calls = [{key: max(found['calls'][i][key] for found in of_ranks) for key in keys} for i in range(n_calls)]
     later = {key: statistics.median(call[key] for call in calls[1:]) for key in keys}
     return {'ranks': len(of_ranks), 'tensors': of_ranks[0]['tensors'], 'first': calls[0], 'later': later}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]

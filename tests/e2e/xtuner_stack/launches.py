@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.ranks import REPO_ROOT, RankFailures, run_ranks
+from tests.helpers.ranks import RankFailures, python_path, run_ranks
 
 HERE = Path(__file__).parent
 TIMEOUT_SECS = 1800  # a run takes half a minute; what takes so long on a busy machine hangs
@@ -155,9 +155,8 @@ def partitioning_config() -> dict[str, Any]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    python_path = [str(HERE), str(REPO_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     return os.environ | {
-        'PYTHONPATH': os.pathsep.join(python_path),
+        'PYTHONPATH': os.pathsep.join([str(HERE), python_path()]),
         'DS_ACCELERATOR': 'cpu',
         'CUDA_VISIBLE_DEVICES': '',
         'OMP_NUM_THREADS': '1',

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.model_folder import save_model, write_manifest
+from tests.helpers.model_folder import save_with_manifest
 from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
 from xhf_hooks.stores import Store, open_store
 from xhf_hooks.stores.publication import Publication
@@ -21,9 +21,7 @@ WEIGHTS = 'model.safetensors'
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-    folder = save_model('llama', tmp_path_factory.mktemp('model') / 'model')
-    write_manifest(folder)
-    return folder
+    return save_with_manifest('llama', tmp_path_factory.mktemp('model') / 'model')
 
 
 @pytest.fixture

@@ -1,0 +1,18 @@
+"""Saves in a store, as somebody who uses them fetches them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xhf_hooks.stores import Store
+from xhf_hooks.stores.publication import read_pointer
+
+
+def download_newest(store: Store, folder: Path) -> Path:
+    """Download the save that the pointer names; returns its folder, below ``folder``."""
+    prefix = read_pointer(store, 'hf_model').newest
+    for key in store.list(f'{prefix}/'):
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.get(key))
+    return folder / prefix
