@@ -173,8 +173,6 @@ class CheckpointManager:
         """
         try:
             plan = self._saver.prepare()
-            if self._uploads is not None:
-                self._ending.callback(self._uploads.release)  # last: actions may still read what was uploaded
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
                     self.newest.connect()  # the other targets are beside it
@@ -195,17 +193,18 @@ class CheckpointManager:
                     self._saver.set_tokenizer(found, eos_token_ids)
                     for warning in self._saver.rehearse(self.newest):
                         self._log.warning(warning)
-                    self._look_after_saves()
+                    self._after_saves = after_saves_of_run(self._options, self._log, self._run_dir)
             if self._uploads is not None:
-                self._ending.callback(self._uploads.cancel)
-                self._ending.callback(self._uploads.wait)
+                self._ending.callback(self._uploads.end)
                 with self.collective.stage('preflight'):
                     listener = self._after_saves if self._options.on_saved_after == 'upload' else None
                     self._uploads.claim(self.collective.rank, listener)
                 self._ending.callback(ExitWait(self._uploads.wait).close)
-                weakref.finalize(self, self._uploads.release_forgotten).atexit = False
-            if self._after_saves is not None:
+                weakref.finalize(self, self._uploads.end_forgotten).atexit = False
+            if self._after_saves is not None:  # ends before uploads are awaited, since the run was interrupted then
                 self._after_saves.start()
+                self._ending.callback(self._after_saves.close)
+                weakref.finalize(self, self._after_saves.close).atexit = False
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
@@ -379,13 +378,6 @@ class CheckpointManager:
             self._requests = SaveRequests(self.collective, self._log, signals=signals, file=file, wait_secs=wait_secs)
             self._ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
-
-    def _look_after_saves(self) -> None:
-        """Runs on: rank 0."""
-        self._after_saves = after_saves_of_run(self._options, self._log, self._run_dir)
-        if self._after_saves is not None:
-            self._ending.callback(self._after_saves.close)
-            weakref.finalize(self, self._after_saves.close).atexit = False
 
     def _tell_results(self) -> None:
         for result in () if self._after_saves is None else self._after_saves.results():

@@ -116,7 +116,7 @@ class AfterSaves:
         self._thread = threading.Thread(target=self._run, name='xhf-on-saved', daemon=True)
 
     def start(self) -> None:
-        """Begin. At exit, what is registered later is called earlier: nothing is started while uploads are awaited."""
+        """Begin. Call it after uploads were prepared: at exit, what was registered last ends first."""
         self._thread.start()
         atexit.register(self.close)
 
