@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_ru
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
-from xhf_hooks.uploads.run_uploads import uploads_of_run
+from xhf_hooks.uploads.run_uploads import RunUploads, uploads_of_run
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
 #: Suffix of the folder of a save after an exception.
@@ -199,9 +200,9 @@ class CheckpointManager:
                 with self.collective.stage('preflight'):
                     listener = self._after_saves if self._options.on_saved_after == 'upload' else None
                     self._uploads.claim(self.collective.rank, listener)
-                self._ending.callback(ExitWait(self._uploads.wait).close)
+                self._ending.callback(ExitWait(partial(_end_process, self._after_saves, self._uploads)).close)
                 weakref.finalize(self, self._uploads.end_forgotten).atexit = False
-            if self._after_saves is not None:  # ends before uploads are awaited, since the run was interrupted then
+            if self._after_saves is not None:  # closed before uploads are awaited: training was interrupted then
                 self._after_saves.start()
                 self._ending.callback(self._after_saves.close)
                 weakref.finalize(self, self._after_saves.close).atexit = False
@@ -476,6 +477,13 @@ class CheckpointManager:
                     f'it was not written within exit_wait_secs={self._options.exit_wait_secs} s. The previous save '
                     f'is untouched.'
                 )
+
+
+def _end_process(after_saves: AfterSaves | None, uploads: RunUploads) -> None:
+    """After an exception or SIGTERM: actions end, uploads are awaited."""
+    if after_saves is not None:
+        after_saves.close()
+    uploads.wait()
 
 
 def _release(process: int, folders: Sequence[SaveTarget]) -> None:

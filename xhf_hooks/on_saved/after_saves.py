@@ -116,7 +116,7 @@ class AfterSaves:
         self._thread = threading.Thread(target=self._run, name='xhf-on-saved', daemon=True)
 
     def start(self) -> None:
-        """Begin. Call it after uploads were prepared: at exit, what was registered last ends first."""
+        """Begin. From now on, :meth:`close` must be called."""
         self._thread.start()
         atexit.register(self.close)
 
