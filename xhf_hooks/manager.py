@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_ru
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
-from xhf_hooks.uploads.run_uploads import uploads_of_run
+from xhf_hooks.uploads.run_uploads import RunUploads, uploads_of_run
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
 #: Suffix of the folder of a save after an exception.
@@ -173,8 +174,6 @@ class CheckpointManager:
         """
         try:
             plan = self._saver.prepare()
-            if self._uploads is not None:
-                self._ending.callback(self._uploads.release)  # last: actions may still read what was uploaded
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
                     self.newest.connect()  # the other targets are beside it
@@ -195,17 +194,18 @@ class CheckpointManager:
                     self._saver.set_tokenizer(found, eos_token_ids)
                     for warning in self._saver.rehearse(self.newest):
                         self._log.warning(warning)
-                    self._look_after_saves()
+                    self._after_saves = after_saves_of_run(self._options, self._log, self._run_dir)
             if self._uploads is not None:
-                self._ending.callback(self._uploads.cancel)
-                self._ending.callback(self._uploads.wait)
+                self._ending.callback(self._uploads.end)
                 with self.collective.stage('preflight'):
                     listener = self._after_saves if self._options.on_saved_after == 'upload' else None
                     self._uploads.claim(self.collective.rank, listener)
-                self._ending.callback(ExitWait(self._uploads.wait).close)
-                weakref.finalize(self, self._uploads.release_forgotten).atexit = False
-            if self._after_saves is not None:
+                self._ending.callback(ExitWait(partial(_end_process, self._after_saves, self._uploads)).close)
+                weakref.finalize(self, self._uploads.end_forgotten).atexit = False
+            if self._after_saves is not None:  # closed before uploads are awaited: training was interrupted then
                 self._after_saves.start()
+                self._ending.callback(self._after_saves.close)
+                weakref.finalize(self, self._after_saves.close).atexit = False
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
@@ -380,13 +380,6 @@ class CheckpointManager:
             self._ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 
-    def _look_after_saves(self) -> None:
-        """Runs on: rank 0."""
-        self._after_saves = after_saves_of_run(self._options, self._log, self._run_dir)
-        if self._after_saves is not None:
-            self._ending.callback(self._after_saves.close)
-            weakref.finalize(self, self._after_saves.close).atexit = False
-
     def _tell_results(self) -> None:
         for result in () if self._after_saves is None else self._after_saves.results():
             if self._on_result is not None:
@@ -484,6 +477,13 @@ class CheckpointManager:
                     f'it was not written within exit_wait_secs={self._options.exit_wait_secs} s. The previous save '
                     f'is untouched.'
                 )
+
+
+def _end_process(after_saves: AfterSaves | None, uploads: RunUploads) -> None:
+    """After an exception or SIGTERM: actions end, uploads are awaited."""
+    if after_saves is not None:
+        after_saves.close()
+    uploads.wait()
 
 
 def _release(process: int, folders: Sequence[SaveTarget]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -223,3 +224,7 @@ def test_a_process_that_ends_finishes_its_save(how, tmp_path):
     (folder,) = (tmp_path / 'run').glob('*/hf_model')
     assert saves(folder.parent) == {'hf_model': ENDS_AT - 1}, output[-5000:]
     assert folder_tensors(folder)
+    pointer = json.loads((tmp_path / 'run' / 'stored' / 'hf_model.json').read_text())
+    assert pointer['step']['number'] == ENDS_AT - 1, 'it is uploaded, too'
+    assert f'on_saved for hf_model, iter_{ENDS_AT - 1} was skipped: training has ended' in log_of(folder.parent)
+    assert [path.name for path in folder.parent.iterdir() if 'kept' in path.name] == []

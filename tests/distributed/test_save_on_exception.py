@@ -174,6 +174,11 @@ def test_a_program_that_ends_by_it(tmp_path):
     log_dir = log_dir_of(tmp_path / 'run')
     assert saves(log_dir) == {'hf_model': 4, 'hf_model_exception': 4}, output[-5000:]
     verify_folder(log_dir / 'hf_model_exception')
+    assert (tmp_path / 'run' / 'stored' / 'hf_model_exception.json').is_file(), output[-5000:]
+    text = next(log_dir.glob('*.log')).read_text()
+    assert 'on_saved for hf_model_exception, iter_4 was skipped: training has ended' in text, output[-5000:]
+    assert not (log_dir / 'hf_model_exception_on_saved').exists()
+    assert [path.name for path in log_dir.iterdir() if 'kept' in path.name] == []
 
 
 @pytest.mark.modern_only

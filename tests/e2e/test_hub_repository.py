@@ -52,7 +52,7 @@ def test_each_save_is_there_whole(api, tmp_path, caplog):
             uploads.wait()
         places = list(uploads._thread.uploaded)
     finally:
-        uploads.release()
+        uploads.end()
         folder.release()
     assert len(places) == 2, caplog.text
     for revision, number in ((places[0], 1), (places[1], 2), ('main', 2)):

@@ -70,6 +70,7 @@ CONFIG_LINES = {
     'save_on_signal=': 'on-demand.md',
     'python evaluate.py': 'on-saved.md',
     'my_package.evaluate': 'on-saved.md',
+    "on_saved_after='upload'": 'on-saved.md',
     'upload_keep=3': 'object-stores.md',
     'endpoint_url=': 'object-stores.md',
     'hf://organization': 'object-stores.md',

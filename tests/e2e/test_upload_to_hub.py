@@ -68,7 +68,7 @@ def run(hub, tmp_path, caplog, listener):
         return {path.name: path.read_bytes() for path in folders[name].final.iterdir()}
 
     yield save
-    uploads.release()
+    uploads.end()
     for folder in folders.values():
         folder.release()
 

@@ -43,6 +43,7 @@ def main() -> None:
     OutputFile.write = lambda self, *args: (time.sleep(WRITE_SECS), write(self, *args))[1]
     deepspeed.init_distributed(dist_backend='gloo')
     hook = dict(async_save=True, interval=2, by_epoch=False, verify='full')
+    hook.update(upload_to=(work_dir / 'stored').absolute().as_uri(), on_saved='sleep 1000', on_saved_after='upload')
     config = run_config(work_dir, hook=hook, stage=3, max_iters=10)
     config['custom_hooks'].append(dict(type='EndingHook', how=how))
     train(config)

@@ -74,7 +74,10 @@ def raising_config(work_dir: Path, hook: dict[str, Any], raising: dict[str, Any]
 
 def main() -> None:
     deepspeed.init_distributed(dist_backend='gloo')
-    train(raising_config(Path(sys.argv[1]), {}, {}))
+    work_dir = Path(sys.argv[1])
+    uploads = dict(upload_to=(work_dir / 'stored').absolute().as_uri(), upload_limit='40KB')
+    actions = dict(on_saved='touch {output}/file', on_saved_after='upload')
+    train(raising_config(work_dir, uploads | actions, {}))
 
 
 if __name__ == '__main__':

@@ -116,7 +116,7 @@ class AfterSaves:
         self._thread = threading.Thread(target=self._run, name='xhf-on-saved', daemon=True)
 
     def start(self) -> None:
-        """Begin. At exit, what is registered later is called earlier: nothing is started while uploads are awaited."""
+        """Begin. From now on, :meth:`close` must be called."""
         self._thread.start()
         atexit.register(self.close)
 
@@ -278,6 +278,8 @@ def wait_for_all(
         RankLostError: A rank did not take part.
     """
     deadline = time.monotonic() + secs
+    if wait_on_rank_0 is not None and not wait_on_rank_0(0.0):
+        log.info(f'waiting for {what}')
     while True:
         left_secs = deadline - time.monotonic()
         waits = wait_on_rank_0 is not None and not wait_on_rank_0(max(0.0, min(_LOOK_SECS, left_secs)))

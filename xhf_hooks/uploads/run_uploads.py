@@ -167,8 +167,16 @@ class RunUploads:
                 places = ', '.join(thread.uploaded) or 'none'
                 self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
 
-    def release(self) -> None:
-        """As :meth:`cancel`, and release the destinations. Needs no other rank."""
+    def end(self) -> None:
+        """Wait for uploads, log what was not uploaded, release the destinations. Needs no other rank."""
+        self.wait()
+        self._give_up()
+
+    def end_forgotten(self) -> None:
+        """Cancel uploads of a run that was garbage-collected without being closed. Returns at once."""
+        threading.Thread(target=self._give_up, name='xhf-upload-end', daemon=True).start()
+
+    def _give_up(self) -> None:
         if os.getpid() != self._process:
             return
         self.cancel()
@@ -176,10 +184,6 @@ class RunUploads:
         releasing = threading.Thread(target=_release, args=(claimed,), name='xhf-upload-release', daemon=True)
         releasing.start()
         releasing.join(_RELEASE_SECS)  # the store may hang; the next run finds its lock dead
-
-    def release_forgotten(self) -> None:
-        """As :meth:`release`, for a run that was garbage-collected without being closed. Returns at once."""
-        threading.Thread(target=self.release, name='xhf-upload-end', daemon=True).start()
 
 
 def _release(destinations: Sequence[Destination]) -> None:

@@ -57,7 +57,7 @@ class ActionRun(Run):
         """As the manager does."""
         self.uploads.cancel()
         self.after.close()
-        self.uploads.release()
+        self.uploads.end()
 
 
 @pytest.fixture

@@ -74,8 +74,7 @@ def run(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     made = Run(tmp_path, logging.getLogger('uploads'))
     yield made
-    made.uploads.wait()
-    made.uploads.release()
+    made.uploads.end()
     made.folder.release()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('xhf-')]
 
@@ -204,8 +203,7 @@ def test_the_end_waits_no_longer_than_told(run, tmp_path, monkeypatch, caplog):
     Away(run.store, monkeypatch)
     run.uploads._wait_secs = 0.2
     run.save(1)
-    run.uploads.wait()
-    run.uploads.cancel()
+    run.uploads.end()
     assert 'did not finish within exit_wait_secs=0.2 s' in caplog.text and 'not uploaded: 1 save;' in caplog.text
     assert kept(tmp_path) == []
 
@@ -272,7 +270,7 @@ def test_the_end_waits_for_no_store_that_hangs(run, monkeypatch):
     release = run.destination.release
     monkeypatch.setattr(run_uploads, '_RELEASE_SECS', 0.1)
     monkeypatch.setattr(run.destination, 'release', lambda: (hangs.wait(), release()))
-    run.uploads.release()
+    run.uploads.end()
     hangs.set()
     deadline = time.monotonic() + 20
     while 'hf_model.lock' in run.store.list() and time.monotonic() < deadline:
@@ -306,13 +304,13 @@ def test_a_rank_uploads_its_share_alone(run, tmp_path):
     other.wait()
     there = {key.rpartition('/')[2] for key in run.store.list('hf_model_iter_1/')}
     assert there == {*job.share, '.xhf_writing'} and 0 < len(job.share) < len(job.manifest.files)
-    other.release()
+    other.end()
 
 
 def test_a_forgotten_run_gives_its_place_back(tmp_path):
     made = Run(tmp_path, logging.getLogger('forgotten'))
     store = made.store
-    made.uploads.release_forgotten()
+    made.uploads.end_forgotten()
     deadline = time.monotonic() + 20
     while store.get('hf_model.lock') is not None and time.monotonic() < deadline:
         time.sleep(0.01)
