@@ -130,6 +130,8 @@ class RunUploads:
                 offer = _Offer(destination.new_place(step), kept.path.name, for_all, still_wanted)
             except Exception as error:  # the save itself is good
                 self._log.error(f'the save of {step.label} will not be uploaded: {error}')
+                if kept is not None:
+                    kept.release()
                 if self._listener is not None:
                     self._listener.not_uploaded(final.name, step)
         offer = collective.broadcast(offer)

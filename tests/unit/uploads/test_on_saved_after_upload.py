@@ -163,7 +163,7 @@ def test_at_the_end_too(make, tmp_path, monkeypatch, caplog):
     assert run.function.calls == [] and kept(tmp_path) == []
 
 
-@pytest.mark.parametrize('fault', ['damaged', 'not kept'])
+@pytest.mark.parametrize('fault', ['not published', 'not kept', 'no name'])
 def test_an_upload_that_fails(make, tmp_path, monkeypatch, caplog, fault):
     run = make()
 
@@ -171,10 +171,10 @@ def test_an_upload_that_fails(make, tmp_path, monkeypatch, caplog, fault):
         raise TargetError('No space left on device')
 
     with monkeypatch.context() as patch:
-        if fault == 'damaged':
-            patch.setattr(run.destination, 'publish', fail)
-        else:
+        if fault == 'not kept':
             patch.setattr(KeptFolder, 'keep', fail)
+        else:
+            patch.setattr(run.destination, 'publish' if fault == 'not published' else 'new_place', fail)
         run.save(1)
         assert run.uploads.is_done_within(SECS)
     assert skipped(caplog) == ['hf_model, iter_1 was skipped: the save was not uploaded']
