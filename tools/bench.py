@@ -137,7 +137,6 @@ BENCHES = {
         out_dir.add_options,
         out_dir.expected_secs,
         out_dir.measure,
-        is_quoted=False,
     ),
     'convert': Bench(
         "conversion of a checkpoint, compared with other converters; needs XTuner's environment",

@@ -22,6 +22,8 @@ from tests.helpers.frontends import verify_folder
 from tests.helpers.ranks import HANG_SECS, run_ranks, start_process
 from tests.helpers.scenarios import check, run_scenarios
 
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
 FAMILY = [sys.executable, on_saved_family.__file__]
 EVERY_TWO = dict(interval=2, by_epoch=False)
 NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.report import Figures, fastest, medians, size_words
 from bench.svg import Chart, Column, Row, Section
-from bench.ways import BESIDE, BY, FLOOR_GATHER, NO_SAVE, OURS
+from bench.ways import BY, FLOOR_GATHER, NO_SAVE, OURS
 
 _CONVERT = 'xhf-convert'
 _DASHES = 'dashed: what disk and loopback allow, as many bytes and nothing else done with them'
@@ -93,11 +93,10 @@ def _stall(measured: dict[str, Any]) -> Chart:
     sections = []
     for size in measured['sizes']:
         found = medians(size['runs'])
-        alone = found[NO_SAVE]['iterations_per_sec']
         rows = []
         for way, figures in found.items():
             if way != NO_SAVE:
-                speed = 100 * figures['iterations_per_sec'] / alone if way in BESIDE else 0.0
+                speed = 100 * figures.get('speed_share', 0.0)
                 cached = figures['cached_mb'] * 1e8 / size['nbytes'] if 'cached_mb' in figures else None
                 shown = (figures['stalled_secs'], speed, cached)
                 rows.append(_row(way, is_ours=way.startswith(OURS), figures=shown))

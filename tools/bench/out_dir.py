@@ -42,12 +42,10 @@ def measure(args: Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory(dir=memory) as name,
         s3_server('rclone', Path(name), prefixes=prefixes, options=SERVER_OPTIONS) as server,
     ):
-        job = {
-            'what': 'out_dir',
+        case = {
             'billions': args.billions,
             'repeats': args.repeats,
             'uplink_nbytes_per_sec': args.uplink * 10**6,
-            'endpoint': server.url,
-            'objects': str(Path(name, 'objects')),
         }
-        return {'ranks': args.ranks, **job, **run_worker(args.ranks, job, args.out)}
+        job = {'what': 'out_dir', **case, 'endpoint': server.url, 'objects': str(Path(name, 'objects'))}
+        return {'ranks': args.ranks, **case, **run_worker(args.ranks, job, args.out)}

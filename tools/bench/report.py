@@ -142,7 +142,7 @@ def _memory_table(measured: dict[str, Any]) -> str:
 
 def _stall_table(size: dict[str, Any]) -> str:
     found = medians(size['runs'])
-    alone, xtuner = found[NO_SAVE]['iterations_per_sec'], found[XTUNER]['stalled_secs']
+    xtuner = found[XTUNER]['stalled_secs']
     waited = found.get(SYNC, {}).get('save_secs')
 
     def rate(way: str, figures: dict[str, float]) -> str:
@@ -153,7 +153,7 @@ def _stall_table(size: dict[str, Any]) -> str:
         ("of XTuner's hook", lambda _, f: f'{f["stalled_secs"] / xtuner:.1%}'),
         ('save, s', lambda way, f: f'{f.get("save_secs", 0.0):.2f}'),
         ('iterations per second meanwhile', rate),
-        ('of without', lambda way, f: f'{f["iterations_per_sec"] / alone:.0%}' if way in BESIDE else None),
+        ('of without', _figure('speed_share', '{:.0%}')),
         (
             'save, times as long as where training waits',
             lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way in BESIDE else None,
@@ -199,13 +199,14 @@ def _upload_table(measured: dict[str, Any]) -> str:
     beside = []
     if 'training' in measured:  # not where there is no disk
         training = measured['training']
-        slowed = [run['slowed_by'] for run in training['runs']]
+        slowed, n_ranks = [run['slowed_by'] for run in training['runs']], training['ranks']
         processor = statistics.median(run['processor'] for run in training['runs'])
         beside = [
             '',
-            f'Training on {training["ranks"]} ranks is slowed by {statistics.median(slowed):.1%} of its iterations '
-            f'while an upload with {training["uplink_nbytes_per_sec"] / 1e6:.0f} MB/s is running (median of '
-            f'{len(slowed)}: {min(slowed):.1%} to {max(slowed):.1%}). Its threads take {processor:.1%} of a processor.',
+            f'While an upload with {training["uplink_nbytes_per_sec"] / 1e6:.0f} MB/s is running, training on '
+            f'{n_ranks} rank{"s" * (n_ranks > 1)} is slowed by {statistics.median(slowed):.1%} of its iterations '
+            f'(median of {len(slowed)}; {min(slowed):.1%} to {max(slowed):.1%}). The threads that upload take '
+            f'{processor:.1%} of a core.',
         ]
     return '\n'.join([head, '', *_rows(found, columns), *beside, ''])
 

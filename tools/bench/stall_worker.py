@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,55 +30,34 @@ N_TOKENS = 64
 
 
 class Training:
-    """Iterations with a timestamp at each layer, since a save may be shorter than an iteration."""
+    """Iterations of a fixed batch, on all ranks."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine = engine
         self._tokens = torch.arange(N_TOKENS).reshape(1, -1)
-        self._passed: list[float] = []
-        self._is_over: Callable[[], bool] = lambda: False
-        self._over_at: int | None = None
-        for layer in engine.module.model.layers:
-            layer.register_forward_hook(lambda *_: self._note())
         self.run(2)  # in the first, DeepSpeed records the order of its gathers
-        self.run(1)
-        per_iteration = self._passed
-        self._share = [seconds / per_iteration[-1] for seconds in per_iteration]
 
     def run(
-        self, n_least: int, is_over: Callable[[], bool] | None = None, before_step: Callable[[], None] = lambda: None
-    ) -> float:
-        """Run ``n_least`` iterations, and more until ``is_over`` on all ranks.
+        self, n_least: int, is_over: Callable[[], bool] = lambda: True, before_step: Callable[[], None] = lambda: None
+    ) -> tuple[int, float]:
+        """Run ``n_least`` iterations, and more until ``is_over`` on all ranks at the end of one.
 
         Args:
             before_step: Called when an optimizer would step.
 
         Returns:
-            Iterations per second; with ``is_over``, up to the first layer that this rank passed after it was true.
+            Number of iterations, and their seconds.
         """
-        self._passed, self._over_at, self._is_over = [], None, is_over or (lambda: False)
-        self._started = time.perf_counter()
-        n_done = 0
+        started, n_done = time.perf_counter(), 0
         while True:
             with torch.no_grad():
                 self._engine(input_ids=self._tokens)
             before_step()
             n_done += 1
-            stop = torch.tensor([int(n_done >= n_least and (is_over is None or is_over()))])
+            stop = torch.tensor([int(n_done >= n_least and is_over())])
             dist.all_reduce(stop, op=dist.ReduceOp.MIN)
-            self._note()
             if stop.item():
-                break
-        if is_over is None:
-            return n_done / self._passed[-1]
-        at = self._over_at
-        done = at // len(self._share) + self._share[at % len(self._share)]
-        return done / self._passed[at]
-
-    def _note(self) -> None:
-        self._passed.append(time.perf_counter() - self._started)
-        if self._over_at is None and self._is_over():
-            self._over_at = len(self._passed) - 1
+                return n_done, time.perf_counter() - started
 
 
 def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -99,7 +79,8 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
     for way in turns:
         clear(folder, sync=True)
         if way == NO_SAVE:
-            found = {'stalled_secs': 0.0, 'iterations_per_sec': training.run(n_iterations)}
+            n_done, seconds = training.run(n_iterations)
+            found = {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
         elif way in BESIDE:
             found = _beside(savers[way], training, folder)
         else:
@@ -108,6 +89,7 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
         progress.done(way, found.get('save_secs', 0.0))
     for saver in savers.values():
         saver.close()
+    add_slowdown(runs)
     return {'nbytes': saver.plan.nbytes, 'runs': runs}
 
 
@@ -124,14 +106,30 @@ def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
             saver.wait_for_copy()
             waited[0] += time.perf_counter() - waiting
 
-        rate = training.run(1, lambda: saver.background.done, before_step)
+        n_done, seconds = training.run(1, lambda: saver.background.done, before_step)
         save_secs = saver.background.outcome().cost.seconds
     return {
         'stalled_secs': stalled_secs + waited[0],
         'save_secs': save_secs,
-        'iterations_per_sec': rate,
+        'beside_secs': save_secs - stalled_secs,
+        'iterations': n_done,
+        'iterating_secs': seconds - waited[0],
         **_cached(cache),
     }
+
+
+def add_slowdown(runs: dict[str, list[dict[str, float]]]) -> None:
+    """Add the share of training's speed that each save beside it left, from whole iterations with and without it.
+
+    A save is about as long as an iteration, so the iterations that it slows go on after its end. What they lose,
+    they lose while it is written.
+    """
+    alone = statistics.median(found['iterations_per_sec'] for found in runs[NO_SAVE])
+    for way in BESIDE:
+        for found in runs[way]:
+            lost_secs = found['iterating_secs'] - found['iterations'] / alone
+            found['speed_share'] = 1 - lost_secs / found['beside_secs']
+            found['iterations_per_sec'] = alone * found['speed_share']
 
 
 def _instead(saver: Saver, engine: deepspeed.DeepSpeedEngine, way: str, folder: Path) -> dict[str, float]:

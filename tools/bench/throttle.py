@@ -13,12 +13,16 @@ from typing import Any
 class Throttle:
     """Limits a rate and counts bytes.
 
+    Args:
+        buffer_nbytes: What a buffer behind it holds, such as that of a socket: a process that was late may catch up
+            with that much.
+
     Attributes:
         nbytes: Bytes written so far.
     """
 
-    def __init__(self, nbytes_per_sec: float) -> None:
-        self._rate = nbytes_per_sec
+    def __init__(self, nbytes_per_sec: float, buffer_nbytes: int = 0) -> None:
+        self._rate, self._buffered_secs = nbytes_per_sec, buffer_nbytes / nbytes_per_sec
         self._lock = threading.Lock()
         self._due = 0.0
         self.nbytes = 0
@@ -27,7 +31,7 @@ class Throttle:
         """Wait as long as these bytes would have taken, after those of other threads."""
         with self._lock:
             self.nbytes += nbytes
-            self._due = max(self._due, time.perf_counter()) + nbytes / self._rate
+            self._due = max(self._due, time.perf_counter() - self._buffered_secs) + nbytes / self._rate
             wait = self._due - time.perf_counter()
         time.sleep(max(0.0, wait))
 

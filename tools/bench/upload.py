@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import zlib
@@ -40,8 +41,11 @@ _SAVE = 'hf_model_iter_1'
 _FILES_PER_RANK = 2
 #: Bytes handed to the kernel at once: with smaller pieces, waiting costs more than sending.
 _PIECE_NBYTES = 256 * 1024
+#: What the kernel sends while a process waits for a core: a fraction of Linux's largest send buffer (tcp_wmem).
+_BUFFER_NBYTES = 2**20
 _START_SECS = 40.0
-_WIDTH = int(os.environ.get('XW', '1024'))
+#: Of the model that trains beside an upload: an iteration takes some 50 ms, as little as any of a language model.
+_WIDTH = 1024
 #: Number of uploads beside training, and the least duration of each.
 _TRAINING_REPEATS, _UPLOAD_SECS = 10, 6.0
 #: A function that uploads until everything is visible, and one that ends the run.
@@ -50,7 +54,7 @@ _Way = tuple[Callable[[], None], Callable[[], None]]
 
 def add_options(parser: ArgumentParser) -> None:
     add_ranks(parser, 8)
-    add_number(parser, '--megabytes', 640, 'size of the save in MB')
+    add_number(parser, '--megabytes', 1660, 'size of the save in MB')
     add_number(parser, '--uplink', 40, 'upload rate of each rank in MB/s')
     add_number(parser, '--repeats', 5, 'measurements per table row')
     add_number(parser, '--training-ranks', 1, 'ranks that train during an upload')
@@ -119,7 +123,7 @@ def _measure_uploads(args: Namespace) -> dict[str, Any]:
                 turn = turns.pop()
                 for queue in orders:
                     queue.put((way, f's3://{BUCKET}/{turn}'))
-                seconds, sent = results.get()
+                seconds, sent = _next(results, ranks)
                 runs[way].append({'seconds': seconds, 'sent_mb': sent / 1e6})
                 objects = Path(folder, 'objects', BUCKET, turn)
                 _check(objects, save)
@@ -131,6 +135,15 @@ def _measure_uploads(args: Namespace) -> dict[str, Any]:
         for rank in ranks:
             rank.join()
     return {'ranks': args.ranks, 'uplink_nbytes_per_sec': args.uplink * 10**6, 'nbytes': nbytes, 'runs': runs}
+
+
+def _next(results: Any, ranks: Sequence[Any]) -> Any:
+    """The next result. Exits if a rank has failed, which has told why."""
+    while results.empty():
+        if any(rank.exitcode for rank in ranks):
+            sys.exit('a rank has failed')
+        time.sleep(0.05)
+    return results.get()
 
 
 def _measure_training(args: Namespace) -> dict[str, Any]:
@@ -156,7 +169,7 @@ def _measure_training(args: Namespace) -> dict[str, Any]:
         ]
         for rank in ranks:
             rank.start()
-        taken = [results.get() for _ in range(n_ranks * _TRAINING_REPEATS)]
+        taken = [_next(results, ranks) for _ in range(n_ranks * _TRAINING_REPEATS)]
         for rank in ranks:
             rank.join()
     return {'ranks': n_ranks, 'uplink_nbytes_per_sec': uplink, 'runs': taken}
@@ -303,7 +316,7 @@ def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way
 @contextmanager
 def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
     """Throttle everything that this process sends through Python's sockets, like an uplink."""
-    throttle = Throttle(nbytes_per_sec)
+    throttle = Throttle(nbytes_per_sec, _BUFFER_NBYTES)
     send = socket.socket.send
 
     def limited(self: socket.socket, data: Any, *flags: int) -> int:

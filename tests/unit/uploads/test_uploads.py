@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -9,6 +10,7 @@ import time
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,6 +25,7 @@ from xhf_hooks.stores.store_lock import StoreLock
 from xhf_hooks.telemetry.log import RunLog
 from xhf_hooks.uploads import run_uploads, upload_thread
 from xhf_hooks.uploads.bandwidth import Bandwidth
+from xhf_hooks.uploads.file_upload import FileUpload
 from xhf_hooks.uploads.job import UploadJob
 from xhf_hooks.uploads.run_uploads import RunUploads
 from xhf_hooks.uploads.sharing import share_out
@@ -344,3 +347,15 @@ def test_a_limit_on_bandwidth(monkeypatch):
     assert now[0] == pytest.approx(5.0)
     limited.take(10**9, lambda: False)
     assert now[0] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ('found', 'sent', 'is_refused'),
+    [('0a', '0a', False), ('0a', '0b', True), (None, '0a', False), ('0a', None, False), ('0a-2', '0a', False)],
+)
+def test_checksums_are_compared_where_both_are_known_and_of_one_kind(found, sent, is_refused, tmp_path):
+    store, made = mock.MagicMock(), mock.MagicMock(nbytes=3, checksum=sent)
+    store.info.return_value = ObjectInfo(3, found, None)
+    with pytest.raises(StoreError, match='expected 3 bytes') if is_refused else contextlib.nullcontext():
+        FileUpload(store, 'key', tmp_path / 'file', mock.MagicMock()).require_stored(made)
+    assert store.delete.called == is_refused
