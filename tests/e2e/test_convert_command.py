@@ -60,6 +60,7 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
         'wrote ',
         'GB/s',
         'peak extra memory',
+        'verified: all weights were read back',
     ):
         assert words in said
     expected = build('qwen2').state_dict()
@@ -73,12 +74,13 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
 
 @pytest.mark.parametrize('block_nbytes', [4096, 3 * 4096])
 @pytest.mark.parametrize('dtype', ['keep', 'float16'])
-def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, block_nbytes, dtype):
+def test_tensors_larger_than_a_block(trained, tmp_path, capsys, monkeypatch, block_nbytes, dtype):
     """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
     from xhf_hooks.writers.file_io import blocks
 
     checkpoint = str(trained / 'iter_7.pth')
     assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
+    assert 'verified' not in capsys.readouterr().out
     monkeypatch.setattr(blocks, 'BLOCK_NBYTES', block_nbytes)
     options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
     assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE

