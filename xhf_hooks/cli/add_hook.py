@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     before = read_config_text(args.config)
     after = with_hook(before, args.config)
     out = _target(args.config, args.out, before)
-    names = (str(args.config), str(out))
+    names = (str(args.config), str(out if args.out else args.config))
     for line in difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm=''):
         say(line)
     if before == after:

@@ -172,7 +172,7 @@ def test_nothing_is_run(tmp_path):
     assert not (tmp_path / 'ran').exists()
 
 
-def test_the_difference_is_shown_and_only_then_written(tmp_path, capsys):
+def test_the_difference_is_shown_and_only_then_written(tmp_path, capsys, monkeypatch):
     config = tmp_path / 'config.py'
     config.write_text('a = 1\n')
     assert main([str(config), '--dry-run']) == 0
@@ -183,6 +183,10 @@ def test_the_difference_is_shown_and_only_then_written(tmp_path, capsys):
     assert config.read_text() == 'a = 1\n' and 'custom_hooks' in (tmp_path / 'new.py').read_text()
     assert main([str(config)]) == 0 and config.read_text() == (tmp_path / 'new.py').read_text()
     assert main([str(config)]) == 0 and 'already has the hook' in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    config.write_text('a = 1\n')
+    assert main(['config.py', '--dry-run']) == 0
+    assert capsys.readouterr().out.startswith('--- config.py\n+++ config.py\n'), 'both named as the user named it'
     assert sorted(path.name for path in tmp_path.iterdir()) == ['config.py', 'new.py']
 
 
