@@ -23,6 +23,7 @@ ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
+XTUNER_CONFIG = 'llama3_8b_instruct_full_alpaca_e3'
 INSTALL = ['pip install torch==2.13.0', 'pip install torch==2.13.0 torchvision==0.28.0']
 AFTER_THE_DEMO = [
     'xhf inspect work_dirs/demo',
@@ -39,6 +40,13 @@ COMMANDS = {
         # tests/e2e/test_convert_to_store.py
         'python tools/convert.py CHECKPOINT s3://bucket/run/NAME --verify',
         'xhf-verify CHECKPOINT s3://bucket/run/NAME',
+    ],
+    # In tests/e2e/xtuner_stack, test_add_hook.py runs the first two, and test_train.py trains a config of its own
+    'xtuner.md': [
+        f'xtuner copy-cfg {XTUNER_CONFIG} .',
+        f'xhf add-hook {XTUNER_CONFIG}_copy.py',
+        f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
+        f'xhf verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
     ],
     'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
     # tests/unit/verify/test_stored_folder.py, of a store in memory

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+import subprocess
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +53,16 @@ def edited(configs) -> dict[str, tuple[str, str]]:
     assert len(configs) == N_CONFIGS and len(refused) == N_OF_TRAINER
     assert all(name.endswith('_hf.py') for name in refused)
     return done
+
+
+def test_copied_config_gets_the_hook(tmp_path):
+    """The first two commands of docs/xtuner.md."""
+    name = 'llama3_8b_instruct_full_alpaca_e3'
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
+    for command in (['xtuner', 'copy-cfg', name, '.'], ['xhf', 'add-hook', f'{name}_copy.py']):
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {'PATH': path}, check=True)
+    lines = (tmp_path / f'{name}_copy.py').read_text().splitlines()
+    assert lines.count(IMPORT) == 1 and lines.count(f'    {ITEM},') == 1
 
 
 def test_two_lines_change(edited):
