@@ -81,6 +81,13 @@ BENCHES = {
         saves.save_secs,
         saves.measure_save,
     ),
+    'floors': Bench(
+        'saves with every writer, compared with how fast disk and loopback can move as many bytes',
+        'The same measurement as save, without the peers.',
+        saves.add_floors_options,
+        saves.save_secs,
+        saves.measure_save,
+    ),
     'throttled': Bench(
         'saves with every writer and a limited bandwidth from each rank to the disk',
         f'No rank can write more than {saves.LIMIT / 1e6:.0f} MB/s, as on a network share that limits each client.',

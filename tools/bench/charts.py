@@ -25,6 +25,7 @@ def chart_of(what: str, measured: dict[str, Any]) -> Chart:
     """The chart of ``docs/bench/WHAT.json``."""
     makers = {
         'save': _save,
+        'floors': _save,
         'throttled': _throttled,
         'memory': _memory,
         'stall': _stall,

@@ -9,7 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.ways import ACCELERATE, BESIDE, BY, FLOOR, NO_SAVE, OURS, SYNC, XTUNER, name_of_ours
+from bench.ways import (
+    ACCELERATE,
+    BESIDE,
+    BY,
+    FLOOR,
+    FLOOR_ALL,
+    FLOOR_ALL_FSYNC,
+    FLOOR_FSYNC,
+    FLOOR_SENT,
+    FSYNC_WORDS,
+    NO_SAVE,
+    OURS,
+    SYNC,
+    XTUNER,
+    name_of_ours,
+)
 
 #: Stages of a save whose costs ``ranks`` shows.
 STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'receipts', 'commit')
@@ -35,7 +50,8 @@ def table(what: str, measured: dict[str, Any]) -> str:
         return whole[what](measured)
     if what == 'throttled':
         return '\n'.join(map(_throttled_table, measured['cases']))
-    table_of = {'save': _save_table, 'stall': _stall_table, 'convert': _convert_table}[what]
+    tables = {'save': _save_table, 'floors': _floors_table, 'stall': _stall_table, 'convert': _convert_table}
+    table_of = tables[what]
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
 
@@ -83,6 +99,29 @@ def _save_table(size: dict[str, Any]) -> str:
         ('sent to other ranks, MB', _figure('sent_mb', '{:.0f}')),
     ]
     return '\n'.join([f'{size_words(size)}:', '', *_rows(found, columns), ''])
+
+
+def _floors_table(size: dict[str, Any]) -> str:
+    measured = medians(size['runs'])
+    methods = {way.partition(BY)[0]: f', by {way.partition(BY)[2]}' for way in fastest(measured) if BY in way}
+    found = {way.partition(BY)[0]: figures for way, figures in fastest(measured).items()}
+
+    def floor_of(way: str) -> str:
+        if FSYNC_WORDS[True] in way:
+            return FLOOR_ALL_FSYNC if 'positional' in way or 'parallel' in way else FLOOR_FSYNC
+        return FLOOR_ALL if 'positional' in way else FLOOR_SENT
+
+    def words(floor: str) -> str:
+        return floor.removeprefix('floor: ') + methods.get(floor, '')
+
+    columns: list[Column] = [
+        ('seconds', _figure('seconds', '{:.2f}')),
+        ('times the floor', lambda way, f: f'{f["seconds"] / found[floor_of(way)]["seconds"]:.1f}'),
+        ('seconds of the floor', lambda way, _: f'{found[floor_of(way)]["seconds"]:.2f}'),
+        ('floor', lambda way, _: words(floor_of(way))),
+    ]
+    ours = {way: figures for way, figures in found.items() if way.startswith(OURS)}
+    return '\n'.join([f'{size_words(size)}:', '', *_rows(ours, columns), ''])
 
 
 def summary(measured: dict[str, Any]) -> str:

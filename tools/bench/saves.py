@@ -25,6 +25,11 @@ def add_save_options(parser: ArgumentParser) -> None:
     _add_ways_option(parser)
 
 
+def add_floors_options(parser: ArgumentParser) -> None:
+    add_save_options(parser)
+    parser.set_defaults(ways=['floor: ', OURS])
+
+
 def add_throttled_options(parser: ArgumentParser) -> None:
     _add_common_options(parser, billions=[0.8], ranks=[2, 4], repeats=3)
     _add_ways_option(parser)
