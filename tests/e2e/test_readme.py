@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
-MEASURED = ['save', 'throttled', 'memory', 'stall', 'plan', 'convert', 'verify', 'upload', 'out_dir']
+MEASURED = ['save', 'floors', 'throttled', 'memory', 'stall', 'plan', 'convert', 'verify', 'upload', 'out_dir']
 LONG_RUNS = ['python tools/kill_test.py --kills 240', 'python tools/network_fs_test.py --saves 200']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
 ENTER = 'source tools/env.sh && use_env .venv'
@@ -57,7 +57,7 @@ COMMANDS = {
     ],
     'reliability.md': LONG_RUNS,
     'security.md': [f'python tools/fuzz.py {what} --mutants 10000' for what in ('convert', 'verify')],
-    'performance.md': [*BENCHMARKS[:5], XTUNERS, *BENCHMARKS[5:], 'python tools/bench.py all --out docs/bench'],
+    'performance.md': [*BENCHMARKS[:6], XTUNERS, *BENCHMARKS[6:], 'python tools/bench.py all --out docs/bench'],
     # tools/env.sh does the same, which every test needs, and tests/unit/test_versions.py
     'versions.md': [
         INSTALL[0],
