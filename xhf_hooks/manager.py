@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +29,7 @@ from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_ru
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
-from xhf_hooks.uploads.run_uploads import RunUploads, uploads_of_run
+from xhf_hooks.uploads.run_uploads import uploads_of_run
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
 #: Suffix of the folder of a save after an exception.
@@ -200,12 +199,8 @@ class CheckpointManager:
                 with self.collective.stage('preflight'):
                     listener = self._after_saves if self._options.on_saved_after == 'upload' else None
                     self._uploads.claim(self.collective.rank, listener)
-                self._ending.callback(ExitWait(partial(_end_process, self._after_saves, self._uploads)).close)
+                self._ending.callback(ExitWait(self._uploads.wait).close)
                 weakref.finalize(self, self._uploads.end_forgotten).atexit = False
-            if self._after_saves is not None:  # closed before uploads are awaited: training was interrupted then
-                self._after_saves.start()
-                self._ending.callback(self._after_saves.close)
-                weakref.finalize(self, self._after_saves.close).atexit = False
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
@@ -215,6 +210,12 @@ class CheckpointManager:
                 if self._is_to_defer and not deferred:
                     self._log.warning('defer_copy: no saved tensor can be copied later, so training waits for the copy')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
+            if self._after_saves is not None:
+                self._after_saves.start()
+                weakref.finalize(self, self._after_saves.close).atexit = False
+                if self._saver.in_background or self._uploads is not None:
+                    # Called first: no command runs or starts while the process waits for saves and uploads
+                    self._ending.callback(ExitWait(self._after_saves.close).close)
             self._accept_requests(request_file if self._options.save_on_file else None)
             self._watch_for_exceptions()
             log_preparations(
@@ -349,6 +350,8 @@ class CheckpointManager:
         """
         if os.getpid() != self._process:
             return
+        if self._after_saves is not None:
+            self._after_saves.close()  # first: no command starts while the save and uploads are awaited
         if self._saver.background.busy:
             self._log.warning('a save is being written: waiting for it')
             try:
@@ -477,13 +480,6 @@ class CheckpointManager:
                     f'it was not written within exit_wait_secs={self._options.exit_wait_secs} s. The previous save '
                     f'is untouched.'
                 )
-
-
-def _end_process(after_saves: AfterSaves | None, uploads: RunUploads) -> None:
-    """After an exception or SIGTERM: actions end, uploads are awaited."""
-    if after_saves is not None:
-        after_saves.close()
-    uploads.wait()
 
 
 def _release(process: int, folders: Sequence[SaveTarget]) -> None:
