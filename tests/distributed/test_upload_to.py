@@ -129,6 +129,7 @@ def refused(hook: dict[str, Any], work_dir: Path) -> str:
 
     within = partial(publication.require_answer, secs=8.0)
     with (
+        mock.patch.dict(sys.modules, gcsfs=None),  # not installed
         mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
         mock.patch.object(publication, 'require_answer', within),
         pytest.raises(XhfError) as caught,

@@ -206,7 +206,8 @@ class Store:
 
 def _info(found: Mapping[str, Any]) -> ObjectInfo:
     checksum = found.get('ETag') or found.get('etag') or found.get('md5Hash')
-    changed = found.get('LastModified') or found.get('mtime') or found.get('updated') or found.get('created')
+    names = ('LastModified', 'last_modified', 'mtime', 'updated', 'created')  # S3 and OSS, Azure, files, GCS, any other
+    changed = next((found[name] for name in names if found.get(name)), None)
     if isinstance(changed, (int, float)):
         changed = datetime.fromtimestamp(changed, timezone.utc)
     elif not isinstance(changed, datetime):

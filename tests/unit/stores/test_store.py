@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 import uuid
+from datetime import datetime, timezone
 
 import fsspec.asyn
 import pytest
@@ -213,7 +215,8 @@ def test_what_is_no_url(url):
         checked_url('upload_to', url)
 
 
-def test_a_missing_library_names_the_extra():
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'gcsfs', None)
     with pytest.raises(StoreError, match=r"pip install 'xhf_hooks\[gcs\]'"):
         open_store('gs://bucket/run')
 
@@ -242,3 +245,11 @@ def test_an_unknown_protocol_or_argument(tmp_path):
 @pytest.mark.parametrize(('etag', 'checksum'), [('"0a1b"', '0a1b'), ('""', None), ('', None), (None, None)])
 def test_an_etag_may_be_empty(etag, checksum):
     assert _info({'size': 1, 'ETag': etag}).checksum == checksum
+
+
+@pytest.mark.parametrize('name', ['LastModified', 'last_modified', 'mtime', 'updated', 'created'])
+def test_when_an_object_was_written(name):
+    at = datetime(2026, 11, 23, tzinfo=timezone.utc)
+    assert _info({'size': 1, name: at}).changed == at
+    assert _info({'size': 1, name: at.timestamp()}).changed == at
+    assert _info({'size': 1, name: 'yesterday'}).changed is None and _info({'size': 1}).changed is None
