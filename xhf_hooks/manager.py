@@ -213,8 +213,7 @@ class CheckpointManager:
             if self._after_saves is not None:
                 self._after_saves.start()
                 weakref.finalize(self, self._after_saves.close).atexit = False
-                if self._saver.in_background or self._uploads is not None:
-                    # Called first: no command runs or starts while the process waits for saves and uploads
+                if self._uploads is not None:  # called first: no command starts while saves and uploads are awaited
                     self._ending.callback(ExitWait(self._after_saves.close).close)
             self._accept_requests(request_file if self._options.save_on_file else None)
             self._watch_for_exceptions()
