@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED = {
     'nobody_listens': dict(upload_to=f's3://{BUCKET}/run', backend_args=dict(endpoint_url='http://127.0.0.1:9')),
     'no_such_bucket': dict(upload_to='s3://no-such-bucket/run'),
-    'no_library': dict(upload_to='gs://bucket/run'),
+    'no_library': dict(upload_to='oss://bucket/run'),
     'read_only': dict(upload_to='proxy'),
     'hangs_at_once': dict(upload_to='proxy'),
 }
@@ -129,7 +129,6 @@ def refused(hook: dict[str, Any], work_dir: Path) -> str:
 
     within = partial(publication.require_answer, secs=8.0)
     with (
-        mock.patch.dict(sys.modules, gcsfs=None),  # not installed
         mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
         mock.patch.object(publication, 'require_answer', within),
         pytest.raises(XhfError) as caught,
@@ -317,7 +316,7 @@ def test_refused_before_training(results, name):
     expected = {
         'nobody_listens': '127.0.0.1:9',
         'no_such_bucket': 's3://no-such-bucket/run',
-        'no_library': "pip install 'xhf_hooks[gcs]'",
+        'no_library': "pip install 'xhf_hooks[oss]'",
         'read_only': 'cannot write',
         'hangs_at_once': 'does not answer within',
     }[name]
