@@ -18,8 +18,7 @@ MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
     'zero2_tied': dict(stage=2, model=dict(tied=True)),
     'zero3_fp32_training': dict(stage=3, bf16=False),
-    # Without DDP each rank trains its own model: only rank 0's is checkpointed, so only that one may be read
-    'runner': dict(stage=None, hook=dict(writer='gather')),
+    'runner': dict(stage=None, ddp=True),
     'zero2_weights_only': dict(
         stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
     ),
