@@ -101,8 +101,7 @@ class CheckpointManager:
         self._after_saves: AfterSaves | None = None
         self._passed: Step | None = None
         self.saved_at: int | None = None
-        if options.dtype == 'F32':
-            preflight.refuse_unreadable_fp32_masters(unwrapped.engine)
+        self._engine = unwrapped.engine
         self._run = None if run is None else weakref.ref(run)
         self._process, self._thread = os.getpid(), threading.get_ident()
         self.newest: SaveTarget
@@ -173,6 +172,8 @@ class CheckpointManager:
         """
         try:
             plan = self._saver.prepare()
+            if any(spec.from_master for spec in plan.reads):
+                preflight.refuse_unreadable_fp32_masters(self._engine)
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
                     self.newest.connect()  # the other targets are beside it

@@ -3,6 +3,7 @@
 Source.specs()      the tensors of the model          names and full shapes, no data
 Exporter.entries()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
+Replicas            checksums of whole copies         compared across ranks: one model, not several
 local_shards()      ranks write their local shards    with writer='positional', where possible
 SliceSender         or send them to the owner         with 'stream', 'parallel' and stores, where possible
 gather()            the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
@@ -39,9 +40,10 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.files.open_files import allow_open_files
 from xhf_hooks.planning.front_to_back import most_waiting_nbytes
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Spread, Step, TensorSpec
+from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, SaveCost, SavePlan, Spread, Step, TensorSpec
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.live_chunks import ChunkStream, LiveChunks, Snapshot
+from xhf_hooks.sources.replicas import Replicas
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.telemetry.timing import SaveClock
 from xhf_hooks.version import package_versions
@@ -60,6 +62,7 @@ class _Job:
 
     Attributes:
         facts: Fields of the manifest for this save only.
+        replicas: What every rank has a whole copy of.
         readers: Threads that read back what was written; on rank 0, with ``verify='full'``.
         to_close: Ends the threads.
     """
@@ -69,6 +72,7 @@ class _Job:
     facts: Mapping[str, Any]
     on_progress: Callable[[int, int], None] | None
     writer: Writer
+    replicas: Replicas
     readers: WorkerThreads | None
     to_close: ExitStack
 
@@ -148,10 +152,13 @@ class Saver:
                 llava_format=self._options.llava_format,
                 reward_token_id=self._reward_token_id,
             )
+            self._specs = self._source.specs()
+            entries = self.exporter.entries(self._specs, self._options.dtype)
+            specs = self._with_masters(self._specs, entries)
         with self._collective.stage('plan'):  # a separate stage: ranks may exchange what they have
-            spread = self._source.spread(self._use_fp32_master, self._collective)
+            spread = self._source.spread({spec.name for spec in specs if spec.from_master}, self._collective)
         with self._collective.stage('plan'):
-            self._make_plan(self._source.specs(), spread)
+            self._make_plan(entries, specs, spread)
             allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
         return self.plan
@@ -199,7 +206,10 @@ class Saver:
         clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
-        job = self._begin(folder, step, facts, on_progress, beside_training=False)
+        with clock.stage('compare'):
+            replicas = self._replicas()
+            replicas.read()
+        job = self._begin(folder, step, facts, on_progress, replicas, beside_training=False)
         chunks = self._live_chunks().opened(self._collective, clock.meter)
         return self._write_and_commit(job, chunks, self._collective, clock)
 
@@ -226,7 +236,12 @@ class Saver:
             on_error.callback(self._deferred.clear)
             with clock.stage('snapshot'):
                 held = self._take_snapshot(clock.meter)
-            job = self._begin(folder, step, facts, on_progress, beside_training=True)
+                replicas = self._replicas()
+                if replicas.tensors and all(map(self._deferred.accepts, replicas.tensors.values())):
+                    self._deferred.add_read(replicas.read)
+                else:
+                    replicas.read()
+            job = self._begin(folder, step, facts, on_progress, replicas, beside_training=True)
             on_error.callback(job.to_close.close)
             clock.training_goes_on()
             chunks = held.opened(self._in_background, clock.meter)
@@ -283,20 +298,26 @@ class Saver:
             self._collective.agree('plan')
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
 
+    def _replicas(self) -> Replicas:
+        return Replicas(self.plan, self._source, self._collective.world_size)
+
     def _live_chunks(self) -> LiveChunks:
-        return LiveChunks(self.plan, self._source, use_fp32_master=self._use_fp32_master)
+        return LiveChunks(self.plan, self._source)
 
     def _take_snapshot(self, meter: MemoryMeter) -> Snapshot:
         held = Snapshot(self.plan)
         held.take(self._live_chunks(), self._snapshot, self._collective, meter)
         return held
 
-    def _make_plan(self, specs: list[TensorSpec], spread: Mapping[str, Spread]) -> None:
-        self._specs = specs
+    def _with_masters(self, specs: list[TensorSpec], entries: list[ExportEntry]) -> list[TensorSpec]:
+        """The specs with masters in place of 16-bit weights for outputs that the option ``dtype`` makes fp32."""
+        if self._options.dtype is None:
+            return specs
+        wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}
+        return [replace(spec, dtype='F32') if spec.has_master and spec.name in wide else spec for spec in specs]
+
+    def _make_plan(self, entries: list[ExportEntry], specs: list[TensorSpec], spread: Mapping[str, Spread]) -> None:
         writer = writer_named(self._writer)
-        if self._use_fp32_master:
-            specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
-        entries = self.exporter.entries(specs, self._options.dtype)
         self._source.require_readable({name for entry in entries for name in entry.reads})
         self.plan = make_plan(
             entries,
@@ -319,6 +340,7 @@ class Saver:
         step: Step,
         facts: Mapping[str, Any] | None,
         on_progress: Callable[[int, int], None] | None,
+        replicas: Replicas,
         *,
         beside_training: bool,
     ) -> _Job:
@@ -332,7 +354,7 @@ class Saver:
                 if self._options.verify == 'full' and self._collective.rank == 0:
                     prepare = lower_priority if beside_training else lambda: None
                     readers = to_close.enter_context(WorkerThreads(default_workers(), prepare))
-            return _Job(folder, step, facts or {}, on_progress, writer, readers, to_close.pop_all())
+            return _Job(folder, step, facts or {}, on_progress, writer, replicas, readers, to_close.pop_all())
 
     def _write_and_commit(
         self,
@@ -346,6 +368,8 @@ class Saver:
         warnings: list[str] = []
         free_before = free_after = made = None
         try:
+            with clock.stage('compare'):
+                job.replicas.require_same(collective)
             with clock.stage('staging'):
                 with collective.stage('staging'):
                     if is_rank0:
@@ -445,10 +469,6 @@ class Saver:
     def _round_nbytes(self) -> int:
         """Bytes of a round: an owner receives one while two more wait for its disk."""
         return max(1, self._half_bucket // 2)
-
-    @property
-    def _use_fp32_master(self) -> bool:
-        return self._options.dtype == 'F32'
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -170,7 +170,7 @@ def runner_again(root: Path) -> list[Any]:
                 raise interrupt.pop()
 
     hook = dict(out_dir=str(root / 'hf_model'), async_save=True, interval=2, by_epoch=False, on_error='raise')
-    config = run_config(root / 'run', hook=hook, stage=None, max_iters=LAST)
+    config = run_config(root / 'run', hook=hook, stage=None, ddp=True, max_iters=LAST)
     config['custom_hooks'].append(dict(type='InterruptingHook'))
     told: list[Any] = []
     with slow_disk():
@@ -196,7 +196,7 @@ def two_hooks(root: Path) -> str:
     from xhf_hooks.errors import XhfError
 
     hook = dict(out_dir=str(root / 'hf_model'), interval=2, by_epoch=False)
-    config = run_config(root / 'run', hook=hook, stage=None, max_iters=LAST)
+    config = run_config(root / 'run', hook=hook, stage=None, ddp=True, max_iters=LAST)
     config['custom_hooks'].append(dict(type='HFCheckpointHook', **hook))
     try:
         train(config)

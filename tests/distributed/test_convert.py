@@ -12,8 +12,16 @@ import torch
 
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.converted import assert_same_files, config_of, convert
-from tests.helpers.old_runs import MMENGINE_RUNS, accelerate_run, mmengine_run, plain_deepspeed, trainer_run
+from tests.helpers.old_runs import (
+    MMENGINE_RUNS,
+    accelerate_run,
+    mixed_base,
+    mmengine_run,
+    plain_deepspeed,
+    trainer_run,
+)
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo import available
 
 MODES = ('adapter', 'merge', 'both')
 #: Name to (family, stage, LoRA options).
@@ -22,6 +30,14 @@ PLAIN: dict[str, tuple[str, int, dict[str, Any] | None]] = {
     'lora_tied_zero3': ('qwen2', 3, {}),
     'lora_modules_to_save_zero2': ('llama', 2, {'modules_to_save': ['lm_head']}),
 }
+#: Name to (family, stage, dtype); the base has its norms in fp32.
+MIXED: dict[str, tuple[str, int, str]] = {
+    **{f'base_zero{stage}': ('llama', stage, 'base') for stage in (2, 3)},  # at ZeRO-0 the hook finds no masters
+    't5_zero2': ('t5', 2, 'float16'),
+    't5_zero3': ('t5', 3, 'float16'),
+    **({'deepseek_v3_zero3': ('deepseek_v3', 3, 'bfloat16')} if available('deepseek_v3') else {}),
+}
+WAYS = [f'{writer}{where}' for writer in ('positional', 'stream', 'gather') for where in ('', '_background')]
 TRAINER_STAGES = (2, 3)
 
 
@@ -31,6 +47,8 @@ def finished(tmp_path_factory):
     scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
     for name, options in PLAIN.items():
         scenarios[name] = partial(plain_deepspeed, *options, root / name)
+    for name, mixed in MIXED.items():
+        scenarios[name] = partial(mixed_base, *mixed, root / name)
     return root, run_scenarios(scenarios, 2)
 
 
@@ -115,6 +133,39 @@ def test_lora(finished, name, mode, tmp_path, monkeypatch):
     base = folder / 'hook_adapter'  # its adapter_config.json says what was trained, and names the base model
     found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', base, '--lora', mode, '--verify')
     assert_same_files(found, folder / f'hook_{mode}')
+
+
+@pytest.mark.parametrize('name', MIXED)
+def test_fp32_tensors_are_the_masters_whatever_the_writer(finished, name, tmp_path):
+    """What dtype makes fp32 is read from the master weights, and all else from the 16-bit weights."""
+    check(finished[1], name)
+    folder, dtype = finished[0] / name, MIXED[name][2]
+    exact = folder_tensors(
+        convert(folder / 'checkpoint', tmp_path / 'wide', '--base', folder / 'base', '--dtype', 'float32')
+    )
+    found = folder_tensors(folder / WAYS[0])
+    base = folder_tensors(folder / 'base')
+    wide = {key for key, tensor in found.items() if tensor.dtype == torch.float32}
+    if dtype == 'base':
+        assert wide == {key for key, tensor in base.items() if tensor.dtype == torch.float32}
+    assert wide and wide != set(found)
+    for key in wide:
+        assert torch.equal(found[key], exact[key]), key
+    if 'deepseek' not in name:  # its bias is a buffer, which has no master
+        assert any(not torch.equal(found[key], found[key].bfloat16().float()) for key in wide)
+    for way in WAYS[1:]:
+        assert_same_folder_tensors(folder / way, folder / WAYS[0])
+
+
+@pytest.mark.parametrize('name', [name for name, (_, _, dtype) in MIXED.items() if dtype != 'float16'])
+def test_conversions_have_the_hooks_dtypes_and_bytes(finished, name, tmp_path):
+    check(finished[1], name)
+    folder, dtype = finished[0] / name, MIXED[name][2]
+    for shard in ('5GB', '20KB'):
+        options = ['--base', folder / 'base', '--dtype', dtype, '--max-shard-size', shard, '--verify']
+        found = convert(folder / 'checkpoint', tmp_path / shard, *options)
+        assert_same_folder_tensors(found, folder / 'positional')
+        assert config_of(found) == config_of(folder / 'positional')
 
 
 @pytest.mark.parametrize('stage', TRAINER_STAGES)

@@ -25,7 +25,6 @@ ON_CPU = dict(device='cpu')
 BATCH_NORM = dict(bf16=False, model=dict(batch_norm=True))
 #: Name to options of `run`. The optimizer steps, and waits, after the saves of iterations 2 and 4.
 RUNS: dict[str, dict[str, Any]] = {
-    'plain': dict(stage=None),
     'ddp': dict(stage=None, ddp=True),
     **{f'zero{stage}': dict(stage=stage) for stage in range(4)},
     'zero1_fp32_training': dict(stage=1, bf16=False),

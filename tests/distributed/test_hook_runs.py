@@ -24,20 +24,22 @@ RUNS: dict[str, dict[str, Any]] = {
     'defaults': dict(hook={}, stage=3),
     'zero0': dict(hook={}, stage=0),
     'zero2': dict(hook={}, stage=2),
-    'runner': dict(hook={}, stage=None),
+    'runner': dict(hook={}, stage=None, ddp=True),
     'keep_two': dict(hook=dict(max_keep_ckpts=2), stage=3, max_iters=6),
     'keep_all': dict(hook=dict(max_keep_ckpts=-1, **BY_ITER), stage=2, max_iters=6),
     'own_interval': dict(hook=dict(max_keep_ckpts=-1, interval=3, by_epoch=False, save_last=False), stage=2),
     'save_begin': dict(hook=dict(max_keep_ckpts=-1, save_begin=4, **BY_ITER), stage=2, max_iters=7),
     'only_last': dict(hook=dict(interval=-1), stage=2, max_iters=5),
     'by_epoch': dict(hook=dict(max_keep_ckpts=-1, interval=1, by_epoch=True), stage=2, epochs=2),
-    'loop_of_iterations': dict(hook=dict(max_keep_ckpts=-1, interval=3), stage=None, max_iters=7, checkpoint=EPOCHS),
-    'loop_of_epochs': dict(hook=dict(max_keep_ckpts=-1, interval=1), stage=None, epochs=2),
-    'iterations_of_epochs': dict(
-        hook=dict(max_keep_ckpts=-1, interval=20, by_epoch=False), stage=None, epochs=2, checkpoint=EPOCHS
+    'loop_of_iterations': dict(
+        hook=dict(max_keep_ckpts=-1, interval=3), stage=None, ddp=True, max_iters=7, checkpoint=EPOCHS
     ),
-    'one_long_epoch': dict(hook=dict(max_keep_ckpts=-1), stage=None, checkpoint=EPOCHS),
-    'never_due': dict(hook=dict(max_keep_ckpts=-1, interval=500), stage=None),
+    'loop_of_epochs': dict(hook=dict(max_keep_ckpts=-1, interval=1), stage=None, ddp=True, epochs=2),
+    'iterations_of_epochs': dict(
+        hook=dict(max_keep_ckpts=-1, interval=20, by_epoch=False), stage=None, ddp=True, epochs=2, checkpoint=EPOCHS
+    ),
+    'one_long_epoch': dict(hook=dict(max_keep_ckpts=-1), stage=None, ddp=True, checkpoint=EPOCHS),
+    'never_due': dict(hook=dict(max_keep_ckpts=-1, interval=500), stage=None, ddp=True),
     'float32_zero1': dict(hook=dict(dtype='float32'), stage=1),
     'float32_zero2': dict(hook=dict(dtype='float32'), stage=2),
     'float32_zero3': dict(hook=dict(dtype='float32'), stage=3),

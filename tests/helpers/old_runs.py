@@ -18,8 +18,7 @@ MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
     'zero2_tied': dict(stage=2, model=dict(tied=True)),
     'zero3_fp32_training': dict(stage=3, bf16=False),
-    # Without DDP each rank trains its own model: only rank 0's is checkpointed, so only that one may be read
-    'runner': dict(stage=None, hook=dict(writer='gather')),
+    'runner': dict(stage=None, ddp=True),
     'zero2_weights_only': dict(
         stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
     ),
@@ -63,6 +62,34 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
     modes = [None] if lora is None else ['adapter', 'merge', 'both']
     for mode in modes:
         save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
+
+
+def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
+    """As :func:`plain_deepspeed`, from a base in bf16 with norms in fp32; saved with ``dtype`` by every writer."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file, save_file
+
+    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.zoo import build
+
+    model, base = build(family).bfloat16(), folder / 'base'
+    if dist.get_rank() == 0:
+        model.save_pretrained(base)
+        tensors = {n: t.float() if 'norm' in n else t for n, t in load_file(base / 'model.safetensors').items()}
+        save_file(tensors, base / 'model.safetensors', metadata={'format': 'pt'})
+    dist.barrier()
+    model.config._name_or_path = model.name_or_path = str(base)
+    engine = zero_engine(model, stage)
+    ids = torch.arange(24).reshape(2, 12) % 131
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2')
+    for writer in ('positional', 'stream', 'gather'):
+        for in_background in (False, True):
+            name = f'{writer}_background' if in_background else writer
+            save_folder(engine.module, folder / name, writer=writer, in_background=in_background, dtype=dtype)
 
 
 def trainer_run(stage: int, folder: Path) -> None:

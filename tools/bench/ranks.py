@@ -70,6 +70,7 @@ def run_rank(rank: int, n_ranks: int, port: int, repeats: int, folder: Path) -> 
     store = f'tcp://127.0.0.1:{port}'
     dist.init_process_group('gloo', init_method=store, rank=rank, world_size=n_ranks)
     small = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    torch.manual_seed(0)  # DDP would make the copies equal
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=N_LAYERS, **small))
     calls = []
     for _ in range(1 + repeats):

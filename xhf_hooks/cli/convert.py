@@ -24,6 +24,7 @@ from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
+from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, ChangedError, StoreError)
-_DTYPES = {'keep': None, **DTYPE_CODES}
+_DTYPES = {'keep': None, **DTYPE_CODES, AS_IN_BASE: AS_IN_BASE}
 _MOST_NAMES = 20  # number of written files to name in one line
 _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
 
@@ -89,7 +90,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         '--dtype',
         choices=list(_DTYPES),
         default='keep',
-        help='keep (default): as in training, like the hook. float32: the fp32 master weights, where they exist',
+        help='keep (default): as in training, like the hook. float32: the fp32 master weights, where they exist. base: '
+        "each tensor as in the base model's files",
     )
     add(
         '--no-ema',

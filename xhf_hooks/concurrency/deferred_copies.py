@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ class DeferredCopies:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None, model: nn.Module | None = None) -> None:
         self._todo: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._reads: list[Callable[[], None]] = []
         self._none_left = threading.Event()
         self._process = os.getpid()
         self.clear()
@@ -43,13 +45,20 @@ class DeferredCopies:
         self._todo.append((target, source, source._version))
         self.nbytes += source.nbytes
 
+    def add_read(self, read: Callable[[], None]) -> None:
+        """Add a function for :meth:`run` that reads weights; all of them must be acceptable."""
+        self._none_left.clear()
+        self._reads.append(read)
+
     def run(self) -> None:
-        """Make the copies. Runs on: any thread.
+        """Make the copies and the reads. Runs on: any thread.
 
         Raises:
             TensorError: Something that does not wait changed a weight.
         """
         try:
+            for read in self._reads:
+                read()
             for target, source, version in self._todo:
                 target.copy_(source)
                 if source._version != version:
@@ -58,7 +67,7 @@ class DeferredCopies:
                         'defer_copy=False, or change weights elsewhere'
                     )
         finally:
-            self._todo = []
+            self._todo, self._reads = [], []
             self._none_left.set()
 
     def wait(self, *_: object) -> None:
@@ -70,7 +79,7 @@ class DeferredCopies:
 
     def clear(self) -> None:
         """Drop copies that were not made. :meth:`run` must not be active."""
-        self._todo, self.nbytes, self.waited_secs = [], 0, 0.0
+        self._todo, self._reads, self.nbytes, self.waited_secs = [], [], 0, 0.0
         self._none_left.set()
 
     def close(self) -> None:

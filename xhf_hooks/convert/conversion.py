@@ -47,7 +47,8 @@ class ConvertOptions:
     Attributes:
         ema: Export the averaged weights if the checkpoint holds both averaged and live ones.
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
-            any. None: the training dtype, bit for bit what the hook saves.
+            any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
+            saves.
         workers: Threads that read, cast and write.
         verify: Read everything back and compare it before the commit.
     """
@@ -138,10 +139,11 @@ class Conversion:
 
     def _make_plan(self) -> SavePlan:
         specs = self.source.specs()
+        entries = self._exporter.entries(specs, self._options.dtype)
         if self.use_fp32_master:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
         plan = make_plan(
-            self._exporter.entries(specs, self._options.dtype),
+            entries,
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=1,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class Exporter(ABC):
 
         Args:
             specs: The tensors of the source.
-            dtype: Safetensors dtype to cast floats to; None keeps the training dtype.
+            dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; AS_IN_BASE: each as
+                in the base model's files; None keeps the training dtype.
 
         Raises:
             ModelError: The model differs from what ``from_pretrained`` will build.
@@ -77,12 +78,15 @@ class Exporter(ABC):
 
 
 def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
-    """Entries of tensors that are written as they are, except that floats are cast to ``dtype``; None: no cast."""
+    """Entries of tensors that are written as they are, except that floats are cast to ``dtype``.
+
+    There is no cast with None, nor with AS_IN_BASE: the base has no such tensors.
+    """
     return [
         ExportEntry(
             name,
             spec.shape,
-            dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
+            dtype if dtype not in (None, AS_IN_BASE) and is_float(spec.dtype) else spec.dtype,
             (spec.name,),
             file_set=files,
         )

@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -83,7 +83,7 @@ def _trial_of(reference: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str
     trial.can_generate = lambda: False  # no generation config, which may be invalid
     trial.should_save_on_this_rank = lambda is_main_process: True  # transformers 5.23 writes on rank 0 alone
     try:
-        with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder, _without_progress():
+        with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder, quiet(), _without_deepspeed():
             yield trial, folder
     except Exception as error:  # a model's class may override save_pretrained
         kind = type(reference).__name__
@@ -91,14 +91,12 @@ def _trial_of(reference: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str
 
 
 @contextmanager
-def _without_progress() -> Iterator[None]:
-    """Keep ``save_pretrained`` from showing a progress bar, and from importing DeepSpeed to unwrap a bare model."""
+def _without_deepspeed() -> Iterator[None]:
+    """Keep ``save_pretrained`` from importing DeepSpeed to unwrap a bare model."""
     from transformers import modeling_utils
-    from transformers.utils import logging
 
-    with ExitStack() as stack:
-        stack.enter_context(quiet())
-        stack.enter_context(mock.patch.object(logging, 'tqdm', lambda iterable, **_: iterable))
-        if 'deepspeed' not in sys.modules:
-            stack.enter_context(mock.patch.object(modeling_utils, 'unwrap_model', lambda model: model))
+    if 'deepspeed' in sys.modules:
+        yield
+        return
+    with mock.patch.object(modeling_utils, 'unwrap_model', lambda model: model):
         yield

@@ -1,4 +1,4 @@
-"""Keeps transformers from logging."""
+"""Keeps transformers from logging and from drawing progress bars."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block, transformers logs nothing: its log lines quote the files, and failures are raised anyway."""
+    """Inside the block, transformers says nothing: its log lines quote the files, and failures are raised anyway."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -39,6 +39,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
+    @property
+    def from_master(self) -> bool:
+        """Whether a save reads the master: then a plan has its dtype."""
+        return self.has_master and self.dtype == 'F32'
+
 
 @dataclass(frozen=True)
 class FileSet:
@@ -326,6 +331,13 @@ class SavePlan:
     def sent(self) -> list[Placement]:
         """The placements that are sent to their owners."""
         return [p.placement for at_once in self.rounds for p in at_once.portions if p.number == 0]
+
+    @property
+    def reads(self) -> tuple[TensorSpec, ...]:
+        """The source tensors that a save reads, each once, in the order of the plan."""
+        in_groups = (spec for group in (*self.sliced, *self.gathered) for spec in group.reads)
+        sent = (portion.read for at_once in self.rounds for portion in at_once.portions)
+        return tuple({spec.name: spec for spec in (*sent, *in_groups)}.values())
 
     @property
     def gathered(self) -> list[Group]:

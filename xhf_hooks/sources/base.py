@@ -62,10 +62,13 @@ class Source(ABC):
         """
         return None
 
-    def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
+    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
         """Tensors that :meth:`local_shard` can read, and the elements that each rank holds. Runs on: all ranks.
 
         The result is the same on every rank if the specs are. A failure is remembered. Reads no data.
+
+        Args:
+            masters: The names of which :meth:`local_shard` will read the fp32 master.
         """
         return {}
 
@@ -78,6 +81,10 @@ class Source(ABC):
             TensorError: The tensor is not partitioned as expected.
         """
         raise NotImplementedError
+
+    def replicated(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Those of the tensors of which every rank holds a whole copy, which must be equal. Reads no data."""
+        return {}
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, ToHost, cast
-from xhf_hooks.planning.types import Chunk, Group, SavePlan
+from xhf_hooks.planning.types import Bucket, Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
 
@@ -24,7 +25,6 @@ def gather(
     source: Source,
     collective: Collective,
     *,
-    use_fp32_master: bool,
     meter: MemoryMeter,
     to_host: ToHost,
 ) -> Generator[Chunk, None, None]:
@@ -51,7 +51,7 @@ def gather(
             ours = []
         wanted = {spec.name for group in ours for spec in group.reads}
         try:
-            with source.gathered(bucket.read_names, wanted=wanted, use_fp32_master=use_fp32_master) as tensors:
+            with _gathered(source, bucket, wanted) as tensors:
                 for group in ours:
                     yield from group_chunks(group, tensors, rank, to_host, meter)
                 meter.sample()
@@ -61,6 +61,19 @@ def gather(
             return_freed_memory()
     if plan.buckets:
         collective.agree('gather')
+
+
+@contextmanager
+def _gathered(source: Source, bucket: Bucket, wanted: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+    specs = [spec for group in bucket.groups for spec in group.reads]
+    found: dict[str, torch.Tensor] = {}
+    with ExitStack() as opened:
+        for from_master in (False, True):
+            names = [spec.name for spec in specs if spec.from_master is from_master]
+            if names:
+                some = source.gathered(names, wanted=wanted, use_fp32_master=from_master)
+                found.update(opened.enter_context(some))
+        yield found
 
 
 def _check(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -89,13 +89,12 @@ class LiveChunks:
         device: Where slices are packed before they are sent (sources/send.py).
     """
 
-    def __init__(self, plan: SavePlan, source: Source, *, use_fp32_master: bool, device: torch.device = _HOST) -> None:
+    def __init__(self, plan: SavePlan, source: Source, *, device: torch.device = _HOST) -> None:
         self._plan, self._source, self._device = plan, source, device
-        self._use_fp32_master = use_fp32_master
 
     def reader(self) -> SliceReader:
         """A reader of the slices that this rank sends."""
-        return SliceReader(self._source, use_fp32_master=self._use_fp32_master)
+        return SliceReader(self._source)
 
     @contextmanager
     def opened(self, collective: Collective, meter: MemoryMeter) -> Iterator[ChunkStream]:
@@ -114,12 +113,7 @@ class LiveChunks:
         """Yield all but the received slices. All ranks enter and leave together, whatever happens inside."""
         # Without buckets nothing is gathered, so the model need not be prepared
         with self._source.opened() if self._plan.buckets else nullcontext(), torch.no_grad():
-            slices = local_shards(
-                self._plan, self._source, use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host
-            )
-            gathered = gather(
-                self._plan, self._source, collective,
-                use_fp32_master=self._use_fp32_master, meter=meter, to_host=to_host,
-            )  # fmt: skip
+            slices = local_shards(self._plan, self._source, meter=meter, to_host=to_host)
+            gathered = gather(self._plan, self._source, collective, meter=meter, to_host=to_host)
             with closing(slices), closing(gathered):
                 yield chain(takewhile(lambda _: not collective.is_failing, slices), gathered)

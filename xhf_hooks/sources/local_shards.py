@@ -59,7 +59,6 @@ def local_shards(
     plan: SavePlan,
     source: Source,
     *,
-    use_fp32_master: bool,
     meter: MemoryMeter,
     to_host: ToHost,
 ) -> Generator[Chunk, None, None]:
@@ -68,7 +67,7 @@ def local_shards(
     Raises:
         TensorError: A slice does not match the plan.
     """
-    reader = SliceReader(source, use_fp32_master=use_fp32_master)
+    reader = SliceReader(source)
     for group in _from_a_place_of_its_own(plan.sliced):
         for found in reader.read(group.portions):
             yield found.chunk(to_host)
@@ -88,8 +87,8 @@ def _from_a_place_of_its_own(groups: tuple[Group, ...]) -> tuple[Group, ...]:
 class SliceReader:
     """Reads this rank's slices, in the order of the plan. Used by: one thread."""
 
-    def __init__(self, source: Source, *, use_fp32_master: bool) -> None:
-        self._source, self._use_fp32_master = source, use_fp32_master
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._rank = rank_and_world_size()[0]
         self._last: tuple[str, LocalShard] | None = None  # many outputs may come from one tensor
 
@@ -107,7 +106,7 @@ class SliceReader:
     def _shard(self, portion: Portion) -> LocalShard:
         name, first = portion.read.name, portion.placement.run.start
         if self._last is None or self._last[0] != name:
-            own = self._source.local_shard(name, self._use_fp32_master)
+            own = self._source.local_shard(name, portion.read.from_master)
             _check(portion.read, own)
             self._last = name, own
         own = self._last[1]

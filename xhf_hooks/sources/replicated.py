@@ -48,9 +48,9 @@ class ModuleSource(Source):
             for name, tensor in self._tensors.items()
         ]
 
-    def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
-        masters = {n: t for n, t in self._tensors.items() if use_fp32_master and self._has_master(t)}
-        found = spread_of_fragments(masters, collective)  # a collective, so it comes before anything that may fail
+    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
+        fragments = {n: t for n, t in self._tensors.items() if n in masters}
+        found = spread_of_fragments(fragments, collective)  # a collective, so it comes before anything that may fail
         others = ((n, self._spread_of(t)) for n, t in self._tensors.items() if n not in masters)
         return found | {name: spread for name, spread in others if spread is not None}
 
@@ -70,6 +70,10 @@ class ModuleSource(Source):
         if use_fp32_master and self._has_master(tensor):
             return local_fragment(tensor)
         return LocalShard(0, tensor.detach().reshape(-1), isinstance(tensor, nn.Parameter))
+
+    def replicated(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        spreads = ((name, self._spread_of(self._tensors[name])) for name in names)
+        return {name: self._tensors[name] for name, spread in spreads if spread is not None and spread.on_every_rank}
 
     @contextmanager
     def gathered(

@@ -42,7 +42,7 @@ class Zero3Source(ModuleSource):
                 f"adapter with lora='adapter'"
             )
 
-    def spread(self, use_fp32_master: bool, collective: Collective) -> dict[str, Spread]:
+    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
         """The spread of all partitioned parameters; masters are spread as their parameters are."""
         spreads = ((name, self._spread_of(tensor)) for name, tensor in self._tensors.items())
         return {name: spread for name, spread in spreads if spread is not None}

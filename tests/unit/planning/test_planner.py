@@ -286,7 +286,7 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     )
     writer = StreamWriter(pending_nbytes=10_000)
     writer.open(plan, tmp_path / 'found', writer.create(plan, tmp_path / 'found'))
-    for chunk in gather(plan, source, Collective(), use_fp32_master=False, meter=MemoryMeter(), to_host=host_bytes):
+    for chunk in gather(plan, source, Collective(), meter=MemoryMeter(), to_host=host_bytes):
         writer.write(chunk)
     receipts = writer.finish()
 

@@ -32,7 +32,6 @@ def test_ranks_begin_in_different_files_and_together_write_everything(monkeypatc
             module.local_shards(
                 plan,
                 SimpleNamespace(local_shard=shard_of(rank, world_size)),
-                use_fp32_master=False,
                 meter=SimpleNamespace(sample=lambda: None),
                 to_host=lambda part, *_: memoryview(part.view(torch.uint8).numpy()),
             )

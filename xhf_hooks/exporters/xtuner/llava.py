@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,6 +15,8 @@ from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, train
 from xhf_hooks.exporters.lora.exporter import ADAPTER_FOLDER
 from xhf_hooks.exporters.lora.merge import MergedExporter
 from xhf_hooks.exporters.xtuner.llava_hf import LlavaHuggingFaceExporter
+from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -74,6 +77,13 @@ class LlavaExporter(CompositeExporter):
             isinstance(children.get(name), PreTrainedModel) or (name in adapted and name != 'projector')
             for name in _FOLDERS
         )
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        if dtype == AS_IN_BASE:
+            raise OptionError(
+                'dtype', "another one for XTuner's LLaVAModel, whose parts have bases of their own", dtype
+            )
+        return super().entries(specs, dtype)
 
     def base_tokenizer(self) -> Any | None:
         return hf_assets.base_tokenizer_of(self._llm)

@@ -1,0 +1,283 @@
+"""Ranks that hold different values of what should be one model: no save is made of them, and all say the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.compare import folder_tensors
+from tests.helpers.engines import save_folder
+from tests.helpers.scenarios import check, run_scenarios
+
+WRITERS = ('positional', 'parallel', 'stream', 'gather')
+#: Ways to save to options of `save_folder`.
+WAYS: dict[str, dict[str, Any]] = {
+    **{writer: dict(writer=writer) for writer in WRITERS},
+    **{f'{writer}, in the background': dict(writer=writer, in_background=True) for writer in WRITERS},
+    'positional, verify=full': dict(writer='positional', verify='full'),
+    'positional, float32': dict(writer='positional', dtype='float32'),
+}
+CHANGED = 'model.layers.1.mlp.up_proj.weight'
+#: Hook runs: name to options of `run_config`. Without DDP each rank trains a model of its own.
+EACH = dict(interval=2, by_epoch=False, max_keep_ckpts=-1, on_error='raise')
+EMA = dict(hooks=[dict(type='EMAHook', momentum=0.1)])
+DIFFERENT: dict[str, dict[str, Any]] = {
+    'plain': dict(hook=EACH),
+    'plain, async': dict(hook=dict(EACH, async_save=True)),
+    'plain, defer_copy': dict(hook=dict(EACH, async_save=True, defer_copy=True)),
+    'plain, averaged': dict(hook=EACH, **EMA),
+    'plain, lora': dict(hook=EACH, model=dict(lora=True)),
+}
+EQUAL: dict[str, dict[str, Any]] = {
+    'ddp': dict(hook=EACH, ddp=True),
+    'ddp, defer_copy': dict(hook=dict(EACH, async_save=True, defer_copy=True), ddp=True),
+    'ddp, averaged': dict(hook=EACH, ddp=True, **EMA),
+}
+
+
+def differing(way: str, root: Path) -> Any:
+    """One bit of the last element is another on the last rank. Runs on: all ranks.
+
+    Returns:
+        The error, or the folder's tensor.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks.errors import XhfError
+
+    model = odd_llama(bf16=True)
+    save_folder(model, root / 'hf_model', **WAYS[way])
+    changed = dict(model.named_parameters())[CHANGED]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        changed.data.view(torch.int16)[-1, -1] ^= 1
+    try:
+        save_folder(model, root / 'hf_model', **WAYS[way])
+    except XhfError as error:
+        return type(error).__name__, str(error)
+    return 'saved', str(folder_tensors(root / 'hf_model')[CHANGED])
+
+
+def nan_payloads(root: Path) -> str:
+    """NaNs are equal if their bits are; the second model holds another NaN on rank 1. Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import ModelError
+
+    model = odd_llama(bf16=True)
+    bits = model.model.norm.weight.data.view(torch.int16)
+    bits[0] = 0x7FC1
+    save_hf(model, root / 'hf_model', verify='full')
+    bits[0] += dist.get_rank() == 1
+    try:
+        save_hf(model, root / 'hf_model')
+    except ModelError as error:
+        return str(error)
+    return 'saved'
+
+
+def local_sgd(root: Path) -> list[Any]:
+    """torch's LocalSGD with a sync at every other step; a call of save_hf after each step. Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    from tests.helpers.zoo.llamas import VOCAB, odd_llama
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import ModelError
+
+    model, told = odd_llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        tokens = torch.randint(VOCAB, (1, 8), generator=generator)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())  # of those with gradients
+        optimizer.zero_grad()
+        try:
+            save_hf(model, root / 'hf_model')
+            told.append('saved')
+        except ModelError as error:
+            told.append(str(error))
+    found = folder_tensors(root / 'hf_model')
+    return [*told, all(torch.equal(found[n], p.detach()) for n, p in model.named_parameters())]
+
+
+def buffers_are_of_rank_0(root: Path) -> bool:
+    """Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks import save_hf
+
+    model = odd_llama(batch_norm=True)
+    name, buffer = next((name, buffer) for name, buffer in model.named_buffers() if 'running_mean' in name)
+    buffer.fill_(dist.get_rank())
+    save_hf(model, root / 'hf_model')
+    return bool(torch.count_nonzero(folder_tensors(root / 'hf_model')[name]) == 0)
+
+
+def hook_run(options: dict[str, Any], root: Path) -> list[str]:
+    """Runs on: all ranks."""
+    from tests.helpers.toy_run import run_config, train
+    from xhf_hooks.errors import XhfError
+
+    try:
+        folder = Path(train(run_config(root, stage=None, **options)).log_dir)
+    except XhfError as error:
+        return [type(error).__name__, str(error), *map(str, root.glob('*/hf_model*'))]
+    return ['ended', str(folder), *sorted(path.name for path in folder.glob('hf_model*'))]
+
+
+def hook_goes_on(root: Path) -> list[str]:
+    """With on_error='continue' training ends, and no folder is there. Runs on: all ranks."""
+    return hook_run(dict(hook=dict(interval=2, by_epoch=False)), root)
+
+
+def callback(root: Path) -> str:
+    """Trainer's own DDP, after which somebody changes a weight on rank 1. Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    from tests.distributed.test_again import make_trainer
+    from tests.helpers import frontends
+    from xhf_hooks.errors import ModelError
+
+    class Change(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if dist.get_rank() == 1 and state.global_step == 2:
+                with torch.no_grad():
+                    dict(model.named_parameters())[CHANGED][0, 0] += 1
+
+    with frontends.fresh_accelerate():
+        trainer = make_trainer(root, [], dict(save_strategy='steps', save_steps=1, on_error='raise'))
+        trainer.add_callback(Change())
+        try:
+            trainer.train()
+        except ModelError as error:
+            return str(error)
+    return 'ended'
+
+
+ONE_LAUNCH = {
+    2: {
+        'nan': nan_payloads,
+        'buffers': buffers_are_of_rank_0,
+        'goes_on': hook_goes_on,
+        'callback': callback,
+        **{name: partial(hook_run, options) for name, options in {**DIFFERENT, **EQUAL}.items()},
+    },
+    3: {},
+}
+CASES = [
+    pytest.param(n, way, id=f'{n}ranks-{way}', marks=[pytest.mark.modern_only] * (n != 2))
+    for n in (2, 3)
+    for way in WAYS
+]
+
+
+def launch(n: int, root: Path) -> tuple[Path, dict[str, Any]]:
+    scenarios = {way: partial(differing, way) for way in WAYS} | {'local_sgd': local_sgd} | ONE_LAUNCH[n]
+    return root, run_scenarios({name: partial(scenario, root / name) for name, scenario in scenarios.items()}, n)
+
+
+@pytest.fixture(scope='session')
+def results(tmp_path_factory):
+    done: dict[int, tuple[Path, dict[str, Any]]] = {}
+
+    def of(n: int) -> tuple[Path, dict[str, Any]]:
+        if n not in done:
+            done[n] = launch(n, tmp_path_factory.mktemp(f'replicas_{n}'))
+        return done[n]
+
+    return of
+
+
+@pytest.mark.parametrize('n, way', CASES)
+def test_different_copies_are_not_stitched_together(results, n, way):
+    from tests.helpers.zoo.llamas import odd_llama
+
+    root, found = results(n)
+    outcomes = check(found, way)
+    kind, message = outcomes[0]
+    assert kind == 'ModelError', outcomes
+    assert f'found other values on ranks [{n - 1}] than on rank 0 (in 1 of ' in message
+    assert message.startswith(f'{CHANGED}: ')
+    assert outcomes == [outcomes[0]] * n
+    folder = root / way / 'hf_model'
+    assert_whole(folder)
+    saved = folder_tensors(folder)  # of the save before
+    model = odd_llama(bf16=True)
+    assert all(bool((saved[name] == parameter).all()) for name, parameter in model.named_parameters())
+    assert sorted(path.name for path in (root / way).iterdir() if not path.name.startswith('.')) == ['hf_model']
+
+
+@pytest.mark.parametrize('n', [2, pytest.param(3, marks=pytest.mark.modern_only)])
+def test_local_sgd_is_saved_after_a_sync_only(results, n):
+    outcomes = check(results(n)[1], 'local_sgd')
+    assert outcomes == [outcomes[0]] * n
+    first, second, third, fourth, is_last = outcomes[0]
+    assert [first, third] == ['saved', 'saved'] or [second, fourth] == ['saved', 'saved'], outcomes[0]
+    refused = [message for message in outcomes[0][:4] if message != 'saved']
+    assert len(refused) == 2
+    for message in refused:
+        assert ': expected equal copies on all ranks' in message
+        assert f'on ranks {[*range(1, n)]} than on rank 0' in message
+    assert is_last == (fourth == 'saved')
+
+
+def test_nans_are_compared_by_their_bits(results):
+    root, found = results(2)
+    outcomes = check(found, 'nan')
+    assert outcomes == [outcomes[0]] * 2
+    assert outcomes[0].startswith('model.norm.weight: expected equal copies')
+    assert_whole(root / 'nan' / 'hf_model')
+
+
+def test_buffers_may_differ(results):
+    assert check(results(2)[1], 'buffers') == [True, True]
+
+
+@pytest.mark.parametrize('name', DIFFERENT)
+def test_hook_refuses_ranks_with_models_of_their_own(results, name):
+    outcomes = check(results(2)[1], name)
+    assert outcomes[0][0] == 'ModelError', outcomes
+    assert 'found other values on ranks [1] than on rank 0' in outcomes[0][1]
+    assert outcomes == [outcomes[0]] * 2
+    assert len(outcomes[0]) == 2, f'a folder was left: {outcomes}'
+
+
+@pytest.mark.parametrize('name', EQUAL)
+def test_hook_saves_copies_that_are_equal(results, name):
+    outcomes = check(results(2)[1], name)
+    assert [outcome[0] for outcome in outcomes] == ['ended'] * 2
+    assert outcomes[0][2:] == ['hf_model', 'hf_model_iter_2']
+
+
+def test_training_goes_on_and_the_log_says_why(results):
+    outcomes = check(results(2)[1], 'goes_on')
+    assert [outcome[0] for outcome in outcomes] == ['ended'] * 2
+    folder = Path(outcomes[0][1])
+    assert outcomes[0][2:] == []
+    log = next(folder.glob('*.log')).read_text()
+    assert 'expected equal copies on all ranks, found other values on ranks [1]' in log
+
+
+def test_callback_refuses_a_weight_that_one_rank_has_changed(results):
+    root, found = results(2)
+    outcomes = check(found, 'callback')
+    assert outcomes == [outcomes[0]] * 2
+    assert_whole(root / 'callback' / 'hf_model')
+    assert outcomes[0].startswith(f'{CHANGED}: ')

@@ -1,0 +1,174 @@
+"""The dtype of each output tensor, where the option ``dtype`` is set.
+
+``'bfloat16'`` and ``'float16'`` give what ``from_pretrained`` with that dtype and ``save_pretrained`` give: some
+classes keep some tensors in fp32, such as DeepSeek-V3's ``e_score_correction_bias`` and T5's ``wo``. ``'base'`` gives
+each tensor the dtype that it has in the base model's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from xhf_hooks.errors import DamagedError, OptionError
+from xhf_hooks.exporters.hf_assets import base_file
+from xhf_hooks.files.regular_files import read_regular_text
+from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
+from xhf_hooks.format.safetensors import read_header
+from xhf_hooks.model.quiet_transformers import quiet
+from xhf_hooks.planning.types import ExportEntry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WHOLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
+#: What the option ``dtype`` can name; 8-bit and quantized weights belong to scales that training does not have.
+_WRITABLE = ('F32', 'BF16', 'F16')
+
+
+@dataclass(frozen=True)
+class BaseDtypes:
+    """The dtypes in the files of a base model.
+
+    Attributes:
+        of_tensor: By name in the files.
+        most: The dtype of most floating-point elements; that of tensors that the base does not have.
+        of_model: The dtype in its config.json, else ``most``.
+    """
+
+    base_dir: str
+    of_tensor: Mapping[str, str]
+    most: str
+    of_model: str
+
+    def applied_to(self, entries: Sequence[ExportEntry], prefix: str) -> list[ExportEntry]:
+        """The entries with the base's dtypes.
+
+        Args:
+            prefix: ``base_model_prefix`` of the class; names with and without it are the same for ``from_pretrained``.
+
+        Raises:
+            OptionError: The base has other tensors, or they are quantized.
+        """
+        floats = [entry for entry in entries if is_float(entry.dtype)]
+        found = {entry.hf_name: self._found(entry.hf_name, f'{prefix}.') for entry in floats}
+        if floats and not any(found.values()):
+            expected = f'another one, since {self.base_dir} has no tensor of the trained model by name'
+            raise OptionError('dtype', f'{expected}, such as {floats[0].hf_name}', 'base')
+        for name, code in found.items():
+            if code is not None and code not in _WRITABLE:
+                raise OptionError(
+                    'dtype', f'another one, since {name} is quantized ({code}) in {self.base_dir}', 'base'
+                )
+        return [replace(entry, dtype=found.get(entry.hf_name, entry.dtype) or self.most) for entry in entries]
+
+    def _found(self, name: str, prefix: str) -> str | None:
+        names = (name, prefix + name, name.removeprefix(prefix))
+        return next((self.of_tensor[name] for name in names if name in self.of_tensor), None)
+
+
+def base_dtypes(base_dir: str) -> BaseDtypes:
+    """Read the headers of the base model's files, from its folder or the local hub cache. Reads no tensors.
+
+    Raises:
+        OptionError: It has no safetensors files, or no floats in them.
+        DamagedError: One of its files cannot be read.
+    """
+    of_tensor: dict[str, str] = {}
+    elements: Counter[str] = Counter()
+    for path in _files(base_dir):
+        for entry in read_header(path).entries:
+            of_tensor[entry.name] = entry.dtype
+            if entry.dtype in _WRITABLE:
+                elements[entry.dtype] += math.prod(entry.shape)
+    if not elements:
+        raise OptionError('dtype', f'another one, since {base_dir} has no tensor in any of {_WRITABLE}', 'base')
+    most = elements.most_common(1)[0][0]
+    config = base_file(base_dir, 'config.json')
+    content = {} if config is None else json.loads(read_regular_text(config))
+    named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
+    return BaseDtypes(base_dir, of_tensor, most, named if named in _WRITABLE else most)
+
+
+def _files(base_dir: str) -> list[Path]:
+    whole, index = base_file(base_dir, _WHOLE), base_file(base_dir, _INDEX)
+    if whole is not None:
+        return [whole]
+    expected = f'another one, unless the base model has {_WHOLE} or {_INDEX} on this machine'
+    if index is None:
+        found = f'base, with {base_dir!r} as the base model' if base_dir else 'base, with an unknown base model'
+        raise OptionError('dtype', expected, found)
+    try:
+        names = sorted(set(json.loads(read_regular_text(index))['weight_map'].values()))
+        files = {name: base_file(base_dir, name) for name in names}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f'{index}: cannot be read ({error})') from None
+    missing = [name for name, path in files.items() if path is None]
+    if missing:
+        raise OptionError('dtype', f'another one, since {base_dir} lacks {missing[0]}, which {_INDEX} names', 'base')
+    return [path for path in files.values() if path is not None]
+
+
+def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) -> set[str]:
+    """Those of the tensors that ``from_pretrained`` with this dtype loads in fp32. Asks the installed transformers.
+
+    The rule differs between versions, and between parameters and buffers. So a model with these names, and one element
+    in each tensor, is loaded.
+
+    Args:
+        reference: The model that ``from_pretrained`` will build.
+        names: Floating-point tensors of it.
+        code: Safetensors dtype.
+    """
+    listed = {
+        name: getattr(reference, name, None) for name in ('_keep_in_fp32_modules', '_keep_in_fp32_modules_strict')
+    }
+    if code == 'F32' or not any(listed.values()):
+        return set()
+    from safetensors.torch import save_file
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    buffers = {name for name, _ in reference.named_buffers(remove_duplicate=False)}
+
+    class Stub(PreTrainedModel):
+        config_class = PretrainedConfig
+        _keep_in_fp32_modules = type(reference)._keep_in_fp32_modules
+        _keep_in_fp32_modules_strict = getattr(type(reference), '_keep_in_fp32_modules_strict', None)
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            for name in names:
+                _add(self, name, is_buffer=name in buffers)
+            self.post_init()
+            for name, value in listed.items():  # an instance adds those of its parts
+                setattr(self, name, value)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """Nothing to initialize."""
+
+    with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder, quiet():
+        PretrainedConfig(tie_word_embeddings=False).save_pretrained(folder)
+        save_file({name: torch.zeros(1) for name in names}, Path(folder) / _WHOLE, metadata={'format': 'pt'})
+        loaded = Stub.from_pretrained(folder, torch_dtype=TORCH_DTYPES[code])
+    return {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
+
+
+def _add(model: nn.Module, name: str, *, is_buffer: bool) -> None:
+    *path, last = name.split('.')
+    for part in path:
+        if part not in model._modules:
+            model.add_module(part, nn.Module())
+        model = model._modules[part]
+    if is_buffer:
+        model.register_buffer(last, torch.zeros(1))
+    else:
+        model.register_parameter(last, nn.Parameter(torch.zeros(1)))
