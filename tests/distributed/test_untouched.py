@@ -22,7 +22,7 @@ def train_both(stage: int | None, root: Path) -> None:
     from tests.helpers.toy_run import run_config, train
 
     for name, hook in (('with', {'interval': 2, 'by_epoch': False}), ('without', None)):
-        train(run_config(root / name, hook=hook, stage=stage, max_iters=MAX_ITERS, accumulate=3))
+        train(run_config(root / name, hook=hook, stage=stage, ddp=stage is None, max_iters=MAX_ITERS, accumulate=3))
 
 
 def train_persistent(root: Path) -> None:
