@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.transformers_4_fields import add_transformers_4_fields
 from xhf_hooks.files.regular_files import open_regular, read_regular_text, require_regular
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model.tensors import model_class
@@ -84,6 +85,7 @@ def write(
         # transformers 4.48 does not set _auto_class; then the config has the base's auto_map
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     config.save_pretrained(folder)
+    warnings += add_transformers_4_fields(folder, config)
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, eos_token_ids)
     if tokenizer is not None:
@@ -103,7 +105,9 @@ def is_remote_code(model: PreTrainedModel) -> bool:
 
 def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int]) -> list[str]:
     """Save the generation config; an invalid one is repaired with do_sample=True, or else omitted."""
-    generation = copy.deepcopy(model.generation_config)
+    # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
+    original = getattr(model, 'origin_generation_config', None)
+    generation = copy.deepcopy(model.generation_config if original is None else original)
     if eos_token_ids:
         known = generation.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
