@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo import FAMILIES, available, build
@@ -60,11 +61,11 @@ def test_same_as_save_pretrained(saved, family):
 def test_same_configs_as_save_pretrained(saved, family):
     root, results = saved
     check(results, family)
-    for name in ('config.json', 'generation_config.json'):
-        expected, found = root / family / 'expected' / name, root / family / 'hf_model' / name
-        assert expected.exists() == found.exists()
-        if expected.exists():
-            assert json.loads(expected.read_text()) == json.loads(found.read_text())
+    assert_same_config(root / family / 'hf_model', root / family / 'expected')
+    expected, found = (root / family / name / 'generation_config.json' for name in ('expected', 'hf_model'))
+    assert expected.exists() == found.exists()
+    if expected.exists():
+        assert json.loads(expected.read_text()) == json.loads(found.read_text())
 
 
 def test_all_families_are_covered():

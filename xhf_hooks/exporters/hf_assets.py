@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.files.regular_files import open_regular, read_regular_text, require_regular
+from xhf_hooks.exporters.base_files import base_file, load_tokenizer
+from xhf_hooks.exporters.tokenizer_files import write_tokenizer
+from xhf_hooks.exporters.transformers_4_fields import add_transformers_4_fields
+from xhf_hooks.files.regular_files import open_regular, read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model.tensors import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
 _SAMPLING_OPTIONS = ('temperature', 'top_p', 'top_k', 'min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff')
 
@@ -84,11 +86,12 @@ def write(
     if getattr(config, '_attn_implementation_autoset', False):
         config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
     config.save_pretrained(folder)
+    warnings += add_transformers_4_fields(folder, config)
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, eos_token_ids)
     if tokenizer is not None:
         try:
-            tokenizer.save_pretrained(folder)
+            warnings += write_tokenizer(folder, tokenizer, base_dir)
         except UnicodeEncodeError as error:  # an unpaired surrogate: valid in JSON, not in UTF-8
             raise ModelError(f'{base_dir}: its tokenizer has text that cannot be encoded ({error.reason})') from None
     replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
@@ -103,7 +106,9 @@ def is_remote_code(model: PreTrainedModel) -> bool:
 
 def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int]) -> list[str]:
     """Save the generation config; an invalid one is repaired with do_sample=True, or else omitted."""
-    generation = copy.deepcopy(model.generation_config)
+    # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
+    original = getattr(model, 'origin_generation_config', None)
+    generation = copy.deepcopy(model.generation_config if original is None else original)
     if eos_token_ids:
         known = generation.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
@@ -146,23 +151,6 @@ def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -
                 shutil.copyfileobj(original, copied)
 
 
-def base_file(base_dir: str, name: str) -> Path | None:
-    """A file of the base model, from its folder or the local hub cache. Offline."""
-    if not base_dir:
-        return None
-    if Path(base_dir).is_dir():
-        path = Path(base_dir) / name
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(base_dir, name)
-    except HFValidationError:  # not a valid hub name
-        return None
-    return Path(cached) if isinstance(cached, str) else None
-
-
 def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0.
 
@@ -195,13 +183,3 @@ def base_dir_of(model: PreTrainedModel) -> str:
 def base_tokenizer_of(model: PreTrainedModel) -> Any | None:
     """The base model's tokenizer. Its custom code is trusted if the model's was. Runs on: rank 0."""
     return load_tokenizer(base_dir_of(model), trust_remote_code=is_remote_code(model))
-
-
-def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
-    """The base model's tokenizer; None if it has none. Runs on: rank 0."""
-    if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    require_regular(base_dir)
-    return AutoTokenizer.from_pretrained(base_dir, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import Exporter
-from xhf_hooks.exporters.hf_assets import load_tokenizer
+from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.registry import build_from_config
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.exporters import Exporter
-from xhf_hooks.exporters.hf_assets import TOKENIZER_FILES, base_file, load_tokenizer
+from xhf_hooks.exporters.base_files import TOKENIZER_FILES, base_file, load_tokenizer
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.parse_config import parse_config
 from xhf_hooks.meta_model.run_config import RunConfig

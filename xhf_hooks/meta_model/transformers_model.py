@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import BaseModelError, DamagedError, XhfError
-from xhf_hooks.exporters.hf_assets import base_file
+from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.files.regular_files import open_regular, require_regular
 from xhf_hooks.meta_model.bounds import require_modest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.exporters.hf_assets import load_tokenizer
+from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.findings import OK, PROBLEM, Finding
 from xhf_hooks.meta_model.transformers_model import class_named, first_architecture

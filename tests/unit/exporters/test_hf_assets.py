@@ -13,9 +13,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.hf_assets import base_file, exported_config, load_tokenizer
+from xhf_hooks.exporters.base_files import base_file, load_tokenizer
+from xhf_hooks.exporters.hf_assets import exported_config
 from xhf_hooks.sources import source_for
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -62,8 +64,9 @@ def test_config_is_that_of_save_pretrained(tmp_path):
     model = build('llama').to(torch.bfloat16)
     model.save_pretrained(tmp_path / 'expected')
     assert written(tmp_path / 'found', model) == []
-    for name in ('config.json', 'generation_config.json'):
-        assert read_json(tmp_path / 'found' / name) == read_json(tmp_path / 'expected' / name)
+    assert_same_config(tmp_path / 'found', tmp_path / 'expected')
+    generation = 'generation_config.json'
+    assert read_json(tmp_path / 'found' / generation) == read_json(tmp_path / 'expected' / generation)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,17 @@ def test_sampling_options_without_sampling_are_repaired(tmp_path):
     found = load_generation(tmp_path / 'found')
     assert (found.do_sample, found.temperature) == (True, 0.5)
     assert model.generation_config.to_dict() == before
+
+
+def test_the_generation_config_that_ms_swift_keeps(tmp_path):
+    """ms-swift trains with settings for its own inference, and saves the original (its ``trainers/mixin.py``)."""
+    model = build('llama')
+    model.origin_generation_config = GenerationConfig(do_sample=True, temperature=0.5, eos_token_id=2)
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=64, eos_token_id=2)
+    assert written(tmp_path, model) == []
+    found = load_generation(tmp_path)
+    assert (found.do_sample, found.temperature, found.max_new_tokens, found.eos_token_id) == (True, 0.5, None, 2)
+    assert (model.generation_config.do_sample, model.origin_generation_config.eos_token_id) == (False, 2)
 
 
 def test_invalid_generation_config_is_left_out(tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoTokenizer, CLIPVisionModel, LlamaForCaus
 
 from tests.helpers.adapted import around
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
 from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
@@ -69,8 +70,7 @@ def test_all_trained(bases, tmp_path):
     for name, folder in (('llm', path), ('visual_encoder', path / 'visual_encoder'), ('projector', path / 'projector')):
         getattr(model, name).save_pretrained(tmp_path / name)
         assert_same_folder_tensors(tmp_path / name, folder)
-        expected, found = (json.loads((at / 'config.json').read_text()) for at in (tmp_path / name, folder))
-        assert found == expected | ({'use_cache': True} if name == 'llm' else {})
+        assert_same_config(folder, tmp_path / name, **({'use_cache': True} if name == 'llm' else {}))
     assert_loads_clean(path, LlamaForCausalLM)
     assert_loads_clean(path / 'visual_encoder', CLIPVisionModel)
     assert json.loads((path / 'visual_encoder' / 'preprocessor_config.json').read_text()) == PREPROCESSOR

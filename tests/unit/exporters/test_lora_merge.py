@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.adapted import ATTENTION, KINDS, adapt, adapted, around, assert_rounded_once, merged_by_peft, refusal
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import exporter_for
@@ -40,7 +41,8 @@ def test_merge_in_fp32_has_pefts_bits(kind, tmp_path):
         assert_rounded_once(folder_tensors(committed.path), {name: tensor.double() for name, tensor in pefts.items()})
     else:
         assert_same_folder_tensors(tmp_path / 'expected', committed.path)
-    for path in (tmp_path / 'expected').glob('*.json'):
+    assert_same_config(committed.path, tmp_path / 'expected')
+    for path in (tmp_path / 'expected').glob('generation_config.json'):
         assert json.loads((committed.path / path.name).read_text()) == json.loads(path.read_text())
     assert_loads_clean(committed.path, type(model.get_base_model()))
 

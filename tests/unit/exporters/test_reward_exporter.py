@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.helpers.adapted import adapt, around
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import NOISE_STD, available, build
 from xhf_hooks.errors import AgreedError, ModelError
@@ -63,13 +64,12 @@ def test_folder_is_xtuners(family, tmp_path):
     as_xtuner_saves_it(model, tmp_path / 'expected')
     _, committed = save_folder(model, tmp_path / 'hf_model')
     assert_same_folder_tensors(tmp_path / 'expected', committed.path)
-    config, expected = (json.loads((tmp_path / n / 'config.json').read_text()) for n in ('hf_model', 'expected'))
-    assert config == expected
+    assert_same_config(tmp_path / 'hf_model', tmp_path / 'expected')
     assert {path.name for path in committed.path.iterdir()} == {'config.json', 'model.safetensors', 'xhf_manifest.json'}
     loaded = assert_loads_clean(committed.path, AutoModelForSequenceClassification)
     assert (
         type(loaded).__name__
-        == config['architectures'][0]
+        == loaded.config.architectures[0]
         == f'{type(model.llm).__name__[:-5]}ForSequenceClassification'
     )
     assert loaded.num_labels == 1 and loaded.config.problem_type is None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import specs_below, unchanged_entries
+from xhf_hooks.exporters.tokenizer_files import write_tokenizer
 from xhf_hooks.format.text import counted
 from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
@@ -104,12 +105,14 @@ class AdapterExporter:
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
         hf_assets.require_vocabulary(tokenizer, self._embedding_rows)
+        warnings = []
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            warnings += write_tokenizer(folder, tokenizer, hf_assets.base_dir_of(self._model))
         if config.base_model_name_or_path:
-            return []
+            return warnings
         return [
-            'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
+            *warnings,
+            'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name',
         ]
 
     def _recorded_base(self) -> str | None:

@@ -15,6 +15,7 @@ from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import find_pretrained
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.nested import NestedLoraExporter, quantized_parts
+from xhf_hooks.exporters.tokenizer_files import write_tokenizer
 from xhf_hooks.model.tensors import module_tensors
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -76,7 +77,7 @@ class _TrainedRest(Exporter):
     n_parameters = None
 
     def __init__(self, path: str, model: nn.Module, adapted: list[str]) -> None:
-        self._path = path
+        self._path, self._base_dir = path, hf_assets.base_dir_of(model)
         self._names = {
             name
             for name, tensor in module_tensors(model)
@@ -100,6 +101,4 @@ class _TrainedRest(Exporter):
         return None
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        return []
+        return [] if tokenizer is None else write_tokenizer(folder, tokenizer, self._base_dir)

@@ -13,6 +13,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora.adapter import adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.merge import MergedExporter
@@ -149,7 +150,7 @@ class LlavaHuggingFaceExporter(HuggingFaceExporter):
     def _write_processor(self, folder: Path) -> list[str]:
         """Write the files of LlavaProcessor's ``save_pretrained``, without building an image processor."""
         vision_base = self._parts['visual_encoder'].base_dir
-        preprocessor = hf_assets.base_file(vision_base, 'preprocessor_config.json')
+        preprocessor = base_file(vision_base, 'preprocessor_config.json')
         if preprocessor is None:
             return [f'no processor was written: {vision_base!r}, the visual encoder, has no preprocessor_config.json']
         shutil.copyfile(preprocessor, folder / 'preprocessor_config.json')

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
 from xhf_hooks.exporters.lora.merge import base_path
 from xhf_hooks.exporters.weight_conversion import convert_specs
@@ -149,7 +149,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
         files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
         missing = []
         for name in sorted(files):
-            path = hf_assets.base_file(self.base_dir, name)
+            path = base_file(self.base_dir, name)
             if path is None:
                 missing.append(name)
             elif not (folder / name).exists():

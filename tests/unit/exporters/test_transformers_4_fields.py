@@ -1,0 +1,91 @@
+"""The fields of config.json for transformers 4: what is added, and that transformers 5 reads the same as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.config_fields import config_fields
+from tests.helpers.zoo import build
+from tests.unit.exporters.test_hf_assets import written
+
+pytestmark = pytest.mark.modern_only
+
+FREQUENCIES = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 16}
+LLAMA_3 = {'rope_type': 'llama3', 'factor': 8.0, **FREQUENCIES}
+YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 16, 'beta_fast': 16}
+LINEAR, DYNAMIC = ({'rope_type': kind, 'factor': 2.0} for kind in ('linear', 'dynamic'))
+SHORT_AND_LONG = {'short_factor': [1.0, 1.5, 2.0, 2.5, 3.0], 'long_factor': [2.0] * 5}
+LONG = {'type': 'longrope', **SHORT_AND_LONG}
+SECTIONS = {'type': 'mrope', 'rope_type': 'default', 'mrope_section': [1, 2, 2]}
+
+#: Family, changes of ``rope_parameters``, what is added beside theta.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    'default': ('qwen2', {}, {}),
+    'llama3': ('llama', LLAMA_3, {'rope_scaling': LLAMA_3}),
+    'yarn': ('qwen2', YARN, {'rope_scaling': YARN}),
+    'linear': ('llama', LINEAR, {'rope_scaling': LINEAR}),
+    'dynamic': ('qwen2', DYNAMIC, {'rope_scaling': DYNAMIC}),
+    'longrope': ('phi3', {'rope_type': 'longrope', **LONG}, {'rope_scaling': LONG}),
+    'other names': ('gpt_neox', {'partial_rotary_factor': 0.5}, {'rotary_pct': 0.5}),
+    'part': ('llava', LINEAR, {'rope_scaling': LINEAR}),
+    'sections': ('qwen2_vl', {}, {'rope_scaling': SECTIONS}),
+}
+
+
+def saved(folder: Path, family: str, **rope: Any) -> tuple[dict[str, Any], list[str]]:
+    """The fields that were added to the (text) config, and the warnings; the class must read what it read before."""
+    folder.mkdir(exist_ok=True)
+    model = build(family)
+    text = model.config.get_text_config()
+    text.rope_parameters = {**text.rope_parameters, **rope}
+    text.standardize_rope_params()
+    warnings = written(folder / 'found', model)
+    model.save_pretrained(folder / 'expected')
+    read = [type(model.config).from_pretrained(folder / name).to_dict() for name in ('found', 'expected')]
+    assert read[0] == read[1]
+    fields, before = config_fields(folder / 'found'), config_fields(folder / 'expected')
+    assert config_fields(folder / 'found', folder / 'expected') == before
+    fields, before = fields.get('text_config', fields), before.get('text_config', before)
+    return {name: value for name, value in fields.items() if name not in before}, warnings
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_one_rope(case, tmp_path):
+    family, rope, added = CASES[case]
+    theta = 'rotary_emb_base' if family == 'gpt_neox' else 'rope_theta'
+    assert saved(tmp_path, family, rope_theta=5e5, **rope) == ({theta: 5e5, **added}, [])
+
+
+def test_global_and_local_rope(tmp_path):
+    full, sliding = {**LINEAR, 'rope_theta': 5e5}, {'rope_type': 'default', 'rope_theta': 2e4}
+    added, warnings = saved(tmp_path, 'gemma3', full_attention=full, sliding_attention=sliding)
+    assert added == {'rope_theta': 5e5, 'rope_local_base_freq': 2e4, 'rope_scaling': LINEAR} and warnings == []
+
+
+def test_rope_that_transformers_4_has_no_words_for(tmp_path):
+    """A scaled local RoPE; a share that transformers 5 would read into another field; two names that disagree."""
+    full, sliding = {'rope_type': 'default', 'rope_theta': 5e5}, {**LINEAR, 'rope_theta': 2e4}
+    added, (warning,) = saved(tmp_path / 'local', 'gemma3_text', full_attention=full, sliding_attention=sliding)
+    assert added == {} and 'transformers 4 ignores rope_parameters' in warning
+    added, (warning,) = saved(tmp_path / 'share', 'phi3', partial_rotary_factor=0.6)
+    assert added == {} and 'Phi3Config' in warning
+    added, (warning,) = saved(tmp_path / 'names', 'qwen2_vl', **LINEAR)  # beside type='mrope'
+    assert added == {} and 'text_config.rope_parameters' in warning
+
+
+def test_a_field_that_is_there_is_not_replaced(tmp_path):
+    model = build('llama')
+    model.config.rope_theta = 7.0  # transformers 5 ignores it
+    (warning,) = written(tmp_path, model)
+    assert config_fields(tmp_path)['rope_theta'] == 7.0 and 'ignores rope_parameters' in warning
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'bert'])
+def test_without_rope_nothing_is_added(family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path / 'expected')
+    assert written(tmp_path / 'found', model) == []
+    assert (tmp_path / 'found/config.json').read_bytes() == (tmp_path / 'expected/config.json').read_bytes()
