@@ -3,17 +3,20 @@
 transformers 5 saves another class, other fields and fewer files than transformers 4 can read. Where training did not
 change the tokenizer, the files that it was loaded from are copied. Where it did, the fields that changed are written
 into the base's tokenizer_config.json. Either is taken only if the installed transformers loads the same tokenizer from
-it: one that saves the same files, byte for byte.
+it: one that saves the same files, byte for byte but for how it was loaded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from xhf_hooks.exporters.base_files import base_file, load_tokenizer
 from xhf_hooks.files.regular_files import open_regular, read_regular_text
@@ -27,6 +30,26 @@ _VOCABULARIES = (
 _OTHERS = (CONFIG, JSON, JINJA, 'added_tokens.json', 'special_tokens_map.json')
 _CLASSES = {'TokenizersBackend': 'PreTrainedTokenizerFast'}  # since transformers 5
 _EXTRA, _ADDITIONAL, _DECODER = 'extra_special_tokens', 'additional_special_tokens', 'added_tokens_decoder'
+#: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
+_OF_LOADING = ('is_local', 'local_files_only')
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What was written of a tokenizer.
+
+    Attributes:
+        made_from: Digest of what the tokenizer itself saves, and of where its base is.
+        files: Content by name.
+    """
+
+    made_from: str
+    files: Mapping[str, bytes]
+    warnings: tuple[str, ...]
+
+
+#: What was last written of each tokenizer: proving it takes seconds with large vocabularies, and each save writes it.
+_WRITTEN: WeakKeyDictionary[Any, _Written] = WeakKeyDictionary()
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
@@ -44,11 +67,21 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
         tokenizer.save_pretrained(folder)  # a processor, or custom code
         return []
     with TemporaryDirectory() as temporary:
-        return _Writing(tokenizer, base_dir, Path(temporary)).into(folder)
+        place = Path(temporary)
+        tokenizer.save_pretrained(place / 'saved')
+        made_from = _digest({'': base_dir.encode(), **_contents(place / 'saved')})
+        written = _WRITTEN.get(tokenizer)
+        if written is None or written.made_from != made_from:
+            form, *warnings = _Writing(tokenizer, base_dir, place).chosen(folder)
+            written = _WRITTEN[tokenizer] = _Written(made_from, _contents(form), tuple(warnings))
+    for name, content in written.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return list(written.warnings)
 
 
 class _Writing:
-    """One tokenizer, saved below ``place`` as it is, and as a new one from its base would be."""
+    """One tokenizer, saved in ``place`` as it is, and as a new one from its base would be."""
 
     def __init__(self, tokenizer: Any, base_dir: str, place: Path) -> None:
         import transformers
@@ -57,26 +90,24 @@ class _Writing:
         own = getattr(tokenizer, 'name_or_path', None)
         self._base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
         self._saved, self._base_saved = place / 'saved', place / 'base'
-        tokenizer.save_pretrained(self._saved)
         self._has_base = self._save(lambda: load_tokenizer(self._base_dir, trust_remote_code=False), self._base_saved)
         self._saves_otherwise = hasattr(transformers, 'TokenizersBackend')
 
-    def into(self, folder: Path) -> list[str]:
-        """Move the first form that is proven into ``folder``."""
-        unchanged = self._has_base and _contents(self._saved) == _contents(self._base_saved)
+    def chosen(self, folder: Path) -> tuple[Any, ...]:
+        """The first form that is proven beside the config.json in ``folder``, and warnings."""
+        unchanged = self._has_base and _comparable(self._saved) == _comparable(self._base_saved)
         if unchanged and self._is_proven(self._copied(), folder):
-            return _move(self._place / 'copied', folder)
+            return (self._place / 'copied',)
         if self._saves_otherwise and self._has_base and self._is_proven(self._in_words_of_base(), folder):
-            return _move(self._place / 'words', folder)
+            return (self._place / 'words',)
         config = json.loads((self._saved / CONFIG).read_text(encoding='utf-8'))
         older = _in_older_words({**config, **self._template(config)})
         if not self._saves_otherwise or older == config:
-            return _move(self._saved, folder)
+            return (self._saved,)
         if self._is_proven(self._with_config('older', older), folder):
-            return _move(self._place / 'older', folder)
+            return (self._place / 'older',)
         kind = config['tokenizer_class']
-        warning = f'transformers 4 may not read the tokenizer: transformers 5 needs the class {kind}'
-        return _move(self._saved, folder, warning)
+        return self._saved, f'transformers 4 may not read the tokenizer: transformers 5 needs the class {kind}'
 
     def _save(self, load: Callable[[], Any], place: Path) -> bool:
         """Whether a tokenizer can be loaded and saved. It is only compared: any failure counts as another tokenizer."""
@@ -96,7 +127,7 @@ class _Writing:
         if (folder / 'config.json').exists():  # AutoTokenizer also reads the model's type
             shutil.copyfile(folder / 'config.json', beside / 'config.json')
         loaded = self._save(lambda: load_tokenizer(str(beside), trust_remote_code=False), again)
-        return loaded and _contents(again) == _contents(self._saved)
+        return loaded and _comparable(again) == _comparable(self._saved)
 
     def _copied(self) -> Path:
         form = self._place / 'copied'
@@ -197,9 +228,16 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files(folder)}
 
 
-def _move(form: Path, folder: Path, *warnings: str) -> list[str]:
-    for path in _files(form):
-        target = folder / path.relative_to(form)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
-    return list(warnings)
+def _comparable(folder: Path) -> dict[str, Any]:
+    """The contents, without what depends on how the tokenizer was loaded."""
+    found: dict[str, Any] = _contents(folder)
+    if CONFIG in found:
+        found[CONFIG] = {name: value for name, value in json.loads(found[CONFIG]).items() if name not in _OF_LOADING}
+    return found
+
+
+def _digest(contents: Mapping[str, bytes]) -> str:
+    sha = hashlib.sha256()
+    for name, content in contents.items():
+        sha.update(f'{name}\0{len(content)}\0'.encode() + content)
+    return sha.hexdigest()
