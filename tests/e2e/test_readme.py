@@ -56,7 +56,6 @@ COMMANDS = {
         'xhf-verify work_dirs/run/iter_500.pth s3://bucket/run',
     ],
     'reliability.md': LONG_RUNS,
-    'security.md': [f'python tools/fuzz.py {what} --mutants 10000' for what in ('convert', 'verify')],
     'performance.md': [*BENCHMARKS[:6], XTUNERS, *BENCHMARKS[6:], 'python tools/bench.py all --out docs/bench'],
     # tools/env.sh does the same, which every test needs, and tests/unit/test_versions.py
     'versions.md': [

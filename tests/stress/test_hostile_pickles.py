@@ -1,4 +1,4 @@
-"""The hostile pickles of tests/unit/sources/test_safe_pickle.py do what they are for, so that its tests can fail."""
+"""The hostile pickles of tests/unit/sources/test_unpickler.py do what they are for, so that its tests can fail."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from xhf_hooks.errors import ChangedError, CheckpointError
 from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format.dtypes import TORCH_DTYPES, count_overflows
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.pieces import Piece, StoredTensor
+from xhf_hooks.sources.pieces import Piece
 
 #: Elements that are cast at once: few enough to stay in a core's cache.
 _CHUNK = 1 << 18
@@ -52,20 +52,17 @@ class PieceReader:
         start: int,
         out: torch.Tensor,
         through: torch.dtype | None = None,
-        *,
-        beside: StoredTensor | None = None,
     ) -> int:
         """Fill ``out`` (flat) from the tensor that the pieces make up, beginning with element ``start``.
 
         Args:
             through: Round to this dtype first.
-            beside: The tensor whose fp32 copy the pieces are. Their values, rounded, must equal its trained values.
 
         Returns:
             The number of finite elements that became infinite.
 
         Raises:
-            CheckpointError: A file is missing or cannot be read, or two files disagree.
+            CheckpointError: A file is missing or cannot be read.
             ChangedError: A file has become shorter.
         """
         overflows = 0
@@ -80,25 +77,8 @@ class PieceReader:
                 part = self._elements(piece, first, count, 'part')
                 target.copy_(part if through in (None, part.dtype, target.dtype) else part.to(through))
                 overflows += count_overflows(part, target)
-            if beside is not None:
-                self._require_rounded(part, start + done, beside)
             done += count
         return overflows
-
-    def _require_rounded(self, copy: torch.Tensor, start: int, tensor: StoredTensor) -> None:
-        """Check that the copy from element ``start`` on, rounded, equals the tensor's trained values."""
-        done = 0
-        for piece, first, count in _ranges(tensor.trained, start, copy.numel()):
-            trained = self._elements(piece, first, count, 'trained')
-            rounded = copy[done : done + count].to(trained.dtype)
-            if not _same_bits(rounded, trained):
-                ends = accumulate(piece.numel for piece in tensor.copy or ())
-                wrong = next(p for p, end in zip(tensor.copy or (), ends, strict=True) if end > start + done)
-                raise CheckpointError(
-                    f'{wrong.file}: {tensor.name} is not what {tensor.trained[0].file.name} says: '
-                    f'of another iteration, or of another rank; put the files of one save together'
-                )
-            done += count
 
     def _elements(self, piece: Piece, first: int, count: int, buffer: str) -> torch.Tensor:
         """A copy of the elements, in this thread's buffer with that name or in new memory."""
@@ -193,12 +173,3 @@ def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[P
 def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
     """Number of elements from the first to the last one of a strided view."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two 16-bit or fp32 tensors have the same bits; all NaN values count as equal."""
-    bits = torch.int32 if one.dtype == torch.float32 else torch.int16
-    if torch.equal(one.view(bits), other.view(bits)):
-        return True
-    differ = one.view(bits) != other.view(bits)
-    return bool((one[differ].isnan() & other[differ].isnan()).all())

@@ -49,8 +49,6 @@ class StoredTensor:
         dtype: The dtype of training.
         trained: Pieces with the trained values. They may be the pieces of the fp32 master, to be cast.
         master: Pieces of the fp32 master copy; None if there is none.
-        copy: Pieces of a second copy of the values, in fp32: the master or, in fp32 training, the optimizer's copy.
-            None if there is no second copy.
     """
 
     name: str
@@ -59,7 +57,6 @@ class StoredTensor:
     trained: tuple[Piece, ...]
     master: tuple[Piece, ...] | None = None
     aliases: tuple[str, ...] = ()
-    copy: tuple[Piece, ...] | None = None
 
     @property
     def numel(self) -> int:

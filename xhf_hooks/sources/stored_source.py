@@ -75,4 +75,4 @@ class StoredSource(FileSource):
         stored = self._tensors[name]
         if not use_fp32_master or stored.master is None:
             return self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
-        return self._reader.read_into(stored.master, start, out, beside=stored if stored.copy else None)
+        return self._reader.read_into(stored.master, start, out)

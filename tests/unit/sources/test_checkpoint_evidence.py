@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
+ONE_RUN = 'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
 BY_NAME = 'not verifiable: only the file names say which rank wrote which file'
 MODEL = 'mp_rank_00_model_states.pt'
 FROZEN = {'frozen': torch.randn(6, 2).half()}
@@ -85,57 +85,9 @@ def test_files_without_a_name_are_read_and_told_of(tmp_path, stage, old_format):
         for file in folder.iterdir():
             torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
     source = open_checkpoint(folder)
-    assert source.unproven == (() if stage < 3 else (BY_NAME,))
+    assert source.unproven == (ONE_RUN, BY_NAME)
     assert_same_tensors(read_all(source), made.as_trained)
-    assert open_checkpoint(made.write(tmp_path / 'x')).unproven == ()
-
-
-@pytest.mark.parametrize('world_size', [2, 3, 8])
-@pytest.mark.parametrize('sub_group', [10**9, 7])
-def test_at_zero3_padding_tells_the_last_rank(tmp_path, world_size, sub_group):
-    made = MadeCheckpoint(stage=3, world_size=world_size, sub_group=sub_group)
-    folder = made.write(tmp_path / 'x')
-    forget_names(folder)
-    assert_same_tensors(read_all(open_checkpoint(folder)), made.as_trained)
-    swap(folder, optim(0), optim(world_size - 1))
-    assert 'has that of this rank: they are swapped' in refusal(folder)
-
-
-def test_at_zero3_a_padding_that_proves_nothing_is_no_error(tmp_path):
-    """Moments of L2 regularisation, of memory that was never set, and of no gradient at all."""
-    folder = MadeCheckpoint(stage=3, world_size=2).write(tmp_path / 'x')
-
-    def fill(state: dict[str, Any], value: float) -> None:
-        for entry in state['optimizer_state_dict']['optimizer_state_dict']['state'].values():
-            entry['exp_avg_sq'].fill_(value)
-
-    for value in (88.0, 0.0):
-        edit(folder, '*optim_states.pt', partial(fill, value=value), nameless=True)
-        read_all(open_checkpoint(folder))
-
-
-def test_rank_0_alone_lists_what_is_tied(tmp_path):
-    made = MadeCheckpoint(stage=3, shared={'head.alias': 'embed.weight'}, frozen=FROZEN)
-    folder = made.write(tmp_path / 'x')
-    edit(folder, model3(1), lambda state: state['shared_params'].clear())
-    forget_names(folder)
-    open_checkpoint(folder)
-    swap(folder, model3(0), model3(1))
-    assert f'{model3(1)}: is the file of rank 0' in refusal(folder)
-
-
-@pytest.mark.parametrize('stage', [1, 2])
-@pytest.mark.parametrize('groups', [None, 'two'])
-def test_slices_that_a_rank_records(tmp_path, stage, groups):
-    """Where the model file lacks the weights, nothing else tells."""
-    names = list(some_weights())
-    made = MadeCheckpoint(stage=stage, world_size=3, groups=groups and [names[:2], names[2:]])
-    folder = made.write(tmp_path / 'x')
-    forget_names(folder)
-    edit(folder, MODEL, lambda state: state['module'].clear(), nameless=True)
-    assert_same_tensors(read_all(open_checkpoint(folder), use_fp32_master=True), dict(made.masters))
-    swap(folder, optim(0), optim(1))
-    assert 'holds another part of' in refusal(folder)
+    assert open_checkpoint(made.write(tmp_path / 'x')).unproven == (ONE_RUN,)
 
 
 def other_run(folder: Path, name: str, **options: Any) -> Path:
@@ -144,34 +96,22 @@ def other_run(folder: Path, name: str, **options: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ('options', 'words'),
-    [
-        ({'lr': 2e-3}, 'settings of the optimizer'),
-        ({'skipped': 1, 'optimizer_step': 5}, 'state of the loss scaler'),
-        ({'dtype': torch.bfloat16}, 'fp16.enabled in ds_config False'),
-        ({'optimizer_step': 4}, 'optimizer step 4'),
-    ],
-)
 @pytest.mark.parametrize('stage', [1, 3])
-def test_one_rank_of_another_run(tmp_path, stage, options, words):
+def test_one_rank_of_another_step(tmp_path, stage):
     folder = MadeCheckpoint(stage=stage, world_size=2).write(tmp_path / 'x')
-    message = refusal(other_run(folder, optim(1), stage=stage, world_size=2, **options))
-    assert words in message and f'{folder / optim(1)}: has' in message
+    message = refusal(other_run(folder, optim(1), stage=stage, world_size=2, optimizer_step=4))
+    assert 'optimizer step 4' in message and f'{folder / optim(1)}: has' in message
 
 
-def test_model_and_optimizer_files_of_other_configs(tmp_path):
-    folder = MadeCheckpoint(stage=3).write(tmp_path / 'x')
-    edit(folder, '*optim_states.pt', lambda state: state['ds_config'].update(gradient_clipping=0.5))
-    assert 'gradient_clipping in ds_config' in refusal(folder)
-
-
-def test_every_count_is_compared(tmp_path):
-    folder = MadeCheckpoint(stage=3, sub_group=20).write(tmp_path / 'x')
-    edit(
-        folder, optim(1), lambda s: s['optimizer_state_dict']['optimizer_state_dict']['state'][2].update(step=3)
-    )  # fmt: skip
-    assert 'other numbers of optimizer steps' in refusal(folder)
+@pytest.mark.parametrize('stage', [1, 3])
+def test_one_rank_of_another_run_of_as_many_steps(tmp_path, stage):
+    """No file tells; the user is told what could not be checked."""
+    made = MadeCheckpoint(stage=stage, world_size=2)
+    folder = other_run(made.write(tmp_path / 'x'), optim(1), stage=stage, world_size=2, masters=some_weights(seed=1))
+    source = open_checkpoint(folder)
+    assert source.unproven == (ONE_RUN,)
+    found = read_all(source, use_fp32_master=True)
+    assert any(not torch.equal(tensor, made.masters[name]) for name, tensor in found.items())
 
 
 def test_optimizer_files_of_an_earlier_step(tmp_path):
@@ -210,7 +150,7 @@ def test_accumulated_gradients_after_load_from(tmp_path):
 
 def test_a_run_that_was_resumed_without_its_optimizer(tmp_path):
     """Legal in plain DeepSpeed (``load_optimizer_states=False``), and the same as files of an earlier step."""
-    for stage in (1, 2):  # where the weights themselves are compared
+    for stage in (1, 2):  # where the model file has the weights
         made = MadeCheckpoint(stage=stage, step=9, optimizer_step=2)
         assert_same_tensors(read_all(open_checkpoint(made.write(tmp_path / f'{stage}'))), made.as_trained)
     made = MadeCheckpoint(stage=3, step=9, optimizer_step=2)
@@ -246,7 +186,7 @@ def test_what_is_not_recorded_is_no_error(tmp_path, stage, spoil):
 
 
 def test_an_optimizer_that_counts_no_steps(tmp_path):
-    """At ZeRO-3 the user is told; elsewhere the weights themselves tell."""
+    """The user is told."""
     for stage in (1, 3):
         folder = MadeCheckpoint(stage=stage).write(tmp_path / f'{stage}')
         edit(
@@ -262,74 +202,4 @@ def test_an_optimizer_that_counts_no_steps(tmp_path):
             ),
         )
         source = open_checkpoint(folder)
-        assert [line for line in source.unproven if 'counts no steps' in line] == list(source.unproven)
-        assert bool(source.unproven) == (stage == 3)
-
-
-@pytest.mark.parametrize('stage', [1, 2])
-def test_of_fp32_training_the_optimizer_has_the_same_weights(tmp_path, stage):
-    made = MadeCheckpoint(stage=stage, dtype=torch.float32)
-    folder = made.write(tmp_path / 'x')
-    assert_same_tensors(read_all(open_checkpoint(folder)), made.as_trained)
-    edit(folder, MODEL, lambda state: state['module']['b.weight'].mul_(1.001))
-    assert 'b.weight is not what mp_rank_00_model_states.pt says' in refusal(folder)
-
-
-def large(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(numel, generator=generator) for name, numel in (('a', 300_000), ('b', 7), ('c', 40_000))}
-
-
-@pytest.mark.parametrize('world_size', [2, 3, 8])
-def test_every_ranks_part_of_every_tensor_is_looked_at(tmp_path, world_size):
-    """Where one tensor spans all ranks, and its start is right."""
-    made = MadeCheckpoint(masters=large(), stage=1, world_size=world_size, dtype=torch.bfloat16)
-    folder = made.write(tmp_path / 'x')
-    forget_names(folder)
-    edit(
-        folder, '*optim_states.pt', lambda s: s['optimizer_state_dict'].pop('param_slice_mappings'), nameless=True
-    )  # fmt: skip
-    assert_same_tensors(read_all(open_checkpoint(folder), use_fp32_master=True), dict(made.masters))
-    other = MadeCheckpoint(masters=large(1), stage=1, world_size=world_size, dtype=torch.bfloat16)
-    for rank in range(world_size):
-        spoilt = shutil.copytree(folder, tmp_path / f'rank {rank}')
-        shutil.copy(other.write(tmp_path / f'other {rank}') / optim(rank), spoilt / optim(rank))
-        assert f'{spoilt / optim(rank)}: ' in refusal(spoilt) and MODEL in refusal(spoilt)
-
-
-def test_all_that_is_read_is_compared(tmp_path):
-    """One number in a place that nothing looks at when the checkpoint is opened."""
-    made = MadeCheckpoint(masters=large(), stage=1, world_size=2, dtype=torch.bfloat16)
-    folder = made.write(tmp_path / 'x')
-
-    def change(state: dict[str, Any]) -> None:
-        state['optimizer_state_dict']['single_partition_of_fp32_groups'][0][90_000] *= 1.01
-
-    edit(folder, optim(1), change)
-    source = open_checkpoint(folder)
-    assert_same_tensors(read_all(source), made.as_trained)
-    with pytest.raises(CheckpointError, match='a is not what mp_rank_00_model_states') as caught:
-        read_all(source, use_fp32_master=True)
-    assert str(folder / optim(1)) in str(caught.value)
-    out = torch.empty(1000)
-    data = memoryview(out.view(torch.uint8).numpy())
-    assert source.read_into('a', 200_000, data, 'F32', use_fp32_master=True) == 0  # elsewhere in that tensor
-    assert torch.equal(out, made.masters['a'][200_000:201_000])
-
-
-def test_all_bit_patterns_are_what_they_round_to(tmp_path):
-    """Not-a-numbers of any kind are alike; zeros of either sign are not."""
-    special = torch.tensor([float('nan'), float('inf'), -float('inf'), -0.0, 0.0, 1e-45, 70000.0, 3.4e38, -1e-30])
-    patterns = torch.arange(-(2**31), 2**31, 40_009, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    for dtype in (torch.float16, torch.bfloat16):
-        made = MadeCheckpoint(masters={'w': torch.cat([special, patterns])}, stage=2, dtype=dtype)
-        folder = made.write(tmp_path / str(dtype))
-
-        def other_nans(state: dict[str, Any]) -> None:
-            weights = state['module']['w']
-            weights[weights.isnan()] = weights.view(torch.int16)[0:1].bitwise_xor(1).view(weights.dtype)
-
-        edit(folder, MODEL, other_nans)
-        assert len(read_all(open_checkpoint(folder), use_fp32_master=True, damaged=True)) == 1
-        edit(folder, MODEL, lambda state: state['module']['w'][4].neg_())
-        assert 'w is not what' in refusal(folder)
+        assert 'counts no steps' in source.unproven[-1]

@@ -5,7 +5,7 @@
     source.specs()                                as for any source
     source.read_into('llm.lm_head.weight', 0, buffer, 'BF16', use_fp32_master=False)
 
-Executes nothing from a checkpoint (:mod:`.safe_pickle`) and does not import DeepSpeed.
+Executes nothing from a checkpoint (:mod:`.unpickler`) and does not import DeepSpeed.
 """
 
 from __future__ import annotations

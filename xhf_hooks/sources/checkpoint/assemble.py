@@ -97,8 +97,7 @@ def _assemble(
             dtype = next((_dtype(file, n, state_dict[n]) for n in names if n in state_dict), trained_dtype)
         fp32 = master.pieces if master is not None and master.dtype == _MASTER else None
         pieces = fp32 if dtype in _ROUNDED else None
-        copy = fp32 if region is not master and dtype in (_MASTER, *_ROUNDED) else None
-        found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:]), copy))
+        found.append(StoredTensor(name, region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
     return Assembled(tuple(found), tuple(named_only))
 
 

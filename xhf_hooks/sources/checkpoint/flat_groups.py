@@ -96,34 +96,6 @@ def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[Sequence[LazyTensor]
     return {part.name: _sliced_region(vectors, part.position, part.shape) for part in slices}
 
 
-def zero3_first_slices(shapes: Sequence[Shapes], groups: Sequence[LazyTensor], n_ranks: int) -> Regions:
-    """Locate rank 0's slice of each parameter at ZeRO-3: its first ceil(numel / ranks) elements.
-
-    Raises:
-        CheckpointError: Elements are missing or left over.
-    """
-    slices = zero3_slices(shapes, n_ranks)
-    vector = _zero3_vector(groups, slices, n_ranks)
-    return {
-        part.name: Region((part.numel,), vector.dtype, vector.pieces(part.position, part.position + part.numel))
-        for part in slices
-    }
-
-
-def zero3_paddings(shapes: Sequence[Shapes], n_ranks: int, most: int) -> list[list[tuple[int, int]]]:
-    """Element ranges of padding in each rank's vector at ZeRO-3, at most ``most`` elements per rank."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
-    left = [most] * n_ranks
-    for part in zero3_slices(shapes, n_ranks):
-        numel = math.prod(part.shape)
-        for rank in range(numel // part.numel if part.numel else n_ranks, n_ranks):
-            start = max(0, numel - rank * part.numel)
-            if start < part.numel <= start + left[rank]:
-                found[rank].append((part.position + start, part.position + part.numel))
-                left[rank] -= part.numel - start
-    return found
-
-
 def fragments_region(name: str, shape: tuple[int, ...], fragments: Sequence[LazyTensor]) -> Region:
     """Locate a frozen parameter at ZeRO-3: a slice in each rank's model file.
 

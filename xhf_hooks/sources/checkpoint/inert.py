@@ -1,43 +1,58 @@
-"""Passive placeholders for objects of a pickle that are neither plain data nor tensors."""
+"""Passive stand-ins for what a pickle names: neither is anything imported, nor anything of the pickle called."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
-    """The name of an importable object in a pickle. It is never imported."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f'{self.module}.{self.name}'
+class UnsafePickle(Exception):
+    """The pickle is damaged, or was not written by torch.save."""
 
 
 class Inert:
     """An object of a pickle, as data: its constructor and arguments.
 
     Attributes:
-        made_by: The constructor's name.
-        args: Its arguments.
+        args: Arguments of the constructor.
         state: The argument of ``__setstate__`` or update of ``__dict__``; None if there is none.
         items: Items appended to it.
         entries: Entries set on it.
     """
 
-    __slots__ = ('args', 'entries', 'items', 'made_by', 'state')
+    __slots__ = ('args', 'entries', 'items', 'state')
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+    entries: dict[Any, Any]
 
-    def __init__(self, made_by: Global, args: tuple[Any, ...]) -> None:
-        self.made_by = made_by
-        self.args = args
-        self.state: Any = None
-        self.items: list[Any] = []
-        self.entries: dict[Any, Any] = {}
+    def __new__(cls, *args: Any, **keywords: Any) -> Inert:
+        made = super().__new__(cls)
+        made.args, made.state, made.items, made.entries = args, keywords or None, [], {}
+        return made
+
+    # What pickle does with an object after making it
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.entries[key] = value
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self.items.extend(items)
+
+    add = append
+
+    @property
+    def made_by(self) -> Global:
+        """The constructor's name."""
+        return type(self)  # type: ignore[return-value]
 
     def __repr__(self) -> str:
         return f'<{self.made_by}>'  # the data may be huge
@@ -50,33 +65,49 @@ class Inert:
         return self.made_by, self.args, self.state, self.items, self.entries
 
 
+class Global(type):
+    """The name of an importable object in a pickle. As a class, it makes :class:`Inert` objects of its own.
+
+    pickle insists on a class wherever it makes an object by ``__new__``.
+    """
+
+    module: str
+    name: str
+
+    def __new__(mcs, module: str, name: str) -> Global:
+        return super().__new__(mcs, 'Inert', (Inert,), {'__slots__': (), 'module': module, 'name': name})
+
+    def __init__(cls, module: str, name: str) -> None:
+        super().__init__('Inert', (Inert,), {})
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, Global) and (cls.module, cls.name) == (other.module, other.name)
+
+    def __hash__(cls) -> int:
+        return hash((cls.module, cls.name))
+
+    def __str__(cls) -> str:
+        return f'{cls.module}.{cls.name}'
+
+
 _DEEPEST_DATA = 50
-#: A file of 100,000 parameters has about 500,000, with their shapes.
-_MOST_DATA = 2_000_000
-_NUMBER_KEY_PARTS = 30  # extra parts per number key: their hashes may collide (see limits.py)
 
 
 def as_data(value: Any, where: str) -> Any:
     """Copy a value of a pickle to a plain tree without shared containers, so that ``==`` takes linear time.
 
-    A pickle may refer to one list many times, or put it into itself; each reference becomes a copy. Dict subclasses
-    become plain dicts: MMEngine's ConfigDict is pickled as ``ConfigDict({...})`` (mmengine ``config/config.py``,
-    ``__reduce_ex__``). Other objects become ``(class, args, state, items, entries)``: two :class:`Inert` are never
-    equal. Sets, class names and tensors are kept.
+    Dict subclasses become plain dicts: MMEngine's ConfigDict is pickled as ``ConfigDict({...})`` (mmengine
+    ``config/config.py``, ``__reduce_ex__``). Other objects become ``(class, args, state, items, entries)``: two
+    :class:`Inert` are never equal. Sets, class names and tensors are kept.
 
     Args:
         where: File and field, for messages.
 
     Raises:
-        CheckpointError: It contains itself, is nested deeper than 50 levels, or has more than 2 million parts.
+        CheckpointError: It contains itself, or is nested deeper than 50 levels.
     """
-    left = _MOST_DATA
 
     def copy(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise CheckpointError(f'{where}: has more than {_MOST_DATA} parts; take another checkpoint')
         if depth > _DEEPEST_DATA:
             raise CheckpointError(
                 f'{where}: nested deeper than {_DEEPEST_DATA} levels, or contains itself; take another checkpoint'
@@ -84,7 +115,6 @@ def as_data(value: Any, where: str) -> Any:
         if isinstance(value, Inert):
             value = value.plain()
         if isinstance(value, dict):
-            left -= _NUMBER_KEY_PARTS * sum(type(key) is not str for key in value)
             return {key: copy(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([copy(item, depth + 1) for item in value])

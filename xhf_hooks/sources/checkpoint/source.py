@@ -15,7 +15,6 @@ from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.flat_groups import zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
-from xhf_hooks.sources.checkpoint.rounded import require_rounded
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
@@ -77,7 +76,6 @@ class CheckpointSource(StoredSource):
         if not self._tensors:
             raise CheckpointError(f'{found.path}: holds no weights; take another checkpoint')
         self._check_sizes()
-        require_rounded(self._tensors.values(), self._reader)
         if assembled.named_only:
             shown = ', '.join(assembled.named_only[:_SHOWN])
             self.warnings.append(
@@ -124,17 +122,15 @@ class CheckpointSource(StoredSource):
         models = [load_model_state(file) for file in self.found.model_files]
         optims = [load_optim_state(file) for file in self.found.optim_files]
         universal = self.found.layout == 'universal'
-        require_one_save(
-            models, optims, self._reader, optimizer_restarted=self._optimizer_restarted, universal=universal
-        )
-        self.unproven = unproven(models, optims)
+        require_one_save(models, optims, optimizer_restarted=self._optimizer_restarted, universal=universal)
+        self.unproven = unproven(optims, universal=universal)
         self._never_trained = _never_trained(models[0])
         stage, n_ranks = _stage_and_ranks(models, optims)
         version = models[0].evidence.version
         self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': version}
         groups = [optim.groups for optim in optims]
         if universal:
-            assembled = load_universal(self.found, models, self._reader, optimizer_restarted=self._optimizer_restarted)
+            assembled = load_universal(self.found, models, optimizer_restarted=self._optimizer_restarted)
         elif not optims:
             masters, warning = stage0_masters(models[0], self._reader)
             self.warnings += [warning] if warning else []

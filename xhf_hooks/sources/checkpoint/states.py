@@ -6,21 +6,44 @@ Keys: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoi
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.files.regular_files import open_regular
 from xhf_hooks.format.strict_json import is_count
-from xhf_hooks.sources.checkpoint.evidence import ModelEvidence, OptimEvidence, model_evidence, optim_evidence
 from xhf_hooks.sources.checkpoint.inert import as_data, as_int
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
-from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file, zip_root
 
 Shapes = dict[str, tuple[int, ...]]
 _PARTITIONS = 'single_partition_of_fp32_groups'
 _FLAT_KEYS = {0: _PARTITIONS, 1: _PARTITIONS, 2: _PARTITIONS, 3: 'fp32_flat_groups'}
+
+
+_UNPACKED = {'F32': '<f', 'F64': '<d', 'I32': '<i', 'I64': '<q'}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a file says of the save that it belongs to; None for what it does not say.
+
+    Attributes:
+        saved_as: The original file name, without ``.pt``.
+        version: Version of DeepSpeed.
+        steps: Optimizer steps. In a model file, with skipped ones; they go on when only the weights are loaded.
+        skipped: Steps that were skipped because of overflow.
+        iteration: MMEngine's iteration. Restarts when only the weights are loaded.
+    """
+
+    saved_as: str | None
+    version: str | None
+    steps: float | None
+    skipped: int | None = None
+    iteration: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,7 @@ class ModelState:
     frozen_shapes: Shapes
     fragments: dict[str, LazyTensor]
     shared: dict[str, str]
-    evidence: ModelEvidence
+    evidence: Evidence
 
     @property
     def trained_dtype(self) -> str | None:
@@ -63,7 +86,7 @@ class OptimState:
     world_size: int
     groups: tuple[LazyTensor, ...]
     paddings: tuple[tuple[int, ...], ...] | None
-    evidence: OptimEvidence
+    evidence: Evidence
 
 
 def trained_dtype(ds_config: Any) -> str | None:
@@ -104,7 +127,7 @@ def load_model_state(file: Path) -> ModelState:
         _shapes(file, frozen),
         _fragments(file, content.get('frozen_param_fragments')),
         _names(file, content.get('shared_params')),
-        model_evidence(file, content),
+        _evidence_of_model(file, content),
     )
 
 
@@ -138,8 +161,43 @@ def load_optim_state(file: Path) -> OptimState:
     paddings = as_data(state.get('param_alignment_paddings'), f'{file}: param_alignment_paddings')
     if paddings is not None:
         paddings = tuple(_sizes(file, group) for group in _sequence(file, paddings))
-    evidence = optim_evidence(file, content, state, 'optimizer_state_dict' if stage == 3 else 'base_optimizer_state')
+    steps = optimizer_steps(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state'))
+    evidence = Evidence(zip_root(file), _text(content.get('ds_version')), steps)
     return OptimState(file, stage, counts[0], groups, paddings, evidence)
+
+
+def _evidence_of_model(file: Path, content: Mapping[str, Any]) -> Evidence:
+    meta = content.get('meta')
+    return Evidence(
+        zip_root(file),
+        _text(content.get('ds_version')),
+        as_int(content.get('global_steps')),
+        as_int(content.get('skipped_steps')),
+        as_int(meta.get('iter')) if isinstance(meta, dict) else None,
+    )
+
+
+def optimizer_steps(base: Any) -> float | None:
+    """The steps that the base optimizer's state counts; parameters that were added later have fewer."""
+    entries = base.get('state') if isinstance(base, dict) else base
+    entries = list(entries.values()) if isinstance(entries, dict) else entries  # a list with elastic_checkpoint
+    entries = entries if isinstance(entries, list) else []
+    steps = [_number(entry.get('step')) for entry in entries if isinstance(entry, dict)]
+    return max((step for step in steps if step is not None), default=None)
+
+
+def _number(value: Any) -> float | None:
+    """A number, read from the file if it is a tensor."""
+    if isinstance(value, LazyTensor) and value.numel == 1 and value.dtype in _UNPACKED:
+        piece = value.piece()
+        with open_regular(piece.file) as file:
+            file.seek(piece.offset)
+            return float(struct.unpack(_UNPACKED[value.dtype], file.read(piece.nbytes))[0])
+    return float(value) if type(value) is float or as_int(value) is not None else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _shapes(file: Path, shapes: Any) -> Shapes:

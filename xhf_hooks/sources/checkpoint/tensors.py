@@ -14,15 +14,21 @@ from typing import Any
 from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.format.strict_json import is_count
-from xhf_hooks.sources.checkpoint.inert import Global
-from xhf_hooks.sources.checkpoint.limits import UnsafePickle
+from xhf_hooks.sources.checkpoint.inert import Global, UnsafePickle
 from xhf_hooks.sources.pieces import Piece
 
 _MAX_DIMS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class _OnlyFromItsArguments:
+    """Refuses what a pickle may do to an object once it is made."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafePickle(f'a state is given to a {type(self).__name__}')
+
+
+@dataclass(frozen=True)
+class Storage(_OnlyFromItsArguments):
     """Bytes of a file, viewed by tensors.
 
     Attributes:
@@ -37,8 +43,8 @@ class Storage:
     locate: Callable[[str], int]
 
 
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
+@dataclass(frozen=True)
+class LazyTensor(_OnlyFromItsArguments):
     """A tensor in a file. ``start`` is the offset in its storage, in elements."""
 
     storage: Storage
@@ -86,7 +92,7 @@ def make_storage(typename: Any, key: Any, numel: Any, file: Path, locate: Callab
     return Storage(file, key, code, numel * DTYPE_NBYTES[code] if code else 0, locate)
 
 
-def make_tensor(function: str, args: tuple[Any, ...]) -> LazyTensor:
+def make_tensor(function: str, *args: Any) -> LazyTensor:
     """The tensor that ``torch._utils`` would rebuild.
 
     Raises:

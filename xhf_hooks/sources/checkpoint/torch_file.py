@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: parses the pickle as data and locates the storages, without reading them.
+"""Files of ``torch.save``: reads the pickle as data and locates the storages, without reading them.
 
 Zip files (torch ``serialization.py``, ``_open_zipfile_writer``, ``_load``): one folder with ``data.pkl``, uncompressed
 ``data/<key>``, and ``byteorder``. Legacy files (``_legacy_load``): five pickles, then each storage as its number of
@@ -7,7 +7,10 @@ elements (8 bytes) and its bytes.
 
 from __future__ import annotations
 
+import io
+import os
 import struct
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.file_bytes import COPY_HINT, FileBytes
-from xhf_hooks.sources.checkpoint.limits import Budget, UnsafePickle
-from xhf_hooks.sources.checkpoint.safe_pickle import load_pickle
+from xhf_hooks.sources.checkpoint.inert import UnsafePickle
 from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
-from xhf_hooks.sources.checkpoint.zip_directory import BadZip, content_start, first_folder, read_directory
+from xhf_hooks.sources.checkpoint.unpickler import load_pickle
 
-#: The pickle of a checkpoint of 100,000 tensors takes about 40 MB.
-MAX_PICKLE_NBYTES = 256 * 10**6
+COPY_HINT = 'copy or download it again, or take another iteration'
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
-_HEAD_NBYTES = 20_000  # memory of the small pickles at the start of a legacy file
+_ZIP_MAGIC = b'PK\x03\x04'
+#: A part's local header (.ZIP File Format Specification 6.3, 4.3.7), up to the lengths of its name and extra field.
+_LOCAL = struct.Struct('<4s22xHH')
 
 
 def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
@@ -38,39 +41,24 @@ def load_torch_file(path: Path, window: tuple[int, int] | None = None) -> Any:
     Raises:
         CheckpointError: The file is missing, empty, truncated, damaged, or not of ``torch.save``.
     """
-    data = FileBytes(path) if window is None else FileBytes(path, *window)
-    with _refusals(path), data.opened():
-        if window is not None or first_folder(data) is not None:
-            return _ZipFile(path, data, window[0] if window else 0).load()
-        return _load_legacy(path, data)
-
-
-@contextmanager
-def _refusals(path: Path) -> Iterator[None]:
-    """Turn errors in the content into a CheckpointError with the path."""
-    try:
-        yield
-    except BadZip as error:
-        raise CheckpointError(f'{path}: not a valid zip file of torch.save: {error}; {COPY_HINT}') from error
-    except UnsafePickle as error:
-        raise CheckpointError(f'{path}: invalid or unsafe pickle: {error}; {COPY_HINT}') from error
+    with _opened(path, window) as file:
+        if window is not None or file.peek(4)[:4] == _ZIP_MAGIC:
+            return _ZipFile(path, file, window[0] if window else 0).load(file)
+        return _load_legacy(path, file)
 
 
 def load_pickle_file(path: Path) -> Any:
     """The object in a file of ``pickle.dump``. Executes nothing.
 
     Raises:
-        CheckpointError: The file is missing, empty, too large, damaged, or refers to storages.
+        CheckpointError: The file is missing, empty, damaged, or refers to storages.
     """
-    data = FileBytes(path)
-    if len(data) > MAX_PICKLE_NBYTES:
-        raise CheckpointError(f'{path}: has {len(data)} bytes; expected at most {MAX_PICKLE_NBYTES}')
 
     def persistent(pid: Any) -> Any:
         raise UnsafePickle('a persistent id, which only files of torch.save have')
 
-    with _refusals(path):
-        return load_pickle(data[:], persistent)[0]
+    with _opened(path) as file:
+        return load_pickle(file, persistent)
 
 
 def zip_root(path: Path) -> str | None:
@@ -83,44 +71,119 @@ def zip_root(path: Path) -> str | None:
     Raises:
         CheckpointError: The file can no longer be read.
     """
-    return first_folder(FileBytes(path))
+    with _opened(path) as file:
+        head = file.read(_LOCAL.size)
+        if len(head) < _LOCAL.size or head[:4] != _ZIP_MAGIC:
+            return None
+        return file.read(_LOCAL.unpack(head)[1]).partition(b'/')[0].decode(errors='replace')
+
+
+@contextmanager
+def _opened(path: Path, window: tuple[int, int] | None = None) -> Iterator[io.BufferedReader]:
+    """A file, or a window of it. Inside the block, errors in the content become a CheckpointError with the path."""
+    try:
+        fd = open_regular_fd(path)
+        try:
+            size = os.fstat(fd).st_size
+            start, nbytes = window or (0, size)
+            if not size:
+                raise CheckpointError(f'{path}: empty file; {COPY_HINT}')
+            if start + nbytes > size:
+                raise CheckpointError(f'{path}: truncated: expected {start + nbytes} bytes, found {size}; {COPY_HINT}')
+            yield io.BufferedReader(_Window(fd, start, nbytes))
+        finally:
+            os.close(fd)
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f'{path}: not a valid zip file of torch.save: {error}; {COPY_HINT}') from error
+    except UnsafePickle as error:
+        raise CheckpointError(f'{path}: invalid or unsafe pickle: {error}; {COPY_HINT}') from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f'{path}: cannot be read ({reason}); check its name and permissions') from error
+
+
+class _Window(io.RawIOBase):
+    """Consecutive bytes of an open file, as a file."""
+
+    def __init__(self, fd: int, start: int, nbytes: int) -> None:
+        self._fd, self._start, self._nbytes, self._at = fd, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if self._at < 0:
+            raise OSError(f'a position before the start: {self._at}')
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer)[: max(0, self._nbytes - self._at)]
+        count = os.preadv(self._fd, [room], self._start + self._at) if len(room) else 0
+        self._at += count
+        return count
 
 
 class _ZipFile:
-    """The zip archive ``data``, at byte ``start`` of the file ``path``."""
+    """The zip archive ``file``, which is at byte ``start`` of the file ``path``.
 
-    def __init__(self, path: Path, data: FileBytes, start: int = 0) -> None:
-        self._path, self._data, self._start = path, data, start
-        self._folder, self._parts = read_directory(data)
-        if 'data.pkl' not in self._parts:
+    Raises:
+        CheckpointError: It is not of ``torch.save``.
+        zipfile.BadZipFile: It is damaged.
+    """
+
+    def __init__(self, path: Path, file: io.BufferedReader, start: int) -> None:
+        self._path, self._start = path, start
+        try:
+            self._archive = zipfile.ZipFile(file)
+        except (struct.error, ValueError, NotImplementedError) as error:
+            raise zipfile.BadZipFile(f'its directory is damaged ({error})') from error
+        parts = self._archive.infolist()
+        self._folder = parts[0].filename.partition('/')[0] if parts else ''
+        names = {part.filename for part in parts}
+        if f'{self._folder}/data.pkl' not in names:
             raise CheckpointError(f'{path}: a zip file, but not of torch.save (no data.pkl); give a checkpoint')
-        if 'constants.pkl' in self._parts:
+        if f'{self._folder}/constants.pkl' in names:
             raise CheckpointError(f'{path}: a TorchScript program; give a checkpoint')
+        self._has_byteorder = f'{self._folder}/byteorder' in names
+        prefix = f'{self._folder}/data/'
+        #: Key of each storage to the offset of its local header and its size; None: it is compressed
+        self._parts = {
+            part.filename.removeprefix(prefix): (part.header_offset, part.file_size)
+            if part.compress_type == zipfile.ZIP_STORED and part.compress_size == part.file_size
+            else None
+            for part in parts
+            if part.filename.startswith(prefix)
+        }
         self._storages: dict[str, Storage] = {}
 
-    def load(self) -> Any:
-        order = self._content('byteorder')[:9] if 'byteorder' in self._parts else b'little'
-        if order != b'little':
-            raise CheckpointError(f'{self._path}: was written on a {order!r}-endian machine; save it on another')
-        part = self._parts['data.pkl']
-        if part.nbytes > MAX_PICKLE_NBYTES:
-            raise CheckpointError(
-                f'{self._path}: data.pkl has {part.nbytes} bytes; expected at most {MAX_PICKLE_NBYTES}'
-            )
-        pickled = self._content('data.pkl')
-        if zlib.crc32(pickled) != part.crc:
-            raise CheckpointError(f'{self._path}: data.pkl does not match its checksum; {COPY_HINT}')
-        return load_pickle(pickled, self._persistent)[0]
+    def load(self, file: io.BufferedReader) -> Any:
+        """The object. The directory is then dropped: it is large."""
+        with self._archive as archive:
+            order = _content(archive, f'{self._folder}/byteorder') if self._has_byteorder else b'little'
+            if order != b'little':
+                raise CheckpointError(
+                    f'{self._path}: was written on a {order[:9]!r}-endian machine; save it on another'
+                )
+            pickled = _content(archive, f'{self._folder}/data.pkl')
+        del self._archive
+        return load_pickle(io.BytesIO(pickled), self._persistent)
 
     def locate(self, key: str) -> int:
-        name = f'data/{key}'
-        with _refusals(self._path):
-            return self._start + content_start(self._data, self._parts[name], f'{self._folder}/{name}')
-
-    def _content(self, name: str) -> bytes:
-        part = self._parts[name]
-        start = content_start(self._data, part, f'{self._folder}/{name}')
-        return self._data[start : start + part.nbytes]
+        """The offset of a storage in the file, behind its local header."""
+        offset, nbytes = self._parts[key]
+        with _opened(self._path) as file:
+            file.seek(self._start + offset)
+            head = file.read(_LOCAL.size)
+            if len(head) < _LOCAL.size or head[:4] != _ZIP_MAGIC:
+                raise zipfile.BadZipFile(f'data/{key[:80]} is not where the directory says')
+            found = self._start + offset + _LOCAL.size + sum(_LOCAL.unpack(head)[1:])
+            if found + nbytes > file.seek(0, os.SEEK_END):
+                raise zipfile.BadZipFile(f'data/{key[:80]} ends behind the file')
+            return found
 
     def _persistent(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != 'storage':
@@ -130,18 +193,28 @@ class _ZipFile:
         storage = make_storage(typename, key, numel, self._path, self.locate)
         if known is not None and known.dtype == storage.dtype and known.nbytes == storage.nbytes:
             return known
-        part = self._parts.get(f'data/{key}')
-        if part is None:
+        if storage.key not in self._parts:
             raise UnsafePickle(f'storage {key[:80]!a} is not in the file')
-        if storage.dtype is not None and part.nbytes != storage.nbytes:
-            raise UnsafePickle(f'storage {key[:80]!a} has {part.nbytes} bytes, expected {storage.nbytes}')
+        part = self._parts[storage.key]
+        if part is None:
+            raise UnsafePickle(f'storage {key[:80]!a} is compressed, which torch.save never does')
+        if storage.dtype is not None and part[1] != storage.nbytes:
+            raise UnsafePickle(f'storage {key[:80]!a} has {part[1]} bytes, expected {storage.nbytes}')
         self._storages[key] = storage
         return storage
 
 
-def _load_legacy(path: Path, data: FileBytes) -> Any:
+def _content(archive: zipfile.ZipFile, name: str) -> bytes:
+    """A part's bytes, with their checksum compared."""
+    try:
+        return archive.read(name)
+    # RuntimeError: encrypted, or an unknown method; ValueError: a name that is not UTF-8
+    except (EOFError, zlib.error, RuntimeError, ValueError, struct.error) as error:
+        raise zipfile.BadZipFile(f'{name}: {error}') from error
+
+
+def _load_legacy(path: Path, file: io.BufferedReader) -> Any:
     """A file of ``torch.save(..., _use_new_zipfile_serialization=False)``."""
-    view = data[:MAX_PICKLE_NBYTES]
     offsets: dict[str, int] = {}  # filled by _place_storages
     storages: dict[str, Storage] = {}
 
@@ -154,38 +227,37 @@ def _load_legacy(path: Path, data: FileBytes) -> Any:
         return storages.setdefault(storage.key, storage)
 
     try:
-        magic, position = load_pickle(view, persistent, budget=Budget(_HEAD_NBYTES))
+        magic = load_pickle(file, persistent)
     except UnsafePickle:
-        magic, position = None, 0
+        magic = None
     if magic != _LEGACY_MAGIC:
         raise CheckpointError(f'{path}: not a file of torch.save; give a .pth file or the folder of a checkpoint')
-    version, position = load_pickle(view, persistent, position, Budget(_HEAD_NBYTES))
-    if version != _LEGACY_PROTOCOL:
+    if load_pickle(file, persistent) != _LEGACY_PROTOCOL:
         raise UnsafePickle('unknown format version')
-    system, position = load_pickle(view, persistent, position, Budget(_HEAD_NBYTES))
+    system = load_pickle(file, persistent)
     if isinstance(system, dict) and system.get('little_endian') is False:
         raise CheckpointError(f'{path}: was written on a big-endian machine; save it on another')
-    budget = Budget()
-    found, position = load_pickle(view, persistent, position, budget)
-    keys, position = load_pickle(view, persistent, position, budget)
-    _place_storages(path, data, position, keys, storages, offsets)
+    found, keys = load_pickle(file, persistent), load_pickle(file, persistent)
+    _place_storages(path, file, keys, storages, offsets)
     return found
 
 
 def _place_storages(
-    path: Path, data: FileBytes, position: int, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
+    path: Path, file: io.BufferedReader, keys: Any, storages: dict[str, Storage], offsets: dict[str, int]
 ) -> None:
     if not isinstance(keys, list) or not all(type(key) is str for key in keys) or set(keys) != set(storages):
         raise UnsafePickle('its list of storages does not match its tensors')
+    position = file.tell()
+    end = file.seek(0, os.SEEK_END)
     for key in keys:
         storage = storages[key]
         if storage.dtype is None:
             raise UnsafePickle(f'storage {storage.key[:80]!a} has an unknown dtype and therefore an unknown size')
-        header = data[position : position + 8]
-        numel = storage.nbytes // DTYPE_NBYTES[storage.dtype]
-        if len(header) < 8 or position + 8 + storage.nbytes > len(data):
+        file.seek(position)
+        header = file.read(8)
+        if len(header) < 8 or position + 8 + storage.nbytes > end:
             raise CheckpointError(f'{path}: truncated at storage {storage.key[:80]!a}; {COPY_HINT}')
-        if struct.unpack('<q', header)[0] != numel:
+        if struct.unpack('<q', header)[0] != storage.nbytes // DTYPE_NBYTES[storage.dtype]:
             raise UnsafePickle(f'storage {storage.key[:80]!a} has another size than recorded')
         offsets[storage.key] = position + 8
         position += 8 + storage.nbytes

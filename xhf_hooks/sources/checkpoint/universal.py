@@ -11,27 +11,20 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_zero3, from_zero12
-from xhf_hooks.sources.checkpoint.evidence import optim_evidence
-from xhf_hooks.sources.checkpoint.flat_groups import Regions, zero3_first_slices
+from xhf_hooks.sources.checkpoint.flat_groups import Regions
 from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.same_save import require_steps_of
-from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
+from xhf_hooks.sources.checkpoint.states import Evidence, ModelState, OptimState, optimizer_steps
 from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
-from xhf_hooks.sources.piece_reader import PieceReader
 from xhf_hooks.sources.pieces import Region
 
 _MASTER = 'F32'
-_COMPARED = 1024  # elements at each of four places of a parameter
 
 
-def load_universal(
-    found: FoundCheckpoint, models: Sequence[ModelState], reader: PieceReader, *, optimizer_restarted: bool
-) -> Assembled:
+def load_universal(found: FoundCheckpoint, models: Sequence[ModelState], *, optimizer_restarted: bool) -> Assembled:
     """Locate the values of each tensor.
 
     Args:
@@ -54,12 +47,11 @@ def load_universal(
                 f'{file}: {first.file.name} has no parameter of this name; remove the folder if it is of another run'
             )
         masters[name] = _region(file, shapes[name])
-    if not first.file.name.startswith('zero_pp_rank_'):  # the masters are compared with the 16-bit weights
+    if not first.file.name.startswith('zero_pp_rank_'):
         return from_zero12(first, masters)
     optim = _rank0(found.path / 'zero' / 'optimizer_state.pt')
     if not optimizer_restarted:
         require_steps_of(first, optim)
-    _require_slices(first, optim, masters, reader)
     return from_zero3(models, masters)
 
 
@@ -85,19 +77,5 @@ def _rank0(file: Path) -> OptimState:
         raise CheckpointError(f'{file}: does not hold the state of a ZeRO-3 optimizer; run ds_to_universal.py again')
     if not all(isinstance(group, LazyTensor) and group.dtype == _MASTER and group.is_contiguous for group in groups):
         raise CheckpointError(f'{file}: does not hold the fp32 weights of a rank; run ds_to_universal.py again')
-    return OptimState(file, 3, n_ranks, tuple(groups), None, optim_evidence(file, {}, state, 'optimizer_state_dict'))
-
-
-def _require_slices(model: ModelState, optim: OptimState, masters: Regions, reader: PieceReader) -> None:
-    """Compare samples of rank 0's slices with the first elements of the parameters."""
-    for name, slice_ in zero3_first_slices(model.shapes or (), optim.groups, optim.world_size).items():
-        numel = min(math.prod(slice_.shape), math.prod(masters[name].shape))
-        for start in sorted({0, numel // 3, 2 * numel // 3, max(0, numel - _COMPARED)}):
-            one, other = (torch.empty(min(_COMPARED, numel - start)) for _ in range(2))
-            reader.read_into(masters[name].pieces, start, one)
-            reader.read_into(slice_.pieces, start, other)
-            if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
-                raise CheckpointError(
-                    f'{masters[name].pieces[0].file}: differs from {name} in {optim.file.name}: it is of another '
-                    f'parameter or iteration; put the files of one ds_to_universal.py run together'
-                )
+    steps = optimizer_steps(state.get('optimizer_state_dict'))
+    return OptimState(file, 3, n_ranks, tuple(groups), None, Evidence(None, None, steps))
