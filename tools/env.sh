@@ -42,6 +42,19 @@ make_env() {
     echo "$wanted" >"$stamp"
 }
 
+# make_overlay DIR ENV FILE: the packages of FILE, without their dependencies, in the folder DIR. Put DIR first on
+# PYTHONPATH, and they replace those of the environment ENV. Does nothing if DIR is up to date.
+make_overlay() {
+    local dir=$1 env=$2 file=$3 wanted
+    wanted=$(realpath -m "$env" && sha256sum "$file")
+    if [[ -f $dir/installed.sha256 && $(<"$dir/installed.sha256") == "$wanted" ]]; then
+        return
+    fi
+    rm -rf "$dir"
+    _step "$dir: $file" "$env/bin/python" -m pip install -q --no-deps --target "$dir" "-r$file"
+    echo "$wanted" >"$dir/installed.sha256"
+}
+
 # Install into DIR in the versions of LOCK. LOCK is passed in variables, so that it also applies to the tools that build
 # packages. pip's own variables and configuration (indexes, proxies, certificates) work as usual.
 _pip() {

@@ -1,4 +1,8 @@
-"""Every model family: what is saved at ZeRO-3, gathered or in slices, is what ``save_pretrained`` writes of it."""
+"""Every model family: what is saved at ZeRO-3, gathered or in slices, is what ``save_pretrained`` writes of it.
+
+Families that transformers 4.52 to 4.57 rename are also saved with an adapter merged, and converted. tools/test.sh runs
+this file with such a transformers, too.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.adapted import adapted, merged_by_peft
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.config_fields import assert_same_config
+from tests.helpers.converted import convert
 from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo import FAMILIES, available, build
+from xhf_hooks.cli.verify import main as verify
 
 AVAILABLE = [family for family in FAMILIES if available(family)]
 #: Writers for which nothing is gathered.
 IN_SLICES = ('positional', 'stream', 'parallel')
+#: Renamed by transformers 4.52 to 4.57; gemma3 is tied.
+RENAMED = [family for family in ('llava', 'qwen2_vl', 'gemma3') if available(family)]
 
 
 def save_family(family: str, root: Path) -> None:
@@ -34,6 +43,22 @@ def save_family(family: str, root: Path) -> None:
     for writer in IN_SLICES:
         plan, _ = save_folder(engine.module, root / family / writer, writer=writer)
         assert not plan.buckets, 'every family goes out in slices, fused experts, too'
+    if family in RENAMED:
+        engine.save_checkpoint(str(root / family / 'checkpoint'))
+    engine.destroy()
+
+
+def save_adapted(family: str, root: Path) -> None:
+    """Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    model = adapted(family, torch.float32)
+    if dist.get_rank() == 0:
+        merged_by_peft(model, root / family / 'expected_merge')
+        model.save_pretrained(root / family / 'expected_adapter')
+    engine = zero_engine(model, stage=3, bf16=False)
+    save_folder(engine.module, root / family / 'merge', lora='both')
     engine.destroy()
 
 
@@ -41,6 +66,7 @@ def save_family(family: str, root: Path) -> None:
 def saved(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(f'zoo{request.param}')
     scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
+    scenarios |= {f'{family}-adapted': partial(save_adapted, family, root) for family in RENAMED}
     return root, run_scenarios(scenarios, request.param)
 
 
@@ -66,6 +92,27 @@ def test_same_configs_as_save_pretrained(saved, family):
     assert expected.exists() == found.exists()
     if expected.exists():
         assert json.loads(expected.read_text()) == json.loads(found.read_text())
+
+
+@pytest.mark.parametrize('family', RENAMED)
+def test_merged_adapter(saved, family):
+    root, results = saved
+    check(results, f'{family}-adapted')
+    folder = root / family
+    assert_same_folder_tensors(folder / 'expected_merge', folder / 'merge')
+    adapter = 'adapter_model.safetensors'
+    assert (folder / 'merge' / 'adapter' / adapter).read_bytes() == (folder / 'expected_adapter' / adapter).read_bytes()
+    assert_loads_clean(folder / 'merge', type(build(family)))
+
+
+@pytest.mark.parametrize('family', RENAMED)
+def test_converted(saved, family, tmp_path):
+    root, results = saved
+    check(results, family)
+    found = convert(root / family / 'checkpoint', tmp_path / 'out', '--base', root / family / 'expected', '--verify')
+    weights = 'model.safetensors'
+    assert (found / weights).read_bytes() == (root / family / 'expected' / weights).read_bytes()
+    assert verify([str(found)]) == 0
 
 
 def test_all_families_are_covered():
