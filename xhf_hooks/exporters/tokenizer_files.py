@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from xhf_hooks.exporters.base_files import base_file, load_tokenizer
+from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.files.regular_files import open_regular, read_regular_text
 
 CONFIG, JSON, JINJA = 'tokenizer_config.json', 'tokenizer.json', 'chat_template.jinja'
@@ -43,8 +44,8 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or _is_custom(tokenizer):
         tokenizer.save_pretrained(folder)  # a processor, or custom code
         return []
-    with TemporaryDirectory() as temporary:
-        return _Writing(tokenizer, base_dir, Path(temporary)).into(folder)
+    with closing(MemoryFolder()) as temporary:
+        return _Writing(tokenizer, base_dir, temporary.path).into(folder)
 
 
 class _Writing:
