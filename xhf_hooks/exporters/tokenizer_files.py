@@ -12,13 +12,14 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from xhf_hooks.exporters.base_files import base_file, load_tokenizer
+from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.files.regular_files import open_regular, read_regular_text
 
 CONFIG, JSON, JINJA = 'tokenizer_config.json', 'tokenizer.json', 'chat_template.jinja'
@@ -66,8 +67,8 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or _is_custom(tokenizer):
         tokenizer.save_pretrained(folder)  # a processor, or custom code
         return []
-    with TemporaryDirectory() as temporary:
-        place = Path(temporary)
+    with closing(MemoryFolder()) as temporary:
+        place = temporary.path
         tokenizer.save_pretrained(place / 'saved')
         made_from = _digest({'': base_dir.encode(), **_contents(place / 'saved')})
         written = _WRITTEN.get(tokenizer)

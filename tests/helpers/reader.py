@@ -1,0 +1,43 @@
+"""A program that reads folders with the installed transformers: token ids, logits, and what was missing.
+
+    python tests/helpers/reader.py OUT FOLDER...
+
+OUT is a file of torch with a dict for each folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+TEXTS = ('Hello, world! 123', 'def f(x):\n    return x', 'naïve café 你好', '<pad> a <new1>b')
+CHAT = [{'role': 'user', 'content': 'Why?'}]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    kind = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    model, report = kind.from_pretrained(folder, output_loading_info=True, torch_dtype='auto')
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.arange(3, 43)[None]).logits
+    return {
+        'version': transformers.__version__,
+        'missing': {what: sorted(map(str, names)) for what, names in report.items() if names},
+        'logits': logits,
+        'ids': [tokenizer(text).input_ids for text in TEXTS],
+        'special': [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS],
+        'decoded': [tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) for text in TEXTS],
+        'chat': tokenizer.apply_chat_template(CHAT, tokenize=False),
+        'names': {name: getattr(tokenizer, name) for name in ('bos_token_id', 'eos_token_id', 'pad_token_id')},
+    }
+
+
+if __name__ == '__main__':
+    import torch
+
+    torch.save({folder: read(Path(folder)) for folder in sys.argv[2:]}, sys.argv[1])

@@ -1,0 +1,158 @@
+"""Folders that transformers 5 saves, read by transformers 4: the same token ids and logits, nothing missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from tests.helpers.overlay import ROOT, overlay_path, run_with_overlay
+from tests.helpers.reader import CHAT, TEXTS
+from tests.helpers.zoo import _MODELS
+from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.base_files import load_tokenizer
+from xhf_hooks.exporters.tokenizer_files import write_tokenizer
+from xhf_hooks.sources import source_for
+
+pytestmark = pytest.mark.modern_only
+
+READERS = ('4.57.6', '4.48.0')
+LLAMA_3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+EXTRA = ('extra_special_tokens', 'additional_special_tokens')
+#: Base tokenizer, family, RoPE.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    'llama_3': ('llama_3', 'llama', {**LLAMA_3, 'original_max_position_embeddings': 16}),
+    'qwen2': ('qwen2', 'qwen2', {}),
+    'llama_2': ('llama_2', 'llama', {'rope_type': 'linear', 'factor': 2.0}),
+    'llava': ('llama_2', 'llava', {'rope_type': 'linear', 'factor': 2.0}),
+}
+CASES = [f'{model}-{kind}' for model in MODELS for kind in ('same', 'changed', 'scratch')]
+
+
+def changed(tokenizer: Any) -> Any:
+    tokenizer.add_special_tokens({'pad_token': '<pad>'})
+    tokenizer.add_tokens(['<new1>'], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}new {{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def build(family: str, rope: dict[str, Any], base: Path) -> Any:
+    model_class, config_class, options = _MODELS[family]
+    if base.exists():  # as transformers 4 saved it; then its names are kept
+        model = getattr(transformers, model_class).from_pretrained(base)
+    else:
+        config = getattr(transformers, config_class)(**{**options, 'vocab_size': 340})
+        model = getattr(transformers, model_class)(config)
+    text = model.config.get_text_config()
+    text.rope_parameters = {**text.rope_parameters, 'rope_theta': 5e5, **rope}
+    text.standardize_rope_params()
+    torch.manual_seed(0)
+    state = {name: tensor + 0.2 * torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
+    built = type(model)(model.config)  # with that RoPE
+    built.load_state_dict(state)
+    if hasattr(model, '_weight_conversions'):
+        built._weight_conversions = model._weight_conversions
+    return built.eval()
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    """Folders by case, with the tokenizer and the logits of the model that was saved; and the folders of the bases."""
+    root = tmp_path_factory.mktemp('older_readers')
+    run_with_overlay(overlay_path('4.57.6'), ROOT / 'tests/helpers/older_bases.py', str(root / 'bases'))
+    expected = {}
+    for name, (base, family, rope) in MODELS.items():
+        at = root / 'bases' / f'{name}_base'
+        model = build(family, rope, at)
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(3, 43)[None]).logits
+        shutil.copytree(root / 'bases' / base, at, dirs_exist_ok=True)
+        model.config.save_pretrained(at)
+        for kind in ('same', 'changed', 'scratch'):
+            folder = root / f'{name}-{kind}'
+            tokenizer = load_tokenizer(str(at), trust_remote_code=False)
+            tokenizer = tokenizer if kind == 'same' else changed(tokenizer)
+            model.config._name_or_path = '' if kind == 'scratch' else str(at)
+            if kind == 'scratch':
+                tokenizer.name_or_path = ''
+            model.save_pretrained(folder)
+            exporter = HuggingFaceExporter(model, None)
+            exporter.entries(source_for(model).specs(), None)
+            assert exporter.write_hf_assets(folder, tokenizer, ()) == []
+            expected[folder.name] = (folder, at, tokenizer, logits)
+    return expected
+
+
+@pytest.fixture(scope='module')
+def read(saved, tmp_path_factory):
+    out = tmp_path_factory.mktemp('read')
+    folders = [str(saved[case][0]) for case in CASES]
+    found = {}
+    for version in READERS:
+        program = ROOT / 'tests/helpers/reader.py'
+        run_with_overlay(overlay_path(version), program, str(out / version), *folders)
+        found[version] = torch.load(out / version, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize('version', READERS)
+@pytest.mark.parametrize('case', CASES)
+def test_read_by_transformers_4(saved, read, case, version):
+    folder, _, tokenizer, logits = saved[case]
+    found = read[version][str(folder)]
+    assert found['version'] == version and found['missing'] == {}
+    assert found['ids'] == [tokenizer(text).input_ids for text in TEXTS]
+    assert found['special'] == [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+    assert found['decoded'] == [tokenizer.decode(tokenizer(t).input_ids, skip_special_tokens=True) for t in TEXTS]
+    assert found['chat'] == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert found['names'] == {name: getattr(tokenizer, name) for name in found['names']}
+    torch.testing.assert_close(found['logits'], logits)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_read_by_the_installed_transformers(saved, case):
+    folder, _, tokenizer, _ = saved[case]
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert type(loaded) is type(tokenizer)
+    assert [loaded(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
+    assert loaded.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_an_unchanged_tokenizer_is_the_bases_files(saved, model):
+    folder, base, _, _ = saved[f'{model}-same']
+    of_model = {'config.json', 'generation_config.json', 'model.safetensors'}
+    names = {path.name for path in base.iterdir()} - of_model
+    assert {path.name for path in folder.iterdir()} == names | of_model
+    assert all((folder / name).read_bytes() == (base / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_a_changed_tokenizer_is_in_the_bases_words(saved, model):
+    folder, base, _, _ = saved[f'{model}-changed']
+    found, before = (json.loads((at / 'tokenizer_config.json').read_text()) for at in (folder, base))
+    differing = {name for name in found.keys() | before.keys() if found.get(name) != before.get(name)}
+    assert differing - set(EXTRA) == {'added_tokens_decoder', 'chat_template', 'pad_token'}
+    assert not isinstance(found.get(EXTRA[0]), list)
+    assert (folder / 'chat_template.jinja').read_text() == found['chat_template']
+    assert (folder / 'tokenizer.model').exists() == (base / 'tokenizer.model').exists()
+
+
+def test_a_link_out_of_the_base_is_not_followed(saved, tmp_path):
+    _, base, _, _ = saved['qwen2-same']
+    secret, linked = tmp_path / 'secret', tmp_path / 'base'
+    secret.write_text('secret')
+    shutil.copytree(base, linked)
+    (linked / 'vocab.txt').symlink_to(secret)
+    (linked / 'special_tokens_map.json').unlink()
+    (linked / 'special_tokens_map.json').symlink_to(Path('tokenizer_config.json'))  # its own
+    (tmp_path / 'out').mkdir()
+    assert write_tokenizer(tmp_path / 'out', load_tokenizer(str(linked), trust_remote_code=False), '') == []
+    assert not (tmp_path / 'out' / 'vocab.txt').exists()
+    assert (tmp_path / 'out' / 'special_tokens_map.json').read_bytes() == (base / 'tokenizer_config.json').read_bytes()
