@@ -42,16 +42,17 @@ make_env() {
     echo "$wanted" >"$stamp"
 }
 
-# make_overlay DIR ENV FILE: the packages of FILE, without their dependencies, in the folder DIR. Put DIR first on
-# PYTHONPATH, and they replace those of the environment ENV. Does nothing if DIR is up to date.
+# make_overlay VERSION: the packages of requirements/transformers-VERSION.txt, without their dependencies, in the folder
+# .overlay-transformers-VERSION. Put it first on PYTHONPATH, and they replace those of the environment .venv. Does
+# nothing if it is up to date.
 make_overlay() {
-    local dir=$1 env=$2 file=$3 wanted
-    wanted=$(realpath -m "$env" && sha256sum "$file")
+    local dir=.overlay-transformers-$1 file=requirements/transformers-$1.txt wanted
+    wanted=$(realpath -m "$dir" && sha256sum "$file")
     if [[ -f $dir/installed.sha256 && $(<"$dir/installed.sha256") == "$wanted" ]]; then
         return
     fi
     rm -rf "$dir"
-    _step "$dir: $file" "$env/bin/python" -m pip install -q --no-deps --target "$dir" "-r$file"
+    _step "$dir: $file" .venv/bin/python -m pip install -q --no-deps --target "$dir" "-r$file"
     echo "$wanted" >"$dir/installed.sha256"
 }
 

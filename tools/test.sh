@@ -87,9 +87,8 @@ test_xtuner() {
 
 # Families that transformers 4.52 to 4.57 save under other names than they have in memory.
 test_transformers4() {
-    make_overlay .overlay-transformers4 .venv requirements/transformers4.txt
     use_env .venv
-    export PYTHONPATH=$PWD/.overlay-transformers4
+    export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
     echo '== model families, transformers 4.57'
     python -m pytest -q tests/unit/exporters/test_families.py tests/distributed/test_zoo.py -k 'not 3ranks'
 }
@@ -134,6 +133,9 @@ fi
 # For DeepSpeed's NVMe operator, a network file system, and file systems to mount
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
 make_env .venv modern test stores docs
+# tests/e2e/test_older_readers.py reads with both
+make_overlay 4.48.0
+make_overlay 4.57.6
 set -m
 (compile_async_io) >"$logs/async_io.log" 2>&1 &
 if [[ $# -gt 0 ]]; then
