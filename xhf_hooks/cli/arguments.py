@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
-
-from xhf_hooks.stores.open_store import is_url
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -27,11 +24,6 @@ class CommandParser(argparse.ArgumentParser):
         for command, meaning in self._examples.items():
             lines += [f'  {self.prog} {command}', f'      {meaning}']
         return '\n'.join([*lines, '', super().format_help()])
-
-
-def folder_or_url(text: str) -> Path | str:
-    """A path, or the URL of a store as it is; whoever opens it checks it."""
-    return text if is_url(text) else Path(text)
 
 
 def count(text: str) -> int:
