@@ -57,7 +57,7 @@ class CheckpointManager:
         final: The folder of the newest save, or the URL of a store.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
         on_committed: Called with each committed save.
-        on_result: Called on rank 0 with the numbers that ``on_saved`` returned.
+        on_result: Called on rank 0 with the numbers that ``on_saved`` printed.
         collective: Used and left open; None creates one.
         run_dir: Local folder of the run, for results of ``on_saved`` where saves go to a store.
 
@@ -272,8 +272,7 @@ class CheckpointManager:
         if self._options.on_saved is None:
             return
         try:
-            wait = None if self._after_saves is None else self._after_saves.wait
-            wait_for_all('on_saved', wait, self.collective, self._options.exit_wait_secs, self._log)
+            wait_for_all(self._after_saves, self.collective, self._options.exit_wait_secs, self._log)
         except XhfError as error:
             self.handle(error, 'waiting for on_saved')
         self._tell_results()
@@ -284,7 +283,7 @@ class CheckpointManager:
         return self._after is not None
 
     def collect_if_done(self) -> None:
-        """Report the background save if it has succeeded on this rank, and what ``on_saved`` returned.
+        """Report the background save if it has succeeded on this rank, and what ``on_saved`` printed.
 
         On the other ranks it is then about to succeed.
         """

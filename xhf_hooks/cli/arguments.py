@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 
@@ -24,6 +25,13 @@ class CommandParser(argparse.ArgumentParser):
         for command, meaning in self._examples.items():
             lines += [f'  {self.prog} {command}', f'      {meaning}']
         return '\n'.join([*lines, '', super().format_help()])
+
+
+def folder(text: str) -> Path:
+    """A path, not a URL, which would name a folder such as ``s3:``."""
+    if '://' in text:
+        raise argparse.ArgumentTypeError(f'expected a path on this machine, found the URL {text}')
+    return Path(text)
 
 
 def count(text: str) -> int:

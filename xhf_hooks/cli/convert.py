@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.arguments import CommandParser, count
+from xhf_hooks.cli.arguments import CommandParser, count, folder
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import (
@@ -62,12 +62,7 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argpars
         help='iter_500.pth (folder or file), a work_dir, checkpoint-500 of transformers.Trainer, a folder of '
         'accelerator.save_state, or any folder saved by DeepSpeed',
     )
-    parser.add_argument(
-        'out',
-        metavar='OUT',
-        type=Path,
-        help='the folder to write',
-    )
+    parser.add_argument('out', metavar='OUT', type=folder, help='the folder to write')
     _add_options(parser)
     return parser.parse_args(argv)
 

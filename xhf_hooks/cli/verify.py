@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.arguments import CommandParser, count
+from xhf_hooks.cli.arguments import CommandParser, count, folder
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.cli.progress import Progress
@@ -38,8 +38,8 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
         epilog='Exit status: 0 good, or the same model (identical or rounding only); 1 damaged or different;\n'
         '2 unusable input.',
     )
-    parser.add_argument('a', metavar='A', type=Path, help='a model folder')
-    parser.add_argument('b', metavar='B', type=Path, nargs='?', help='the model to compare A with')
+    parser.add_argument('a', metavar='A', type=folder, help='a model folder')
+    parser.add_argument('b', metavar='B', type=folder, nargs='?', help='the model to compare A with')
     add = parser.add_argument_group('one path').add_argument
     add('--load', action='store_true', help='also load A with transformers, run it and generate text')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')

@@ -198,9 +198,9 @@ class RunOptions(SaveOptions):
     on_saved: str | Sequence[str] | None = _option(
         None,
         'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder (with a '
-        'URL as ``out_dir``, the URL of the save), ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, and '
-        '``{output}`` a local folder for results. Numbers in a JSON object that it prints as its last line go to the '
-        'visualizer. When saves come faster than it finishes, it runs for the newest one next.',
+        'URL as ``out_dir``, the URL of the save), ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, '
+        'and ``{output}`` a local folder for results. Numbers in a JSON object that it prints as its last line go to '
+        'the visualizer. When saves come faster than it finishes, it runs for the newest one next.',
         command,
     )
     on_saved_timeout_secs: float = _option(3600, 'Time limit of the ``on_saved`` command.', seconds)
@@ -314,5 +314,5 @@ class CallbackOptions(RunOptions):
         super().__post_init__()
         if self.save_steps is not None and self.save_strategy != 'steps':
             raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
-        if self.save_strategy == 'no' and not self.save_last and not bool(self.save_on_signal):
+        if self.save_strategy == 'no' and not self.save_last and not self.save_on_signal:
             raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')

@@ -88,7 +88,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         if self.save_strategy != 'steps' or every <= state.max_steps:
             return
         end = f'training ends after {state.max_steps} steps'
-        if not self.save_last and not bool(self.save_on_signal):
+        if not self.save_last and not self.save_on_signal:
             raise OptionError('save_steps', f'a smaller one, or save_last: {end}, so nothing is ever saved', every)
         log.warning(f'save_steps: every {every} steps, but {end}; set a smaller one')
 

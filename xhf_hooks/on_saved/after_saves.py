@@ -8,7 +8,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,15 +52,13 @@ class _Save:
     """A save to run the command for.
 
     Attributes:
-        kept: Its local files; None if it is only in a store.
-        stored: Where it is in a store; None if it is only local.
+        held: Keeps its files, on the disk or in a store, until it is released.
         output: Folder for results.
     """
 
     name: str
     step: Step
-    kept: KeptFolder | None
-    stored: StoredSave | None
+    held: KeptFolder | StoredSave
     output: Path
 
     @property
@@ -70,12 +68,7 @@ class _Save:
     @property
     def path(self) -> Path | str:
         """What the command gets as ``{path}``."""
-        return self.stored.url if self.kept is None else self.kept.path
-
-    def release(self) -> None:
-        for held in (self.kept, self.stored):
-            if held is not None:
-                held.release()
+        return self.held.url if isinstance(self.held, StoredSave) else self.held.path
 
 
 def _what(name: str, step: Step) -> str:
@@ -112,23 +105,16 @@ class AfterSaves:
 
     def committed(self, save: CommittedCheckpoint, target: SaveTarget) -> None:
         """Queue the save that was just committed to a target, before its next save begins."""
-        kept = stored = None
         try:
-            if isinstance(target, StoreFolder):
-                stored = target.keep()
-            else:
-                kept = KeptFolder.keep(target.final)
+            held = target.keep() if isinstance(target, StoreFolder) else KeptFolder.keep(target.final)
         except (XhfError, OSError) as error:
             self._log.error(f'{_what(target.name, save.step)} was skipped: {error}')
             return
-        self._add(target.name, save.step, kept, stored)
-
-    def _add(self, name: str, step: Step, kept: KeptFolder | None, stored: StoredSave | None) -> None:
-        beside = self._run_dir / name if kept is None else kept.path.with_name(name)
-        new = _Save(name, step, kept, stored, beside.with_name(f'{name}_on_saved') / step.label)
+        beside = self._run_dir if isinstance(held, StoredSave) else target.final.parent
+        new = _Save(target.name, save.step, held, beside / f'{target.name}_on_saved' / save.step.label)
         with self._change:
             too_late = self._closed
-            superseded = [old for old in self._waiting if old.name == name]
+            superseded = [old for old in self._waiting if old.name == new.name]
             if not too_late:
                 self._waiting = [old for old in self._waiting if old not in superseded] + [new]
             self._change.notify_all()
@@ -137,11 +123,11 @@ class AfterSaves:
             return
         for old in superseded:
             self._log.info(f'{old.what} was skipped: there is a newer save, and an earlier one is not finished yet')
-            old.release()
+            old.held.release()
 
     def _drop(self, save: _Save) -> None:
         self._log.warning(f'{save.what} was skipped: training has ended')
-        save.release()
+        save.held.release()
 
     def results(self) -> list[Result]:
         """The results since the last call."""
@@ -182,7 +168,7 @@ class AfterSaves:
                     f'{save.what} failed after {time.monotonic() - began:.1f} s; training goes on: {error}. '
                     f'Its output is in {save.output / LOG_NAME}'
                 )
-            save.release()
+            save.held.release()
             with self._change:
                 self._now = self._running = None
                 self._change.notify_all()
@@ -205,12 +191,7 @@ class AfterSaves:
 
     def _run_command(self, save: _Save) -> dict[str, float]:
         save.output.mkdir(parents=True, exist_ok=True)
-        values = {
-            'path': save.path,
-            'step': save.step.iteration,
-            'label': save.step.label,
-            'output': save.output,
-        }
+        values = {'path': save.path, 'step': save.step.iteration, 'label': save.step.label, 'output': save.output}
         command = fill_in(self._command, values)
         with self._change:
             if self._closed:
@@ -232,28 +213,25 @@ def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog, run_dir: 
     return AfterSaves(options.on_saved, log, timeout_secs=options.on_saved_timeout_secs, run_dir=run_dir)
 
 
-def wait_for_all(
-    what: str, wait_on_rank_0: Callable[[float], bool] | None, collective: Collective, secs: float, log: RunLog
-) -> None:
+def wait_for_all(after_saves: AfterSaves | None, collective: Collective, secs: float, log: RunLog) -> None:
     """After training, wait until nothing is left to do. Runs on: all ranks.
 
     The other ranks wait on gloo, a short time at a time, since an NCCL collective may follow training.
 
     Args:
-        what: What is waited for, for the log.
-        wait_on_rank_0: Waits for some seconds; returns False if time ran out. None on other ranks.
+        after_saves: None on other ranks than rank 0.
 
     Raises:
         RankLostError: A rank did not take part.
     """
     deadline = time.monotonic() + secs
-    if wait_on_rank_0 is not None and not wait_on_rank_0(0.0):
-        log.info(f'waiting for {what}')
+    if after_saves is not None and not after_saves.wait(0.0):
+        log.info('waiting for on_saved')
     while True:
         left_secs = deadline - time.monotonic()
-        waits = wait_on_rank_0 is not None and not wait_on_rank_0(max(0.0, min(_LOOK_SECS, left_secs)))
+        waits = after_saves is not None and not after_saves.wait(max(0.0, min(_LOOK_SECS, left_secs)))
         if waits and left_secs <= _LOOK_SECS:
-            log.error(f'{what} did not finish within exit_wait_secs={secs:g} s')
+            log.error(f'on_saved did not finish within exit_wait_secs={secs:g} s')
             waits = False
         if not collective.broadcast(waits):
             return

@@ -59,12 +59,7 @@ def uploads_of_run(
             store = open_store(options.upload_to, options.backend_args, prepare_thread=lower_priority)
             max_keep = options.upload_keep if final == finals[0] else 1
             destinations[final.name] = StoreDestination(store, final.name, max_keep)
-    return RunUploads(
-        destinations,
-        log,
-        wait_secs=options.exit_wait_secs,
-        is_shared=seen_by_all,
-    )
+    return RunUploads(destinations, log, wait_secs=options.exit_wait_secs, is_shared=seen_by_all)
 
 
 class RunUploads:
@@ -77,12 +72,7 @@ class RunUploads:
     """
 
     def __init__(
-        self,
-        destinations: Mapping[str, Destination],
-        log: RunLog,
-        *,
-        wait_secs: float,
-        is_shared: bool,
+        self, destinations: Mapping[str, Destination], log: RunLog, *, wait_secs: float, is_shared: bool
     ) -> None:
         self._destinations, self._log, self._is_shared = destinations, log, is_shared
         self._wait_secs = wait_secs
@@ -144,17 +134,6 @@ class RunUploads:
         if not thread.wait(self._wait_secs) and self._is_first:
             self._log.error(f'uploads did not finish within exit_wait_secs={self._wait_secs:g} s')
 
-    def cancel(self) -> None:
-        """Cancel uploads in progress and log what was not uploaded. Needs no other rank."""
-        if os.getpid() != self._process:
-            return
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end()
-            if self._is_first and thread.failed:
-                places = ', '.join(thread.uploaded) or 'none'
-                self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
-
     def end(self) -> None:
         """Wait for uploads, log what was not uploaded, release the destinations. Needs no other rank."""
         self.wait()
@@ -167,7 +146,12 @@ class RunUploads:
     def _give_up(self) -> None:
         if os.getpid() != self._process:
             return
-        self.cancel()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+            if self._is_first and thread.failed:
+                places = ', '.join(thread.uploaded) or 'none'
+                self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
         claimed, self._claimed = self._claimed, []
         releasing = threading.Thread(target=_release, args=(claimed,), name='xhf-upload-release', daemon=True)
         releasing.start()

@@ -41,11 +41,7 @@ class UploadThread:
 
     patience_secs = 30.0
 
-    def __init__(
-        self,
-        destinations: Mapping[str, Destination],
-        log: RunLog,
-    ) -> None:
+    def __init__(self, destinations: Mapping[str, Destination], log: RunLog) -> None:
         self.uploaded: list[str] = []
         self.failed: list[str] = []
         self._destinations, self._log = destinations, log

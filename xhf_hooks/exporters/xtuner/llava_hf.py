@@ -187,7 +187,7 @@ def _require_usable(name: str, part: PreTrainedModel) -> None:
     if not type(part).__module__.startswith('transformers.models.'):
         raise ModelError(
             f'{name} is {type(part).__module__}.{type(part).__name__}, but LlavaForConditionalGeneration needs a model '
-            f"of transformers itself; set llava_format to 'xtuner'"
+            "of transformers itself; set llava_format to 'xtuner'"
         )
 
 
