@@ -194,7 +194,7 @@ def test_a_header_longer_than_any(tmp_path):
 
 
 def test_whole_folders():
-    """Mutants of headers, configs, names and holes through the command; each is measured, its verdict checked."""
+    """Mutants of headers, configs and names through the command; each is measured, its verdict checked."""
     command = [sys.executable, 'tools/fuzz.py', 'verify', '--mutants', str(N_WHOLE)]
     finished = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr

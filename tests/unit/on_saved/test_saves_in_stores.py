@@ -36,9 +36,9 @@ def commit(folder):  # noqa: F811
 def make(tmp_path):
     made: list[AfterSaves] = []
 
-    def one(command) -> AfterSaves:
+    def one(words) -> AfterSaves:
         log = RunLog(logging.getLogger('on_saved'), 'test')
-        made.append(AfterSaves(command, log, timeout_secs=SECS, run_dir=tmp_path / 'run'))
+        made.append(AfterSaves(words, log, timeout_secs=SECS, run_dir=tmp_path / 'run'))
         made[-1].start()
         return made[-1]
 

@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
