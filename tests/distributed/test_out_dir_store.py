@@ -217,6 +217,8 @@ def run_hook(case: str, server: Any, root: Path, *runs: dict[str, Any], **hook: 
 
 def run_with_commands(server: Any, root: Path, last: int) -> tuple[str, list[str]]:
     """A run that keeps one save, and a program that reads each; the run's folder and what is there at last."""
+    import torch.distributed as dist
+
     from tests.helpers.toy_run import run_config, train
 
     endpoint = f'AWS_ENDPOINT_URL={server.backend_args["endpoint_url"]}'
@@ -224,6 +226,7 @@ def run_with_commands(server: Any, root: Path, last: int) -> tuple[str, list[str
     hook = dict(out_dir=url_of('on saved'), backend_args=server.backend_args, interval=1, async_save=True, **SMALL)
     hook['on_saved'] = ['env', endpoint, *program]
     log_dir = train(run_config(root / 'on saved', hook=hook, stage=3, max_iters=last)).log_dir
+    dist.barrier()  # rank 0 releases the place last
     return log_dir, in_store(server, 'on saved')['prefixes']
 
 

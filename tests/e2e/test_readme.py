@@ -67,8 +67,6 @@ CONFIG_LINES = {
     'interval=500': 'getting-started.md',
     'save_on_signal=': 'on-demand.md',
     'python evaluate.py': 'on-saved.md',
-    'my_package.evaluate': 'on-saved.md',
-    "on_saved_after='upload'": 'on-saved.md',
     'upload_keep=3': 'object-stores.md',
     'endpoint_url=': 'object-stores.md',
     'hf://organization': 'object-stores.md',

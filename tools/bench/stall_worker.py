@@ -40,8 +40,6 @@ class Training:
     def run(self, n_least: int, is_over: Callable[[], bool] = lambda: True) -> tuple[int, float]:
         """Run ``n_least`` iterations, and more until ``is_over`` on all ranks at the end of one.
 
-        Args:
-
         Returns:
             Number of iterations, and their seconds.
         """
