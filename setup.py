@@ -56,8 +56,6 @@ setup(
         'trainer': ['accelerate>=1.2'],
         # Converting and comparing LoRA checkpoints
         'peft': ['peft>=0.14'],
-        # xhf verify --plot
-        'plot': ['matplotlib>=3.8'],
         # upload_to and addresses of stores; fsspec itself comes with torch
         's3': ['s3fs>=2024.6'],
         'gcs': ['gcsfs>=2024.6'],

@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # Tests of the modern stack that run after XTuner's, since that run is the shortest
-STORES=(tests/distributed/test_{upload_to,out_dir_store}.py tests/e2e/test_{object_stores,convert_to_store,upload_to_hub}.py)
+STORES=(tests/distributed/test_{upload_to,out_dir_store}.py tests/e2e/test_{object_stores,upload_to_hub}.py)
 
 logs=$(mktemp -d)
 # Each background job has its own process group

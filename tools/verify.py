@@ -1,7 +1,7 @@
 """Check that a model folder is complete and unchanged, or compare two models. Same as the command xhf-verify.
 
 python tools/verify.py DIR
-python tools/verify.py A B [--json] [--plot FILE] [--help]
+python tools/verify.py A B [--json] [--help]
 """
 
 import sys

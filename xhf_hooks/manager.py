@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +21,7 @@ from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
-from xhf_hooks.model.optimizers import inner_optimizer
 from xhf_hooks.model.unwrap import Unwrapped
-from xhf_hooks.on_demand.exceptions import UncaughtExceptions
 from xhf_hooks.on_demand.save_requests import SaveRequests
 from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_run, wait_for_all
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
@@ -31,9 +29,6 @@ from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
 from xhf_hooks.uploads.run_uploads import uploads_of_run
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
-
-#: Suffix of the folder of a save after an exception.
-_EXCEPTION = 'exception'
 
 
 class RunFrontend:
@@ -60,10 +55,9 @@ class CheckpointManager:
     Args:
         unwrapped: The trained model.
         final: The folder of the newest save, or the URL of a store.
-        defer_to: Defer copies, where possible, until this optimizer's step; None: copy at once.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
         on_committed: Called with each committed save.
-        on_result: Called on rank 0 with the numbers that ``on_saved`` returned.
+        on_result: Called on rank 0 with the numbers that ``on_saved`` printed.
         collective: Used and left open; None creates one.
         run_dir: Local folder of the run, for results of ``on_saved`` where saves go to a store.
 
@@ -84,7 +78,6 @@ class CheckpointManager:
         options: RunOptions | CallOptions,
         log: RunLog,
         *,
-        defer_to: Any | None = None,
         run: object | None = None,
         suffixes: Sequence[str] = (),
         reward_token_id: int | None = None,
@@ -99,7 +92,6 @@ class CheckpointManager:
         self._target: SaveTarget | None = None  # of the last save that was begun
         self._requests: SaveRequests | None = None
         self._after_saves: AfterSaves | None = None
-        self._passed: Step | None = None
         self.saved_at: int | None = None
         self._engine = unwrapped.engine
         self._run = None if run is None else weakref.ref(run)
@@ -111,7 +103,6 @@ class CheckpointManager:
             )
         else:
             self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts)
-        suffixes = [*suffixes, *([_EXCEPTION] if options.save_on_exception else [])]
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._end_interrupted()
         with ExitStack() as ending:
@@ -124,9 +115,6 @@ class CheckpointManager:
                     log, options.writer, new_name(self.newest.final, 'shared'), self.collective
                 )
             self._uploads = uploads_of_run(options, [folder.final for folder in self._folders], self.collective, log)
-            # EMAHook averages after each iteration, even if the optimizer did not step
-            is_averaged = unwrapped.facts.get('weights') == 'averaged'
-            self._is_to_defer = defer_to is not None
             self._saver = Saver(
                 unwrapped.model,
                 options,
@@ -135,7 +123,6 @@ class CheckpointManager:
                 writer=self._writer,
                 reward_token_id=reward_token_id,
                 in_background=options.async_save,
-                optimizer=None if is_averaged else inner_optimizer(defer_to),
                 facts=unwrapped.facts,
                 after_commit=None if self._uploads is None else self._uploads.offer,
             )
@@ -156,7 +143,6 @@ class CheckpointManager:
         when: str | None,
         sweep: Path | None = None,
         finish_tokenizer: Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]] | None = None,
-        request_file: Path | None = None,
     ) -> None:
         """Plan, claim the folders and rehearse.
 
@@ -165,7 +151,6 @@ class CheckpointManager:
             when: Describes the schedule, for the log; None means no schedule.
             sweep: A work_dir from which leftovers of killed runs are removed.
             finish_tokenizer: Returns the final tokenizer, EOS token ids to add, and log messages.
-            request_file: The file that requests a save, with the option ``save_on_file``.
 
         Raises:
             XhfError: Saves will not work; the same on every rank. This manager is then closed.
@@ -198,26 +183,20 @@ class CheckpointManager:
             if self._uploads is not None:
                 self._ending.callback(self._uploads.end)
                 with self.collective.stage('preflight'):
-                    listener = self._after_saves if self._options.on_saved_after == 'upload' else None
-                    self._uploads.claim(self.collective.rank, listener)
+                    self._uploads.claim(self.collective.rank)
                 self._ending.callback(ExitWait(self._uploads.wait).close)
                 weakref.finalize(self, self._uploads.end_forgotten).atexit = False
             if self._saver.in_background:
                 with self.collective.stage('preflight'):
                     reserved = self._saver.reserve_snapshot()
-                deferred = self._saver.deferred_nbytes
-                later = f'; {deferred / 1e6:.2f} MB are copied while training goes on' if deferred else ''
-                self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank{later}')
-                if self._is_to_defer and not deferred:
-                    self._log.warning('defer_copy: no saved tensor can be copied later, so training waits for the copy')
+                self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
             if self._after_saves is not None:
                 self._after_saves.start()
                 weakref.finalize(self, self._after_saves.close).atexit = False
                 if self._uploads is not None:  # called first: no command starts while saves and uploads are awaited
                     self._ending.callback(ExitWait(self._after_saves.close).close)
-            self._accept_requests(request_file if self._options.save_on_file else None)
-            self._watch_for_exceptions()
+            self._accept_requests()
             log_preparations(
                 self._log,
                 plan,
@@ -276,7 +255,7 @@ class CheckpointManager:
             self._watch.saved(began)
 
     def save_if_asked(self, step: Step, *, validated: bool = False) -> None:
-        """Save if a signal or a file requested it. Runs on: all ranks, at the same points.
+        """Save if a signal requested it. Runs on: all ranks, at the same points.
 
         Args:
             validated: Called at the end of a validation rather than of an iteration.
@@ -284,32 +263,20 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
-        self._passed = step
         if self._requests is not None and self._requests.is_due(step.iteration, validated=validated):
             self._save_asked(step)
 
     def finish(self, step: Step) -> None:
-        """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved``, and for uploads before it."""
+        """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved``."""
         if self._requests is not None and self._requests.is_due_at_end():
             self._save_asked(step)
         if self._options.on_saved is None:
             return
         try:
-            if self._options.on_saved_after == 'upload':
-                self._wait_for_all('uploads', self._uploads.is_done_within)
-                self._uploads.cancel()
-            self._wait_for_all('on_saved', None if self._after_saves is None else self._after_saves.wait)
+            wait_for_all(self._after_saves, self.collective, self._options.exit_wait_secs, self._log)
         except XhfError as error:
             self.handle(error, 'waiting for on_saved')
         self._tell_results()
-
-    def _wait_for_all(self, what: str, wait: Callable[[float], bool] | None) -> None:
-        on_rank_0 = wait if self.collective.rank == 0 else None
-        wait_for_all(what, on_rank_0, self.collective, self._options.exit_wait_secs, self._log)
-
-    def wait_for_copy(self) -> None:
-        """Wait for deferred copies. Call before anything but an optimizer step changes weights. Runs on: any rank."""
-        self._saver.wait_for_copy()
 
     @property
     def must_tell_after(self) -> bool:
@@ -317,7 +284,7 @@ class CheckpointManager:
         return self._after is not None
 
     def collect_if_done(self) -> None:
-        """Report the background save if it has succeeded on this rank, and what ``on_saved`` returned.
+        """Report the background save if it has succeeded on this rank, and what ``on_saved`` printed.
 
         On the other ranks it is then about to succeed.
         """
@@ -369,17 +336,14 @@ class CheckpointManager:
         occasions = [] if when is None else [when]
         if isinstance(options, RunOptions):
             occasions += ['at the end of training'] * options.save_last
-            best = [folder.name for suffix, folder in self.others.items() if suffix != _EXCEPTION]
-            occasions += [f'at a new best score ({name})' for name in best]
-            occasions += ['after an exception'] * options.save_on_exception
-            occasions += ['on demand'] * options.saves_on_demand
+            occasions += [f'at a new best score ({folder.name})' for folder in self.others.values()]
+            occasions += ['on demand'] * bool(options.save_on_signal)
         return ', '.join(occasions)
 
-    def _accept_requests(self, file: Path | None) -> None:
-        signals = self._options.save_on_signal
-        if signals or file is not None:
+    def _accept_requests(self) -> None:
+        if signals := self._options.save_on_signal:
             wait_secs = self._options.exit_wait_secs
-            self._requests = SaveRequests(self.collective, self._log, signals=signals, file=file, wait_secs=wait_secs)
+            self._requests = SaveRequests(self.collective, self._log, signals=signals, wait_secs=wait_secs)
             self._ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 
@@ -387,31 +351,6 @@ class CheckpointManager:
         for result in () if self._after_saves is None else self._after_saves.results():
             if self._on_result is not None:
                 self._on_result(result)
-
-    def _watch_for_exceptions(self) -> None:
-        if not self._options.save_on_exception:
-            return
-        own = weakref.ref(self)  # weak: a run that is never closed must not keep its model in memory
-
-        def iterations_done() -> int | None:
-            saves = own()
-            return None if saves is None or saves._passed is None else saves._passed.iteration
-
-        def save(error: Exception) -> None:
-            if (saves := own()) is not None:
-                saves._save_after(error)
-
-        exceptions = UncaughtExceptions(self.collective, self._log, iterations_done=iterations_done, save=save)
-        self._ending.callback(exceptions.close)
-        weakref.finalize(self, exceptions.close).atexit = False
-
-    def _save_after(self, error: Exception) -> None:
-        """Save after an exception that all ranks raised, after the same number of iterations."""
-        with suppress(XhfError):
-            self.collect()
-        facts = {'exception': f'{type(error).__name__}: {error}'[:1000]}
-        progress = ProgressLog(self._log, self._passed.label)
-        log_save(self._log, self._saver.save(self.others[_EXCEPTION], self._passed, progress, facts))
 
     def _save_asked(self, step: Step) -> None:
         self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
@@ -468,7 +407,7 @@ class CheckpointManager:
         committed = replace(committed, warnings=(*self._tokenizer_warnings, *committed.warnings))  # logged before
         if self._on_committed is not None:
             self._on_committed(committed)
-        if self._after_saves is not None and self._options.on_saved_after == 'commit':
+        if self._after_saves is not None:
             self._after_saves.committed(committed, self._target)
 
     def _wait_at_exit(self) -> None:

@@ -93,28 +93,11 @@ def build_from_config(config: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: MMEngine is not installed.
     """
-    return _mmengine_registry('tokenizer', 'a tokenizer or a folder', config).build(dict(config))
-
-
-def type_in_config(config: Mapping[str, Any], option: str, instead: str) -> Any:
-    """The class or function that an MMEngine config names; None if there is none.
-
-    Args:
-        option: The option that holds the config, for the message.
-        instead: What else the option may be.
-
-    Raises:
-        OptionError: MMEngine is not installed.
-    """
-    found = config['type']
-    return _mmengine_registry(option, instead, config).get(found) if isinstance(found, str) else found
-
-
-def _mmengine_registry(option: str, instead: str, config: Mapping[str, Any]) -> Any:
     try:
         from mmengine.registry import Registry as MMEngineRegistry
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition('.')[0] != 'mmengine':
             raise
-        raise OptionError(option, f'{instead} (configs need MMEngine, which is not installed)', config) from None
-    return MMEngineRegistry('builder', scope='mmengine')
+        expected = 'a tokenizer or a folder (configs need MMEngine, which is not installed)'
+        raise OptionError('tokenizer', expected, config) from None
+    return MMEngineRegistry('builder', scope='mmengine').build(dict(config))

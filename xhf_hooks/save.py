@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.background_task import Background
-from xhf_hooks.concurrency.deferred_copies import DeferredCopies
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
@@ -86,8 +84,6 @@ class Saver:
         writer: The writer chosen for the option ``writer`` (writers/choose.py).
         reward_token_id: The token whose score is the reward, from the run's config; None if there is none.
         in_background: Whether :meth:`start` will be used.
-        optimizer: Its step is the first thing in an iteration that changes weights, so :meth:`start` can defer copies
-            until then; None: it makes all copies at once.
         facts: More fields of the manifest, such as engine and ZeRO stage.
         after_commit: Called on all ranks after each commit, in the thread that saves, with the final name.
 
@@ -107,7 +103,6 @@ class Saver:
         writer: str = 'stream',
         reward_token_id: int | None = None,
         in_background: bool = False,
-        optimizer: torch.optim.Optimizer | None = None,
         facts: Mapping[str, Any] | None = None,
         after_commit: Callable[[Path, Step, Collective], None] | None = None,
     ) -> None:
@@ -122,8 +117,7 @@ class Saver:
         self._tokenizer: Any | None = None
         self._eos_token_ids: Sequence[int] = ()
         self.background: Background[CommittedCheckpoint] = Background('xhf-save')
-        self._deferred = DeferredCopies(optimizer, self._root)
-        self._snapshot = SnapshotMemory(self._deferred)
+        self._snapshot = SnapshotMemory()
         # A separate group: training and the first stages of the next save use the other one meanwhile
         self._in_background = Collective() if in_background else None
 
@@ -222,8 +216,8 @@ class Saver:
     ) -> None:
         """Copy what is to be saved, and write and commit it in the background.
 
-        Training must pause only during this call; with deferred copies, also at :meth:`wait_for_copy`. The previous
-        save must have ended, and its outcome must have been collected from :attr:`background`.
+        Training must pause only during this call. The previous save must have ended, and its outcome must have been
+        collected from :attr:`background`.
 
         Raises:
             AgreedError: A rank failed while copying; nothing runs in the background.
@@ -233,24 +227,16 @@ class Saver:
         with clock.stage('plan'):
             self._renew_plan()
         with ExitStack() as on_error:
-            on_error.callback(self._deferred.clear)
             with clock.stage('snapshot'):
                 held = self._take_snapshot(clock.meter)
                 replicas = self._replicas()
-                if replicas.tensors and all(map(self._deferred.accepts, replicas.tensors.values())):
-                    self._deferred.add_read(replicas.read)
-                else:
-                    replicas.read()
+                replicas.read()
             job = self._begin(folder, step, facts, on_progress, replicas, beside_training=True)
             on_error.callback(job.to_close.close)
             clock.training_goes_on()
             chunks = held.opened(self._in_background, clock.meter)
 
             def work() -> CommittedCheckpoint:
-                try:
-                    self._deferred.run()
-                except Exception as error:
-                    self._in_background.remember('snapshot', error)
                 lower_priority()
                 return self._write_and_commit(job, chunks, self._in_background, clock)
 
@@ -264,17 +250,7 @@ class Saver:
             Size of a snapshot on this rank, in bytes.
         """
         self._take_snapshot(MemoryMeter())
-        self._deferred.run()
         return self._snapshot.nbytes
-
-    @property
-    def deferred_nbytes(self) -> int:
-        """Bytes of the last snapshot whose copy was deferred on this rank."""
-        return self._deferred.nbytes
-
-    def wait_for_copy(self) -> None:
-        """Wait for deferred copies. Call before anything but an optimizer step changes weights. Runs on: any rank."""
-        self._deferred.wait()
 
     @property
     def snapshot_is_pinned(self) -> bool:
@@ -283,7 +259,6 @@ class Saver:
 
     def close(self) -> None:
         """Destroy the process group of background saves. No save may be in flight."""
-        self._deferred.close()
         if self._in_background is not None:
             self._in_background.close()
 
@@ -381,9 +356,8 @@ class Saver:
             with clock.stage('write'):
                 place = folder.place(token)
                 records, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
-            if self._options.verify != 'off':
-                with clock.stage('check'):
-                    self._look(writer, collective)
+            with clock.stage('check'):
+                self._look(writer, collective)
             with clock.stage('receipts'):
                 records = collective.reduce(records, merge)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
@@ -406,7 +380,7 @@ class Saver:
         cost = SaveCost(
             plan.nbytes,
             clock.seconds,
-            clock.stalled_secs + self._deferred.waited_secs,
+            clock.stalled_secs,
             peak,
             overflows,
             stage_secs=clock.stage_secs,

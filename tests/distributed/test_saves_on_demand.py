@@ -1,9 +1,10 @@
-"""Saves that a signal or a file asks for, in real runs: all ranks save at the same iteration, the weights of it."""
+"""Saves that a signal asks for, in real runs: all ranks save at the same iteration, the weights of it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 from collections.abc import Iterable
@@ -114,20 +115,25 @@ def too_late(work_dir: Path) -> None:
 
 
 def callback(work_dir: Path) -> list[str]:
+    """Rank 1 gets a signal when training begins. Runs on: all ranks."""
     import torch.distributed as dist
 
-    if dist.get_rank() == 0:
-        work_dir.mkdir(parents=True)
-        (work_dir / 'save_now').touch()
-    dist.barrier()
-    options = dict(save_strategy='no', save_on_file=True, max_keep_ckpts=-1)
-    with fast_agreement():
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+    begin = HFCheckpointCallback.on_train_begin
+
+    def on_train_begin(*args: Any, **named: Any) -> None:
+        begin(*args, **named)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    options = dict(save_strategy='no', save_on_signal='SIGUSR2', max_keep_ckpts=-1)
+    with fast_agreement(), mock.patch.object(HFCheckpointCallback, 'on_train_begin', on_train_begin):
         return trainer_run(options, dict(save_strategy='no', max_steps=LAST), 3, False, work_dir)
 
 
 SCENARIOS: dict[str, Any] = {
-    'file': partial(asked, dict(save_on_signal=None, save_on_file=True), dict(iteration=5, ask='file', rank=1)),
-    'ignored_file': partial(asked, {}, dict(iteration=5, ask='file', rank=0)),
+    'one_rank': partial(asked, {}, dict(iteration=5, ask='SIGUSR2', rank=1)),
     'validation': partial(
         asked,
         dict(async_save=True),
@@ -145,7 +151,7 @@ SCENARIOS: dict[str, Any] = {
 #: Of the agreement and of what handles signals, not of the stack.
 FURTHER = (
     *('random_zero2', 'random_async', 'random_with_validation', 'every2'),
-    *('ignored_file', 'preempted_async', 'goes_on'),
+    *('preempted_async', 'goes_on'),
 )
 
 
@@ -212,21 +218,12 @@ def test_the_weights_are_those_of_the_step(finished, name):
     assert compared, 'all saves are of later iterations than the other run has'
 
 
-@pytest.mark.parametrize('name', ['file', 'all_ranks'])
+@pytest.mark.parametrize('name', ['one_rank', 'all_ranks'])
 def test_one_save_then_training_goes_on(finished, name):
     root, outcome = finished
     outcome(name)
     asked_for, last = sorted(saves(only_log_dir(root, name)).values())
     assert 5 < asked_for < LAST and last == LAST
-    assert not (root / name / 'save_now').exists()
-
-
-@pytest.mark.modern_only
-def test_without_the_option_a_file_is_a_file(finished):
-    root, outcome = finished
-    outcome('ignored_file')
-    assert saves(only_log_dir(root, 'ignored_file')) == {'hf_model': LAST}
-    assert (root / 'ignored_file' / 'save_now').exists()
 
 
 def test_in_a_validation_it_is_the_step_before(finished):
@@ -272,7 +269,7 @@ def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):
 
 
 @pytest.mark.modern_only
-def test_trainer_saves_when_the_file_appears(tmp_path):
+def test_trainer_saves_on_a_signal(tmp_path):
     names = run_scenarios({'callback': partial(callback, tmp_path / 'run')}, 2)
     found = check(names, 'callback')[0]
     assert found[0] == 'hf_model' and len(found) == 2, found

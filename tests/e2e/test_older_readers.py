@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.overlay import ROOT, overlay_path, run_with_overlay
 from tests.helpers.reader import CHAT, TEXTS
-from tests.helpers.zoo import _MODELS
+from tests.helpers.zoo import MODELS as ZOO
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.exporters.tokenizer_files import write_tokenizer
@@ -43,7 +43,7 @@ def changed(tokenizer: Any) -> Any:
 
 
 def build(family: str, rope: dict[str, Any], base: Path) -> Any:
-    model_class, config_class, options = _MODELS[family]
+    model_class, config_class, options = ZOO[family]
     if base.exists():  # as transformers 4 saved it; then its names are kept
         model = getattr(transformers, model_class).from_pretrained(base)
     else:

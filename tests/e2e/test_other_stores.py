@@ -1,4 +1,4 @@
-"""Saves of two ranks, and a conversion, in the store that XHF_TEST_STORE names, such as gs://bucket/tests.
+"""Saves of two ranks in the store that XHF_TEST_STORE names, such as gs://bucket/tests.
 
 The store's library must be installed, and must find the store in the environment (CONTRIBUTING.md). The tests delete
 what they write there.
@@ -20,7 +20,7 @@ from tests.distributed.test_hook_runs import log_dir_of, run
 from tests.distributed.test_upload_to import assert_loads, bytes_in, two_runs
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.stored_saves import download_newest
-from xhf_hooks.cli import convert, verify
+from xhf_hooks.cli import verify
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.stores import open_store
 from xhf_hooks.stores.publication import read_pointer
@@ -58,9 +58,7 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope='module')
 def results(url, tmp_path_factory):
     root = tmp_path_factory.mktemp('runs')
-    local = dict(
-        hook=SAVES, stage=3, max_iters=LAST, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=LAST)
-    )
+    local = dict(hook=SAVES, stage=3, max_iters=LAST)
     scenarios: dict[str, Any] = {'local': partial(run, local, root / 'local')}
     for name, hook in RUNS.items():
         scenarios[name] = partial(twice, name.partition(' ')[0], f'{url}/{name}', hook, root / name)
@@ -84,7 +82,7 @@ def test_the_newest_save_is_that_on_disk(results, url, tmp_path, name):
     downloaded = download_newest(store, tmp_path)
     assert files_of(downloaded) == files_of(local / 'hf_model') and len(files_of(downloaded)) > 3
     assert_loads(downloaded)
-    assert verify.main([f'{url}/{name}']) == verify.SAME
+    assert verify.main([str(downloaded)]) == verify.SAME
     keys = store.list()
     prefixes = {key.partition('/')[0] for key in keys if '/' in key}
     assert prefixes <= {*pointer.saves} and len(prefixes) == 2
@@ -96,13 +94,3 @@ def test_the_newest_save_is_that_on_disk(results, url, tmp_path, name):
 def test_two_runs_on_one_url(results):
     messages = check(results[1], 'two runs')
     assert 'in use by process 1 on elsewhere' in messages[0] and len({*messages}) == 1
-
-
-def test_a_conversion(results, url, tmp_path):
-    log_dir = log_dir_of(results, 'local')
-    checkpoint, place = str(log_dir.parent / f'iter_{LAST}.pth'), f'{url}/converted'
-    assert convert.main([checkpoint, place, '--base', str(log_dir / 'hf_model')]) == convert.DONE
-    assert verify.main([checkpoint, place]) == verify.SAME
-    downloaded = download_newest(open_store(place), tmp_path)
-    assert_loads(downloaded)
-    assert verify.main([str(downloaded), str(log_dir / 'hf_model')]) == verify.SAME

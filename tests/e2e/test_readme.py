@@ -37,24 +37,14 @@ COMMANDS = {
     'converting.md': [
         'python tools/convert.py CHECKPOINT OUT --dry-run',
         'python tools/convert.py CHECKPOINT OUT --verify',
-        # tests/e2e/test_convert_to_store.py
-        'python tools/convert.py CHECKPOINT s3://bucket/run/NAME --verify',
-        'xhf-verify CHECKPOINT s3://bucket/run/NAME',
     ],
-    # In tests/e2e/xtuner_stack, test_add_hook.py runs the first two, and test_train.py trains a config of its own
+    # In tests/e2e/xtuner_stack, test_drop_in.py runs the first, and test_train.py trains a config of its own
     'xtuner.md': [
         f'xtuner copy-cfg {XTUNER_CONFIG} .',
-        f'xhf add-hook {XTUNER_CONFIG}_copy.py',
         f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
         f'xhf verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
     ],
     'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
-    # tests/unit/verify/test_stored_folder.py, of a store in memory
-    'object-stores.md': [
-        'xhf-verify s3://bucket/run',
-        'xhf-verify s3://bucket/run/hf_model_iter_500',
-        'xhf-verify work_dirs/run/iter_500.pth s3://bucket/run',
-    ],
     'reliability.md': LONG_RUNS,
     'performance.md': [*BENCHMARKS[:6], XTUNERS, *BENCHMARKS[6:], 'python tools/bench.py all --out docs/bench'],
     # tools/env.sh does the same, which every test needs, and tests/unit/test_versions.py
@@ -76,8 +66,6 @@ CONFIG_LINES = {
     'interval=500': 'getting-started.md',
     'save_on_signal=': 'on-demand.md',
     'python evaluate.py': 'on-saved.md',
-    'my_package.evaluate': 'on-saved.md',
-    "on_saved_after='upload'": 'on-saved.md',
     'upload_keep=3': 'object-stores.md',
     'endpoint_url=': 'object-stores.md',
     'hf://organization': 'object-stores.md',

@@ -85,25 +85,6 @@ def test_the_same_rounded_and_different(model, copy, capsys):
     assert content['verdict'] == 'different' and content['tensors'][0]['max_abs'] == 1.0
 
 
-@pytest.mark.parametrize('suffix', ['png', 'svg'])
-def test_the_picture(model, copy, tmp_path, suffix):
-    tensors = load_file(copy / WEIGHTS)
-    tensors['model.layers.1.mlp.up_proj.weight'] += 1e-3
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, copy / WEIGHTS)
-    picture = tmp_path / f'differences.{suffix}'
-    assert run(model, copy, '--plot', picture) == DIFFERENT
-    data = picture.read_bytes()
-    assert data.startswith(b'\x89PNG' if suffix == 'png' else b'<?xml')
-    if suffix == 'svg':
-        assert all(text in data.decode() for text in ('lm_head.weight', 'different (1)', 'rounding (20)'))
-
-
-def test_a_picture_that_cannot_be_drawn(model, copy, tmp_path, capsys):
-    assert run(model, copy, '--plot', tmp_path / 'no folder' / 'x.png') == UNUSABLE
-    assert run(model, copy, '--plot', tmp_path / 'x.sheet') == UNUSABLE
-    assert 'x.sheet' in capsys.readouterr().err
-
-
 def test_load(model, copy, capsys):
     assert run(model, '--load', '--json') == SAME
     loaded = json.loads(capsys.readouterr().out)['loaded']
@@ -116,9 +97,7 @@ def test_load(model, copy, capsys):
     assert 'problem    load' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    'args', [[], ['a', '--plot', 'x.png'], ['a', 'b', '--load'], ['a', 'b', 'c'], ['a', '--workers', '0']]
-)
+@pytest.mark.parametrize('args', [[], ['a', 'b', '--load'], ['a', 'b', 'c'], ['a', '--workers', '0']])
 def test_bad_options(args):
     with pytest.raises(SystemExit) as ended:
         main(args)

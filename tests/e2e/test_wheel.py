@@ -17,7 +17,7 @@ from tests.helpers.ranks import REPO_ROOT
 pytestmark = pytest.mark.modern_only  # the wheel is the same
 
 #: What an environment with only the required packages lacks.
-LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate', 'matplotlib')
+LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate')
 
 
 @pytest.fixture(scope='module')
@@ -104,10 +104,6 @@ def test_convert_verify_and_inspect(bare, checkpoint, tmp_path):
         assert done.returncode == 0, f'{words}: {done.stdout}{done.stderr}'
 
 
-def test_what_is_needed_beyond_is_said(bare, checkpoint, tmp_path):
-    model = checkpoint.parent / 'model'
-    done = call(bare, 'xhf', 'verify', model, model, '--plot', tmp_path / 'plot.svg')
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == ("xhf verify: matplotlib is not installed: pip install 'xhf_hooks[plot]'")
+def test_what_is_needed_beyond_is_said(bare):
     done = call(bare, 'python', '-c', 'from xhf_hooks import HFCheckpointHook')
     assert "pip install 'xhf_hooks[mmengine]'" in done.stderr.splitlines()[-1]

@@ -93,7 +93,7 @@ def main() -> None:
     hold_back()
     deepspeed.init_distributed(dist_backend='gloo')
     hook = dict(async_save=True, async_busy='wait', interval=1, by_epoch=False, verify='full')
-    hook.update(upload_to=(work_dir / 'stored').absolute().as_uri(), on_saved='sleep 1000', on_saved_after='upload')
+    hook.update(upload_to=(work_dir / 'stored').absolute().as_uri(), on_saved='sleep 1000')
     config = run_config(work_dir, hook=hook, stage=3, max_iters=10)
     config['custom_hooks'].insert(0, dict(type='EndingHook', how=how))
     train(config)

@@ -1,6 +1,6 @@
 """A program that a user may run for a save in a store: reads the pointer, and checks the save as ``xhf-verify`` does.
 
-python on_stored_program.py PATH URL STEP LAST_STEP
+python on_stored_program.py URL OUTPUT STEP LAST_STEP
 
 For all but the last step, it first waits until the pointer names a later save, so that retention has come by.
 """
@@ -12,13 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+from tests.helpers.stored_saves import download
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.stores import open_store
 from xhf_hooks.stores.publication import read_pointer
 
 
 def main() -> None:
-    path, url, step, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    url, output, step, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     place, _, prefix = url.rpartition('/')
     store = open_store(place)
     began_with = pointer = read_pointer(store, 'hf_model')
@@ -29,9 +30,7 @@ def main() -> None:
         'step': step,
         'is_listed': prefix in began_with.saves,
         'is_newest': pointer.newest == prefix,
-        'verified': verify([url]) == 0,
-        'is_local': (Path(path) / 'xhf_manifest.json').is_file(),
-        'same_path': path == url,
+        'verified': verify([str(download(store, prefix, output))]) == 0,
     }
     print(json.dumps(numbers), flush=True)
 

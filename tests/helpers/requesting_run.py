@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -86,10 +85,10 @@ class RandomSignals(Hook):
 
 @HOOKS.register_module()
 class AtIteration(Hook):
-    """Sends a signal to one or all ranks, or makes a file, at the end of an iteration or in the validation after it.
+    """Sends a signal to one or all ranks, at the end of an iteration or in the validation after it.
 
     Args:
-        ask: Name of a signal, or 'file'.
+        ask: Name of a signal.
         rank: None means all, each at its own time.
     """
 
@@ -99,19 +98,16 @@ class AtIteration(Hook):
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         time.sleep(0.01)
         if not self._in_validation and runner.iter == self._iteration:
-            self._go(runner)
+            self._go()
 
     def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         if self._in_validation and runner.iter == self._iteration:
             time.sleep(0.05)
             if batch_idx == 0:
-                self._go(runner)
+                self._go()
 
-    def _go(self, runner: Any) -> None:
+    def _go(self) -> None:
         if self._rank not in (None, dist.get_rank()):
-            return
-        if self._ask == 'file':
-            Path(runner.work_dir, 'save_now').touch()
             return
         time.sleep(0.05 * dist.get_rank())
         os.kill(os.getpid(), getattr(signal, self._ask))

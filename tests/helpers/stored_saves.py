@@ -10,7 +10,11 @@ from xhf_hooks.stores.publication import read_pointer
 
 def download_newest(store: Store, folder: Path) -> Path:
     """Download the save that the pointer names; returns its folder, below ``folder``."""
-    prefix = read_pointer(store, 'hf_model').newest
+    return download(store, read_pointer(store, 'hf_model').newest, folder)
+
+
+def download(store: Store, prefix: str, folder: Path) -> Path:
+    """Download one save; returns its folder, below ``folder``."""
     for key in store.list(f'{prefix}/'):
         path = folder / key
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.ways import (
     ACCELERATE,
-    BESIDE,
+    ASYNC,
     BY,
     FLOOR,
     FLOOR_ALL,
@@ -185,7 +185,7 @@ def _stall_table(size: dict[str, Any]) -> str:
     waited = found.get(SYNC, {}).get('save_secs')
 
     def rate(way: str, figures: dict[str, float]) -> str:
-        return f'{figures["iterations_per_sec"] if way in (*BESIDE, NO_SAVE) else 0:.2f}'
+        return f'{figures["iterations_per_sec"] if way in (ASYNC, NO_SAVE) else 0:.2f}'
 
     columns: list[Column] = [
         ('training stalled, s', _figure('stalled_secs', '{:.2f}')),
@@ -195,7 +195,7 @@ def _stall_table(size: dict[str, Any]) -> str:
         ('of without', _figure('speed_share', '{:.0%}')),
         (
             'save, times as long as where training waits',
-            lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way in BESIDE else None,
+            lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way == ASYNC else None,
         ),
         (
             'of the save in the page cache, at most',

@@ -18,7 +18,7 @@ from bench.page_cache import PageCacheSampler
 from bench.peers import xtuner_way
 from bench.progress import Progress
 from bench.save_worker import STEP, Tell, saver_of
-from bench.ways import ASYNC, BESIDE, DEFERRED, NO_SAVE, SYNC, XTUNER
+from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.save import Saver
 
@@ -37,13 +37,8 @@ class Training:
         self._tokens = torch.arange(N_TOKENS).reshape(1, -1)
         self.run(2)  # in the first, DeepSpeed records the order of its gathers
 
-    def run(
-        self, n_least: int, is_over: Callable[[], bool] = lambda: True, before_step: Callable[[], None] = lambda: None
-    ) -> tuple[int, float]:
+    def run(self, n_least: int, is_over: Callable[[], bool] = lambda: True) -> tuple[int, float]:
         """Run ``n_least`` iterations, and more until ``is_over`` on all ranks at the end of one.
-
-        Args:
-            before_step: Called when an optimizer would step.
 
         Returns:
             Number of iterations, and their seconds.
@@ -52,7 +47,6 @@ class Training:
         while True:
             with torch.no_grad():
                 self._engine(input_ids=self._tokens)
-            before_step()
             n_done += 1
             stop = torch.tensor([int(n_done >= n_least and is_over())])
             dist.all_reduce(stop, op=dist.ReduceOp.MIN)
@@ -62,17 +56,12 @@ class Training:
 
 def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure the ways in turns, in random order."""
-    optimizers = {ASYNC: None, DEFERRED: torch.optim.SGD([torch.zeros(1)])}
-    savers = {
-        way: saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True, optimizer=optimizer)
-        for way, optimizer in optimizers.items()
-    }
-    for saver in savers.values():
-        saver.reserve_snapshot()
+    saver = saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True)
+    saver.reserve_snapshot()
     training = Training(engine)
     n_iterations, gigabytes = job['iterations'], saver.plan.nbytes / 1e9
-    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], SYNC: [], ASYNC: [], DEFERRED: [], NO_SAVE: []}
-    secs_per_gb = {XTUNER: 4.0, SYNC: 1.0, ASYNC: 4.0, DEFERRED: 4.0, NO_SAVE: 2.4 * n_iterations}
+    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], SYNC: [], ASYNC: [], NO_SAVE: []}
+    secs_per_gb = {XTUNER: 4.0, SYNC: 1.0, ASYNC: 4.0, NO_SAVE: 2.4 * n_iterations}
     order = random.Random(0)
     turns = [way for _ in range(job['repeats']) for way in order.sample(list(runs), len(runs))]
     progress = Progress([0.5 + secs_per_gb[way] * gigabytes for way in turns], tell)
@@ -81,14 +70,13 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
         if way == NO_SAVE:
             n_done, seconds = training.run(n_iterations)
             found = {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
-        elif way in BESIDE:
-            found = _beside(savers[way], training, folder)
+        elif way == ASYNC:
+            found = _beside(saver, training, folder)
         else:
             found = _instead(saver, engine, way, folder)
         runs[way].append(found)
         progress.done(way, found.get('save_secs', 0.0))
-    for saver in savers.values():
-        saver.close()
+    saver.close()
     add_slowdown(runs)
     return {'nbytes': saver.plan.nbytes, 'runs': runs}
 
@@ -99,21 +87,14 @@ def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
         saver.start(CheckpointFolder(folder, 1), STEP)
         dist.barrier()
         stalled_secs = time.perf_counter() - started
-        waited = [0.0]
-
-        def before_step() -> None:
-            waiting = time.perf_counter()
-            saver.wait_for_copy()
-            waited[0] += time.perf_counter() - waiting
-
-        n_done, seconds = training.run(1, lambda: saver.background.done, before_step)
+        n_done, seconds = training.run(1, lambda: saver.background.done)
         save_secs = saver.background.outcome().cost.seconds
     return {
-        'stalled_secs': stalled_secs + waited[0],
+        'stalled_secs': stalled_secs,
         'save_secs': save_secs,
         'beside_secs': save_secs - stalled_secs,
         'iterations': n_done,
-        'iterating_secs': seconds - waited[0],
+        'iterating_secs': seconds,
         **_cached(cache),
     }
 
@@ -125,11 +106,10 @@ def add_slowdown(runs: dict[str, list[dict[str, float]]]) -> None:
     they lose while it is written.
     """
     alone = statistics.median(found['iterations_per_sec'] for found in runs[NO_SAVE])
-    for way in BESIDE:
-        for found in runs[way]:
-            lost_secs = found['iterating_secs'] - found['iterations'] / alone
-            found['speed_share'] = 1 - lost_secs / found['beside_secs']
-            found['iterations_per_sec'] = alone * found['speed_share']
+    for found in runs[ASYNC]:
+        lost_secs = found['iterating_secs'] - found['iterations'] / alone
+        found['speed_share'] = 1 - lost_secs / found['beside_secs']
+        found['iterations_per_sec'] = alone * found['speed_share']
 
 
 def _instead(saver: Saver, engine: deepspeed.DeepSpeedEngine, way: str, folder: Path) -> dict[str, float]:

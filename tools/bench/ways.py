@@ -25,9 +25,6 @@ DCP_ALL = "PyTorch DCP: FSDP2's shards, consolidated on every rank"
 OURS = 'xhf_hooks '
 SYNC = 'xhf_hooks positional, training waits'
 ASYNC = 'xhf_hooks positional, async'
-DEFERRED = 'xhf_hooks positional, async, copied beside the next iteration'
-#: Ways with which training goes on during writes.
-BESIDE = (ASYNC, DEFERRED)
 NO_SAVE = 'no save'
 FSYNC_WORDS = {False: 'without fsync', True: 'with fsync, as the hook'}
 

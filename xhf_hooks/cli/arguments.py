@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.stores.open_store import is_url
-
 
 class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser whose help begins with examples.
@@ -29,9 +27,11 @@ class CommandParser(argparse.ArgumentParser):
         return '\n'.join([*lines, '', super().format_help()])
 
 
-def folder_or_url(text: str) -> Path | str:
-    """A path, or the URL of a store as it is; whoever opens it checks it."""
-    return text if is_url(text) else Path(text)
+def folder(text: str) -> Path:
+    """A path, not a URL, which would name a folder such as ``s3:``."""
+    if '://' in text:
+        raise argparse.ArgumentTypeError(f'expected a path on this machine, found the URL {text}')
+    return Path(text)
 
 
 def count(text: str) -> int:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.arguments import CommandParser, count, folder_or_url
+from xhf_hooks.cli.arguments import CommandParser, count, folder
 from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import (
@@ -44,7 +44,6 @@ _EXAMPLES = {
     'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
     'work_dirs/run/iter_500.pth OUT --verify': 'convert this checkpoint; read everything back before the commit',
     'checkpoint-500 OUT --dtype float32': 'convert a checkpoint of transformers.Trainer; write its fp32 master weights',
-    'work_dirs/run s3://bucket/run --verify': 'convert into a store; nothing is written to a disk',
     'DIR OUT --base meta-llama/Llama-3.1-8B': 'convert a checkpoint that has no config of its model',
 }
 
@@ -64,12 +63,7 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argpars
         help='iter_500.pth (folder or file), a work_dir, checkpoint-500 of transformers.Trainer, a folder of '
         'accelerator.save_state, or any folder saved by DeepSpeed',
     )
-    parser.add_argument(
-        'out',
-        metavar='OUT',
-        type=folder_or_url,
-        help="the folder to write, or the URL of a store, as in the hook's out_dir",
-    )
+    parser.add_argument('out', metavar='OUT', type=folder, help='the folder to write')
     _add_options(parser)
     return parser.parse_args(argv)
 
@@ -120,7 +114,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--overwrite',
         action='store_true',
-        help='replace OUT if this package wrote it; in a store, become the newest save and keep the others',
+        help='replace OUT if this package wrote it',
     )
     add(
         '--max-shard-size',
@@ -145,12 +139,9 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:
-    if isinstance(args.out, Path):
-        _require_new(args.out, args.overwrite)
+    _require_new(args.out, args.overwrite)
     with without_collector(freeze=True):
-        from xhf_hooks.convert import Conversion, ConvertOptions, target_of  # imports torch and transformers
-
-        out = target_of(args.out, or_ours=args.overwrite)
+        from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
 
         options = ConvertOptions(
             config=args.config,
@@ -176,7 +167,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     with descriptors_silenced():
         conversion.load_tokenizer()
     with Progress('converting') as progress:
-        committed = conversion.run(out, progress)
+        committed = conversion.run(args.out, progress)
     _warn(committed.warnings, prog)
     _summarize(conversion, committed)
     if args.verify:
@@ -186,20 +177,12 @@ def _run(args: argparse.Namespace, prog: str) -> int:
 
 def _summarize(conversion: Conversion, committed: CommittedCheckpoint) -> None:
     cost = committed.cost
-    files = sorted({name.partition('/')[0] for name in _files(committed.path)})
+    files = sorted(path.name for path in Path(committed.path).iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
         f'({size_text(conversion.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
     )
-
-
-def _files(place: Path | str) -> list[str]:
-    if isinstance(place, str):
-        from xhf_hooks.stores import open_store
-
-        return list(open_store(place, option='OUT').list())
-    return [path.name for path in place.iterdir()]
 
 
 def _warn(warnings: Sequence[str], prog: str) -> None:

@@ -7,7 +7,6 @@ from xhf_hooks.errors import XhfError
 
 #: Optional package to the extra that installs it.
 _EXTRAS = {'mmengine': 'mmengine', 'deepspeed': 'deepspeed', 'accelerate': 'trainer', 'peft': 'peft'}
-_EXTRAS |= {'matplotlib': 'plot'}
 #: Required packages (install_requires of setup.py). They may be missing when a script of tools/ runs uninstalled.
 _REQUIRED = ('torch', 'numpy', 'transformers', 'safetensors', 'isal', 'huggingface_hub')
 

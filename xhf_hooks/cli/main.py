@@ -15,13 +15,11 @@ _COMMANDS = {
     'convert': 'convert the checkpoint of a finished run into a Hugging Face folder',
     'verify': 'check that a folder is complete and unchanged, or compare two models',
     'inspect': 'show what is in a folder or checkpoint',
-    'add-hook': 'add HFCheckpointHook to a config of MMEngine or XTuner',
 }
 _EXAMPLES = {
     'convert work_dirs/run OUT': 'convert the last checkpoint of this run into the folder OUT',
     'verify OUT': 'check that OUT is complete, consistent and unchanged',
     'inspect work_dirs/run': 'show the models and checkpoints there: step, tensors, sizes, writer',
-    'add-hook config.py': 'add the hook, so that the next run saves Hugging Face folders',
 }
 
 
@@ -40,5 +38,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('arguments', metavar='...', nargs=argparse.REMAINDER, help='arguments of the command')
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given[:1] or ['--help'])
-    run = pkgutil.resolve_name(f'xhf_hooks.cli.{args.command.replace("-", "_")}:main')  # imported on demand
+    run = pkgutil.resolve_name(f'xhf_hooks.cli.{args.command}:main')  # imported on demand
     return run(given[1:], f'xhf {args.command}')

@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.arguments import CommandParser, count, folder_or_url
+from xhf_hooks.cli.arguments import CommandParser, count, folder
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.options import LORA_MODES
-from xhf_hooks.stores.open_store import is_url
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -24,8 +23,7 @@ _EXAMPLES = {
     'hf_model': 'check that this folder is complete, consistent and unchanged',
     'hf_model --load': 'also load it and generate text',
     'OUT work_dirs/run/iter_500.pth': 'compare OUT with the model in this checkpoint',
-    's3://bucket/run': 'check the newest save that upload_to made there',
-    'A B --plot differences.svg': 'plot the differences between two models by layer',
+    'A B': 'compare two folders',
 }
 
 
@@ -40,16 +38,12 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
         epilog='Exit status: 0 good, or the same model (identical or rounding only); 1 damaged or different;\n'
         '2 unusable input.',
     )
-    parser.add_argument(
-        'a', metavar='A', type=folder_or_url, help='a model folder; or a URL: of a save, or as given to upload_to'
-    )
-    parser.add_argument('b', metavar='B', type=folder_or_url, nargs='?', help='the model to compare A with')
+    parser.add_argument('a', metavar='A', type=folder, help='a model folder')
+    parser.add_argument('b', metavar='B', type=folder, nargs='?', help='the model to compare A with')
     add = parser.add_argument_group('one path').add_argument
     add('--load', action='store_true', help='also load A with transformers, run it and generate text')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
     add('--no-model', action='store_true', help='do not build the model and tokenizer of transformers')
-    add = parser.add_argument_group('two paths').add_argument
-    add('--plot', type=Path, metavar='FILE', help='plot the differences by layer (.png, .svg or .pdf)')
     add = parser.add_argument_group('both').add_argument
     add('--json', action='store_true', help='print the result as JSON')
     add('--workers', type=count, metavar='N', help='threads; default: number of cores + 1, at most 8')
@@ -60,10 +54,6 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     add('--module', metavar='PATH', help='path of the submodule to compare, such as llm')
     add('--lora', choices=LORA_MODES, help='for a LoRA run: compare the adapter, the merged model, or both')
     args = parser.parse_args(argv)
-    if args.b is None and args.plot:
-        parser.error('--plot needs two paths')
-    if args.load and is_url(args.a):
-        parser.error('--load needs a folder on a disk')
     if args.b is not None and (args.load or args.no_read or args.no_model):
         parser.error('--load, --no-read and --no-model are for one path')
     return args
@@ -91,24 +81,17 @@ _Result = list[str] | dict[str, Any]
 
 
 def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
-    from xhf_hooks.integrity.file_reader import FileReader
     from xhf_hooks.verify.folder import verify_folder
-    from xhf_hooks.verify.stored_folder import StoredFolder
 
-    with Progress('reading') as progress, ExitStack() as closing:
-        stored = StoredFolder(args.a) if is_url(args.a) else None
-        if stored is not None:
-            closing.callback(stored.close)
+    with Progress('reading') as progress:
         report = verify_folder(
-            args.a if stored is None else stored.path,
-            open_reader=FileReader if stored is None else stored.open_reader,
+            args.a,
             workers=args.workers,
             read=not args.no_read,
             model=not args.no_model,
             trust_remote_code=args.trust_remote_code,
             on_progress=progress,
         )
-        report = report if stored is None else stored.told_report(report)
     loaded = None
     if args.load and report.is_good:
         from xhf_hooks.verify.load import load_and_run
@@ -138,9 +121,5 @@ def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
     finally:
         a.close()
         b.close()
-    if args.plot:
-        from xhf_hooks.verify.plot import plot
-
-        plot(found, args.plot)
     status = DIFFERENT if found.verdict == comparison.DIFFERENT else SAME
     return status, found.as_json() if args.json else found.lines()

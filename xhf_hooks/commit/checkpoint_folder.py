@@ -202,9 +202,8 @@ class CheckpointFolder(SaveTarget):
     ) -> list[WrittenTensor]:
         write_indexes(plan, self.staging)
         tensors = assemble(plan, records)
-        if verify != 'off':
-            for file in plan.files:
-                check_file(self.staging / file.name, file.header, file.nbytes)
+        for file in plan.files:
+            check_file(self.staging / file.name, file.header, file.nbytes)
         before = self._refuse_foreign()
         if self.fsync:
             _fsync_tree(self.staging)

@@ -14,7 +14,7 @@ from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.target import SaveTarget, write_indexes
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.errors import IncompleteError, StoreError, TargetError
+from xhf_hooks.errors import IncompleteError, StoreError
 from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, describe_folder, manifest_text, parse_commit
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
@@ -37,7 +37,6 @@ class StoreFolder(SaveTarget):
         url: URL of the store; see :func:`xhf_hooks.stores.open_store`.
         options: Arguments for its library.
         name: Name of the saves.
-        option: The user's option that the URL comes from, for messages.
         beside_training: Whether training goes on during saves and must not be slowed down.
     """
 
@@ -47,12 +46,11 @@ class StoreFolder(SaveTarget):
         max_keep: int,
         options: Mapping[str, Any] | None = None,
         name: str = NAME,
-        option: str = 'out_dir',
         beside_training: bool = False,
     ) -> None:
         super().__init__(f'{url}/{name}', max_keep)
         self._prepare_thread = lower_priority if beside_training else None
-        self._url, self._options, self._name, self._option = url, options, name, option
+        self._url, self._options, self._name = url, options, name
         self._number = 0
         self._prefix: str | None = None
         self._assets: MemoryFolder | None = None
@@ -64,9 +62,7 @@ class StoreFolder(SaveTarget):
     def _store(self) -> Store:
         """The connection of this process."""
         if self._opened is None:
-            self._opened = open_store(
-                self._url, self._options, option=self._option, prepare_thread=self._prepare_thread
-            )
+            self._opened = open_store(self._url, self._options, option='out_dir', prepare_thread=self._prepare_thread)
         return self._opened
 
     def connect(self) -> None:
@@ -79,28 +75,6 @@ class StoreFolder(SaveTarget):
         manifest = self.newest_manifest()
         commit = None if manifest is None else parse_commit(manifest)
         self._number = 0 if commit is None else commit.number
-
-    def require_free(self, *, or_ours: bool) -> None:
-        """Check before a conversion that its save would not hide another. Writes nothing. Runs on: rank 0.
-
-        Args:
-            or_ours: Accept existing saves of this name; they stay, and the new save becomes the newest.
-
-        Raises:
-            TargetError: It would hide another, or the store cannot be read.
-        """
-        try:
-            pointer = read_pointer(self._store, self._name)
-            is_save = self._store.info(MANIFEST_NAME) is not None
-        except StoreError as error:
-            raise TargetError(str(error)) from None
-        if is_save:
-            raise TargetError(f'{self._url} is a save: it holds {MANIFEST_NAME}; set {self._option} to another place')
-        if pointer is not None and not or_ours:
-            raise TargetError(
-                f'{self._url} already holds saves (newest: {pointer.newest}); set {self._option} to another place, or '
-                f'add --overwrite to make this one the newest and keep the others'
-            )
 
     def newest_manifest(self) -> bytes | None:
         """The manifest of the newest save, whoever made it; None if there is none. Runs on: rank 0.
@@ -146,7 +120,7 @@ class StoreFolder(SaveTarget):
 
     def beside(self, suffix: str) -> StoreFolder:
         name, beside_training = f'{self._name}_{suffix}', self._prepare_thread is not None
-        return StoreFolder(self._url, 1, self._options, name, self._option, beside_training)
+        return StoreFolder(self._url, 1, self._options, name, beside_training)
 
     def free_nbytes(self) -> None:
         return None

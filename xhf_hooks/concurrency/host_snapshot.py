@@ -7,8 +7,6 @@ import mmap
 
 import torch
 
-from xhf_hooks.concurrency.deferred_copies import DeferredCopies
-
 #: Small beside a model whose saves take long, large beside a local shard (sources/local_shards.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
@@ -25,13 +23,9 @@ class SnapshotMemory:
 
     Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
     (writers/file_io/direct.py).
-
-    Args:
-        deferred: Takes the copies that can wait.
     """
 
-    def __init__(self, deferred: DeferredCopies | None = None) -> None:
-        self._deferred = deferred or DeferredCopies()
+    def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._index = self._used = 0
         self._copying_from: set[torch.device] = set()
@@ -49,23 +43,15 @@ class SnapshotMemory:
     def clear(self) -> None:
         """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0
-        self._deferred.clear()
 
-    def hold(self, tensor: torch.Tensor, offset: int, is_steady: bool = False) -> memoryview:
+    def hold(self, tensor: torch.Tensor, offset: int) -> memoryview:
         """Copy a tensor that will be written at ``offset`` of a file.
 
-        Args:
-            is_steady: Whether only an optimizer step changes the tensor, so that the copy can wait.
-
         Returns:
-            Its row-major bytes, valid until :meth:`clear`; from a GPU, only after :meth:`synchronize`; for a deferred
-            copy, only after it was made.
+            Its row-major bytes, valid until :meth:`clear`; from a GPU, only after :meth:`synchronize`.
         """
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         room = self._take(flat.numel(), offset)
-        if is_steady and self._deferred.accepts(flat):
-            self._deferred.add(room, flat)
-            return memoryview(room.numpy())
         room.copy_(flat, non_blocking=True)
         if flat.device.type != 'cpu':
             self._copying_from.add(flat.device)

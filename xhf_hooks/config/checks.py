@@ -15,7 +15,7 @@ from xhf_hooks.format.safetensors import AS_IN_BASE
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 #: Names that a command of ``on_saved`` may contain in braces.
-PLACEHOLDERS = ('path', 'url', 'step', 'label', 'name', 'output')
+PLACEHOLDERS = ('path', 'step', 'label', 'output')
 #: Signals that can request a save. The first two do nothing else; the others also end the process.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
@@ -91,21 +91,17 @@ def signal_names(option: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def command_or_function(option: str, value: Any) -> Any:
-    """None, a function, the MMEngine config of one, or a command; splits a command into its arguments."""
-    if value is None or callable(value):
-        return value
-    if isinstance(value, dict):
-        if 'type' not in value:
-            raise OptionError(option, 'a config with the key type', value)
-        return value
+def command(option: str, value: Any) -> tuple[str, ...] | None:
+    """None or a command; returns its arguments."""
+    if value is None:
+        return None
     try:
         arguments = shlex.split(value) if isinstance(value, str) else value
     except ValueError as error:
         raise OptionError(option, f'a command with closed quotes ({error})', value) from None
     is_command = isinstance(arguments, (list, tuple)) and all(isinstance(argument, str) for argument in arguments)
     if not is_command or not arguments or not arguments[0]:
-        raise OptionError(option, 'None, a command (a string or a list of strings), a function, or its config', value)
+        raise OptionError(option, 'None or a command (a string or a list of strings)', value)
     for name in re.findall(r'(?<!\$){(\w+)}', ' '.join(arguments)):
         if name not in PLACEHOLDERS and (near := difflib.get_close_matches(name, PLACEHOLDERS, n=1)):
             raise OptionError(option, f'{{{near[0]}}} in place of {{{name}}}', value)
@@ -147,11 +143,6 @@ def store_url(option: str, value: Any) -> str | None:
     from xhf_hooks.stores.open_store import checked_url
 
     return None if value is None else checked_url(option, value)
-
-
-def optional_size(option: str, value: Any) -> int | None:
-    """As :func:`size`, or None."""
-    return None if value is None else size(option, value)
 
 
 def library_arguments(option: str, value: Any) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ their signatures are the fields below. ``save_hf`` is a function; a test compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,13 +16,12 @@ from xhf_hooks.config.checks import (
     Check,
     anything,
     at_least,
-    command_or_function,
+    command,
     dotted_path,
     dtype_code,
     folder_or_url,
     library_arguments,
     one_of,
-    optional_size,
     optional_switch,
     parse_size,
     seconds,
@@ -36,8 +35,8 @@ from xhf_hooks.config.checks import (
 from xhf_hooks.errors import OptionError
 
 LORA_MODES = ('adapter', 'merge', 'both')
-LLAVA_FORMATS = ('xtuner', 'xtuner_complete', 'huggingface')
-VERIFY_LEVELS = ('off', 'sizes', 'full')
+LLAVA_FORMATS = ('xtuner', 'huggingface')
+VERIFY_LEVELS = ('sizes', 'full')
 
 
 def _option(default: Any, meaning: str, check: Check) -> Any:
@@ -80,9 +79,8 @@ class SaveOptions(_Options):
     )
     llava_format: str | None = _option(
         None,
-        "Layout for XTuner's LLaVAModel: 'xtuner' (XTuner's own, without frozen parts), 'xtuner_complete' (XTuner's "
-        "own, with frozen parts) or 'huggingface' (transformers' LlavaForConditionalGeneration, complete, adapters "
-        "merged). None: 'xtuner'.",
+        "Layout for XTuner's LLaVAModel: 'xtuner' (XTuner's own, without frozen parts) or 'huggingface' (transformers' "
+        "LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
         one_of(None, *LLAVA_FORMATS),
     )
     tokenizer: Any = _option(
@@ -114,9 +112,9 @@ class SaveOptions(_Options):
     )
     verify: str = _option(
         'sizes',
-        "What is checked before a save is committed. 'off': every byte was written. 'sizes': also the file sizes, the "
-        "headers, and samples of each rank's writes, which another rank reads back. 'full': also every byte, read back "
-        'from the disk and compared with checksums taken from memory.',
+        "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, the headers, and "
+        "samples of each rank's writes, which another rank reads back. 'full': also every byte, read back from the "
+        'disk and compared with checksums taken from memory.',
         one_of(*VERIFY_LEVELS),
     )
     max_keep_ckpts: int = _option(
@@ -149,16 +147,11 @@ class CallOptions(SaveOptions):
     async_busy: ClassVar[str] = 'wait'
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
-    save_on_file: ClassVar[bool] = False
-    save_on_exception: ClassVar[bool] = False
     on_saved: ClassVar[None] = None
-    on_saved_after: ClassVar[str] = 'commit'
     on_saved_timeout_secs: ClassVar[float] = 0.0
-    on_saved_queue: ClassVar[str] = 'newest'
     on_error: ClassVar[str] = 'raise'
     upload_to: ClassVar[str | None] = None
     upload_keep: ClassVar[int] = -1
-    upload_nbytes_per_sec: ClassVar[int | None] = None
 
     step: int | None = _option(
         None,
@@ -205,41 +198,15 @@ class RunOptions(SaveOptions):
         "'SIGINT', 'SIGHUP' and 'SIGXCPU' end the process once the save is committed.",
         signal_names,
     )
-    save_on_file: bool = _option(
-        False,
-        'Save, as on a signal, when a file named ``save_now`` appears in the work_dir (Trainer: in ``output_dir``). '
-        'The file is then deleted.',
-        switch,
-    )
-    save_on_exception: bool = _option(
-        False,
-        'When an uncaught exception ends training on all ranks, save the weights that are in memory to '
-        '``hf_model_exception``.',
-        switch,
-    )
-    on_saved: str | Sequence[str] | dict[str, Any] | Callable[..., Any] | None = _option(
+    on_saved: str | Sequence[str] | None = _option(
         None,
-        'A command or function that rank 0 runs after each save, while training goes on. In a command, ``{path}`` is '
-        'the saved folder (with a URL as ``out_dir``, the URL of the save), ``{url}`` the address of the save in a '
-        'store, ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, ``{name}`` the folder name such as '
-        '``hf_model``, and ``{output}`` a local folder for results. A function gets the path and the iteration; it may '
-        'be given as an MMEngine config. Numbers that it returns or prints go to the visualizer.',
-        command_or_function,
-    )
-    on_saved_after: str = _option(
-        'commit',
-        "When ``on_saved`` runs. 'commit': after each save is committed. 'upload': after it is uploaded to "
-        '``upload_to`` and visible there; ``{url}`` is its address, which a function gets as the keyword ``url``. '
-        'Saves that are not uploaded are skipped.',
-        one_of('commit', 'upload'),
+        'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder (with a '
+        'URL as ``out_dir``, the URL of the save), ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, '
+        'and ``{output}`` a local folder for results. Numbers in a JSON object that it prints as its last line go to '
+        'the visualizer. When saves come faster than it finishes, it runs for the newest one next.',
+        command,
     )
     on_saved_timeout_secs: float = _option(3600, 'Time limit of the ``on_saved`` command.', seconds)
-    on_saved_queue: str = _option(
-        'newest',
-        "When saves come faster than ``on_saved`` finishes: 'newest' takes the newest save next and skips the others; "
-        "'all' takes every save in turn and keeps its folder until then.",
-        one_of('newest', 'all'),
-    )
     exit_wait_secs: float = _option(
         600,
         'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress or for the one '
@@ -258,9 +225,6 @@ class RunOptions(SaveOptions):
     upload_keep: int = _option(
         -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', at_least(1, -1)
     )
-    upload_limit: int | str | None = _option(
-        None, "Maximum upload rate of each rank per second, such as '40MB'. None: no limit.", optional_size
-    )
     on_error: str = _option(
         'continue',
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
@@ -274,34 +238,15 @@ class RunOptions(SaveOptions):
         to_store = isinstance(self.out_dir, str)
         if to_store and self.upload_to is not None:
             raise OptionError('upload_to', 'None when out_dir is a URL', self.upload_to)
-        if self.on_saved_queue != 'newest' and self.on_saved is None:
-            raise OptionError('on_saved_queue', "'newest' when on_saved is None", self.on_saved_queue)
-        if self.on_saved_after == 'upload':
-            for needed, value in (('on_saved', self.on_saved), ('upload_to', self.upload_to)):
-                if value is None:
-                    raise OptionError('on_saved_after', f"'commit' when {needed} is None", self.on_saved_after)
-        elif not to_store and isinstance(self.on_saved, tuple) and '{url}' in ' '.join(self.on_saved):
-            expected = "no {url} unless on_saved_after is 'upload' or out_dir is a URL"
-            raise OptionError('on_saved', expected, list(self.on_saved))
         if self.upload_to is None:
-            for option, default in (('upload_keep', -1), ('upload_limit', None)):
-                if getattr(self, option) != default:
-                    raise OptionError(option, f'{default} when upload_to is None', getattr(self, option))
+            if self.upload_keep != -1:
+                raise OptionError('upload_keep', '-1 when upload_to is None', self.upload_keep)
             if self.backend_args is not None and not to_store:
                 raise OptionError('backend_args', 'None unless upload_to or out_dir is a URL', [*self.backend_args])
         elif self.upload_to.startswith('hf://'):
-            for option, default in (('upload_keep', -1), ('upload_limit', None), ('backend_args', None)):
+            for option, default in (('upload_keep', -1), ('backend_args', None)):
                 if getattr(self, option) != default:
                     raise OptionError(option, f'{default} when upload_to is on the Hub', getattr(self, option))
-
-    @property
-    def upload_nbytes_per_sec(self) -> int | None:
-        return None if self.upload_limit is None else parse_size(self.upload_limit)
-
-    @property
-    def saves_on_demand(self) -> bool:
-        """Whether saves may be requested while training runs."""
-        return bool(self.save_on_signal) or self.save_on_file
 
 
 @dataclass(eq=False)
@@ -341,22 +286,11 @@ class HookOptions(RunOptions):
         switch,
     )
 
-    defer_copy: bool = _option(
-        False,
-        'With ``async_save``: make the copy during the next forward and backward passes instead of stopping training '
-        'for it. The optimizer step and validation wait until the copy is complete. Weights on the CPU only, without '
-        'weight averaging, FSDP and NVMe; everything else is copied at once. Until that step nothing else, such as '
-        'another hook, may change weights.',
-        switch,
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.defer_copy and not self.async_save:
-            raise OptionError('defer_copy', 'False when async_save is False', self.defer_copy)
         if self.by_epoch is not None and self.interval is None:
             raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
-        saves_anyway = self.save_last or self.save_best is not None or self.saves_on_demand
+        saves_anyway = self.save_last or self.save_best is not None or bool(self.save_on_signal)
         if self.interval == -1 and not saves_anyway:
             expected = 'a positive number, or save_last or save_best: otherwise nothing is ever saved'
             raise OptionError('interval', expected, self.interval)
@@ -383,5 +317,5 @@ class CallbackOptions(RunOptions):
         super().__post_init__()
         if self.save_steps is not None and self.save_strategy != 'steps':
             raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
-        if self.save_strategy == 'no' and not self.save_last and not self.saves_on_demand:
+        if self.save_strategy == 'no' and not self.save_last and not self.save_on_signal:
             raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')

@@ -5,8 +5,7 @@ MetaModel               the trained model                  on the meta device, n
 Exporter.entries()      exported tensors and their names   the same exporters as the hook
 make_plan()             the place of each byte
 write_weights()         slices are read, cast and written  by several threads, a block each
-send_weights()          or sent to a store                 file after file, from memory
-commit()                staging gets the final name        in a store: the pointer moves
+commit()                staging gets the final name
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from typing import Any
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.commit.completeness import warn_of_non_finite
 from xhf_hooks.commit.receipts import pack
-from xhf_hooks.commit.store_folder import StoreFolder
-from xhf_hooks.commit.target import SaveTarget
-from xhf_hooks.config.checks import folder_or_url
-from xhf_hooks.convert.to_store import send_weights
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import OptionError, TensorError
 from xhf_hooks.exporters import exporter_for
@@ -65,23 +60,6 @@ class ConvertOptions:
     verify: bool = False
     trust_remote_code: bool = False
     optimizer_restarted: bool = False
-
-
-def target_of(out: Path | str, *, or_ours: bool = False) -> SaveTarget:
-    """The target of :meth:`Conversion.run`: a folder, or a URL under which each conversion becomes the newest save.
-
-    Args:
-        or_ours: Accept existing saves under the URL.
-
-    Raises:
-        OptionError: The URL is not that of a store, or contains credentials.
-        TargetError: There are saves under the URL, or it cannot be read.
-    """
-    if isinstance(out, Path):
-        return CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
-    target = StoreFolder(str(folder_or_url('OUT', out)), max_keep=-1, option='OUT')
-    target.require_free(or_ours=or_ours)
-    return target
 
 
 class Conversion:
@@ -212,41 +190,41 @@ class Conversion:
         )
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def run(self, out: SaveTarget, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
+    def run(self, out: Path, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
         """Write and commit.
 
         Args:
-            out: From :func:`target_of`.
+            out: The folder to write.
             on_progress: Called in this thread with bytes done and total bytes (``verify`` doubles them).
 
         Raises:
             XhfError, OSError: It failed; ``out`` is unchanged.
         """
-        out.claim()
+        target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
+        target.claim()
         started, meter = time.perf_counter(), MemoryMeter()
         try:
-            warnings, overflows = self._write_and_commit(out, meter, on_progress)
-            path = out.name_of(out.token)
+            warnings, overflows = self._write_and_commit(target, meter, on_progress)
+            path = target.name_of(target.token)
         except BaseException:  # including signals
-            out.abandon()
+            target.abandon()
             raise
         finally:
-            out.release()
+            target.release()
         seconds = time.perf_counter() - started
         cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes, overflows)
         warnings = [*self._tokenizer_notes, *warnings, *self._notes_on_float32()]
         return CommittedCheckpoint(path, self.step, cost, tuple(warnings))
 
     def _write_and_commit(
-        self, out: SaveTarget, meter: MemoryMeter, on_progress: Callable[[int, int], None]
+        self, target: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None]
     ) -> tuple[list[str], int]:
         """Returns warnings and the number of finite elements that became infinite."""
-        staging = out.open_staging(self.step)
-        out.require_room(self.plan.nbytes)
+        staging = target.open_staging(self.step)
+        target.require_room(self.plan.nbytes)
         warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-        in_store = isinstance(out, StoreFolder)
-        receipts, overflows = (send_weights if in_store else write_weights)(
-            out.place(out.token),
+        receipts, overflows = write_weights(
+            target.place(target.token),
             self.plan,
             self.source,
             use_fp32_master=self.use_fp32_master,
@@ -255,9 +233,8 @@ class Conversion:
             meter=meter,
             on_progress=on_progress,
         )
-        verify = 'full' if self._options.verify and in_store else 'sizes'  # else the weights were compared already
-        tensors = out.commit(self.plan, pack(self.plan, receipts), self.step, self._facts(), verify)
-        warnings += [*warn_of_non_finite(tensors), *out.warnings]
+        tensors = target.commit(self.plan, pack(self.plan, receipts), self.step, self._facts(), 'sizes')
+        warnings += [*warn_of_non_finite(tensors), *target.warnings]
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         return warnings, overflows

@@ -1,1 +1,1 @@
-"""Safe access to files: regular files only, mappings without SIGBUS, holes, limits."""
+"""Safe access to files: regular files only, mappings without SIGBUS, limits."""

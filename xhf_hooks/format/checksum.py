@@ -26,16 +26,6 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
     return isal_zlib.crc32_combine(first, second, second_nbytes)
 
 
-def crc32_of_zeros(nbytes: int) -> int:
-    """Checksum of ``nbytes`` zero bytes, in logarithmic time."""
-    crc, power, width = 0, crc32(b'\0'), 1
-    while nbytes:
-        if nbytes & 1:
-            crc = combine(crc, power, width)
-        power, width, nbytes = combine(power, power, width), 2 * width, nbytes >> 1
-    return crc
-
-
 def to_hex(crc: int) -> str:
     """Eight hexadecimal digits, as ``crc32`` and ``rhash`` print them."""
     return f'{crc:08x}'

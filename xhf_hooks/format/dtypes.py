@@ -14,9 +14,8 @@ from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
 }
-#: Returns the row-major bytes of a tensor in host memory. The other arguments: the offset in the file, and whether
-#: only an optimizer step changes the tensor.
-ToHost = Callable[[torch.Tensor, int, bool], memoryview]
+#: Returns the row-major bytes of a tensor in host memory. The other argument: the offset in the file.
+ToHost = Callable[[torch.Tensor, int], memoryview]
 CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
 #: Names of typed storages in files of ``torch.save``.
 CODES_BY_STORAGE = {
@@ -78,11 +77,11 @@ def count_overflows(source: torch.Tensor, target: torch.Tensor) -> int:
     return int(target.isinf().sum()) - int(source.isinf().sum())
 
 
-def host_bytes(tensor: torch.Tensor, offset: int = 0, is_steady: bool = False) -> memoryview:
+def host_bytes(tensor: torch.Tensor, offset: int = 0) -> memoryview:
     """The row-major bytes of a tensor in host memory: a view if possible, else a copy.
 
     Args:
-        offset: Ignored, like ``is_steady``; see :data:`ToHost`.
+        offset: Ignored; see :data:`ToHost`.
     """
     flat = tensor.detach().to('cpu').contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

@@ -57,7 +57,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         log = RunLog(runner.logger, 'HFCheckpointHook')
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch, self.save_begin)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
-        saves_anyway = self.save_last or self._best is not None or self.saves_on_demand
+        saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         self._saves = CheckpointManager(
@@ -65,7 +65,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.out_dir or Path(runner.log_dir, 'hf_model'),
             self,
             log,
-            defer_to=runner.optim_wrapper if self.defer_copy else None,
             run=runner,
             suffixes=[] if self._best is None else self._best.folder_suffixes(),
             reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
@@ -78,7 +77,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             when=None if self._schedule.interval <= 0 else str(self._schedule),
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
             finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg) if self.chat_template else None,
-            request_file=Path(runner.work_dir, 'save_now'),
         )
         self._log = log
         if self._best is not None:
@@ -114,13 +112,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self._saves.finish(self._step(runner, runner.epoch))
         finally:
             self.close()
-
-    def _wait_for_copy(self, *_: Any, **__: Any) -> None:
-        """Other hooks may change weights now, as EMAHook does for a validation. Runs on: all ranks."""
-        if self._saves is not None:
-            self._saves.wait_for_copy()
-
-    before_val = before_test = before_save_checkpoint = after_load_checkpoint = _wait_for_copy
 
     def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
         if self._saves.must_tell_after:  # the best score depends on whether the previous save succeeded

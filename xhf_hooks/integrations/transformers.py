@@ -37,7 +37,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: Saves will not work; the same on every rank.
         """
         self.close()
-        saves_anyway = self.save_last or self.saves_on_demand
+        saves_anyway = self.save_last or bool(self.save_on_signal)
         if not saves_anyway and self.save_strategy is None and args.save_strategy == 'no':
             raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
         log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
@@ -51,9 +51,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             on_result=partial(_log_result, state),
             run_dir=args.output_dir,
         )
-        self._saves.prepare(
-            kwargs.get('processing_class'), when=self._when(args, state), request_file=Path(args.output_dir, 'save_now')
-        )
+        self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._saves.collect_if_done()
@@ -90,7 +88,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         if self.save_strategy != 'steps' or every <= state.max_steps:
             return
         end = f'training ends after {state.max_steps} steps'
-        if not self.save_last and not self.saves_on_demand:
+        if not self.save_last and not self.save_on_signal:
             raise OptionError('save_steps', f'a smaller one, or save_last: {end}, so nothing is ever saved', every)
         log.warning(f'save_steps: every {every} steps, but {end}; set a smaller one')
 

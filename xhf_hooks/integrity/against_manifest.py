@@ -13,7 +13,6 @@ from xhf_hooks.format import checksum
 from xhf_hooks.format.safetensors import Header
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.checksums import FileSums, FileToRead, sum_files
-from xhf_hooks.integrity.file_reader import FileReader, OpenReader
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import (
     READ_BY_LOADERS,
@@ -132,7 +131,6 @@ def read_files(
     *,
     drop_cache: bool = False,
     count_non_finite: bool = False,
-    open_reader: OpenReader = FileReader,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, FileSums]:
     """Checksums of the files ``names``, except those that are missing or cannot be read."""
@@ -141,7 +139,7 @@ def read_files(
     files = [
         FileToRead(content.path / name, content.files[name], headers.get(name), count_non_finite) for name in names
     ]
-    found = sum_files(files, threads, drop_cache=drop_cache, open_reader=open_reader, on_progress=progress)
+    found = sum_files(files, threads, drop_cache=drop_cache, on_progress=progress)
     sums = dict(zip(names, found, strict=True))
     for name, file_sums in sums.items():
         if file_sums.error is not None:

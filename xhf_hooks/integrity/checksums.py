@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import checksum
 from xhf_hooks.format.nonfinite import count_non_finite
-from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header
-from xhf_hooks.integrity.file_reader import FileReader, OpenReader, Reader
+from xhf_hooks.format.safetensors import Header
+from xhf_hooks.integrity.file_reader import FileReader
 
 #: Bytes per read, a multiple of every element size; a job reads several windows.
 WINDOW_NBYTES = 1 << 20
@@ -29,14 +28,12 @@ class FileSums:
         crc32: CRC-32 of the file.
         tensors: CRC-32 of each tensor.
         non_finite: Number of infinite and NaN elements, for tensors that have any; {} if not counted.
-        hole_nbytes: Bytes in holes, which were not read.
         error: Why the file could not be read; the other fields are then empty.
     """
 
     crc32: int = 0
     tensors: dict[str, int] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)
-    hole_nbytes: int = 0
     error: str | None = None
 
 
@@ -52,13 +49,12 @@ class FileToRead:
 
 @dataclass
 class _Part:
-    """A hole, or at most a window of consecutive bytes: of one tensor, of the header, or of a file without header."""
+    """At most a window of consecutive bytes: of one tensor, of the header, or of a file without header."""
 
     tensor: str | None
     dtype: str
     start: int
     end: int
-    is_hole: bool = False
     crc32: int = 0
     non_finite: int = 0
 
@@ -68,7 +64,6 @@ def sum_files(
     threads: WorkerThreads,
     *,
     drop_cache: bool = False,
-    open_reader: OpenReader = FileReader,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[FileSums]:
     """Read all files and compute their checksums.
@@ -76,7 +71,6 @@ def sum_files(
     Args:
         threads: Each has a buffer of one window.
         drop_cache: Read from the disk; see ``from_disk`` of :class:`.FileReader`.
-        open_reader: Opens the files.
         on_progress: Called in this thread with bytes done and total bytes.
 
     Returns:
@@ -85,20 +79,17 @@ def sum_files(
     summings = [_Summing(file) for file in files]
     total, done = sum(file.nbytes for file in files), 0
     with ExitStack() as opened:
-        for nbytes in threads.run(_jobs(summings, opened, partial(open_reader, from_disk=drop_cache))):
+        for nbytes in threads.run(_jobs(summings, opened, drop_cache)):
             done += nbytes
             if on_progress is not None:
                 on_progress(done, total)
     return [summing.finish() for summing in summings]
 
 
-def _jobs(
-    summings: Sequence[_Summing], opened: ExitStack, open_reader: Callable[[Path, int], Reader]
-) -> Iterator[Callable[[], int]]:
+def _jobs(summings: Sequence[_Summing], opened: ExitStack, drop_cache: bool) -> Iterator[Callable[[], int]]:
     buffers = _Buffers()
     for summing in summings:
-        windows = summing.open(opened, open_reader)
-        yield partial(int, summing.sums.hole_nbytes)  # holes count as done
+        windows = summing.open(opened, drop_cache)
         for first in range(0, len(windows), _WINDOWS_PER_JOB):
             yield partial(summing.read, windows[first : first + _WINDOWS_PER_JOB], buffers)
 
@@ -116,25 +107,21 @@ class _Summing:
     def __init__(self, file: FileToRead) -> None:
         self._file, self.sums = file, FileSums()
         self._parts: list[_Part] = []
-        self._reader: Reader | None = None
+        self._reader: FileReader | None = None
 
-    def open(self, opened: ExitStack, open_reader: Callable[[Path, int], Reader]) -> list[list[_Part]]:
+    def open(self, opened: ExitStack, drop_cache: bool) -> list[list[_Part]]:
         """Open the file and cut it into windows of consecutive parts; [] if it cannot be opened."""
         try:
-            self._reader = open_reader(self._file.path, self._file.nbytes)
+            self._reader = FileReader(self._file.path, self._file.nbytes, from_disk=drop_cache)
         except OSError as error:
             self.sums.error = error.strerror
             return []
         opened.callback(self._reader.close)
-        self._parts = list(_parts(self._file, self._reader.holes))
+        self._parts = list(_parts(self._file))
         windows: list[list[_Part]] = []
         room = 0
         for part in self._parts:
             nbytes = part.end - part.start
-            if part.is_hole:
-                self.sums.hole_nbytes += nbytes
-                room = 0
-                continue
             if nbytes > room:
                 windows.append([])
                 room = WINDOW_NBYTES
@@ -168,31 +155,20 @@ class _Summing:
         sums.tensors = {entry.name: 0 for entry in header.entries} if header is not None else {}
         for part in self._parts:
             nbytes = part.end - part.start
-            crc = checksum.crc32_of_zeros(nbytes) if part.is_hole else part.crc32
-            sums.crc32 = checksum.combine(sums.crc32, crc, nbytes)
+            sums.crc32 = checksum.combine(sums.crc32, part.crc32, nbytes)
             if part.tensor is not None:
-                sums.tensors[part.tensor] = checksum.combine(sums.tensors[part.tensor], crc, nbytes)
+                sums.tensors[part.tensor] = checksum.combine(sums.tensors[part.tensor], part.crc32, nbytes)
             if part.tensor is not None and part.non_finite:
                 sums.non_finite[part.tensor] = sums.non_finite.get(part.tensor, 0) + part.non_finite
         return sums
 
 
-def _parts(file: FileToRead, holes: Sequence[Range]) -> Iterator[_Part]:
+def _parts(file: FileToRead) -> Iterator[_Part]:
     """The parts in file order, none of them empty."""
     header = file.header
     segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else file.nbytes)]
     if header is not None:
         segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in header.entries]
     for name, dtype, start, end in segments:
-        position, width = start, DTYPE_NBYTES.get(dtype, 1)
-        for first, last in (*within(holes, start, end), (end, end)):
-            # Holes begin and end at page boundaries; shrink them to whole elements
-            first += (start - first) % width
-            last -= (last - start) % width
-            if last < first:
-                continue
-            for at in range(position, first, WINDOW_NBYTES):
-                yield _Part(name, dtype, at, min(at + WINDOW_NBYTES, first))
-            if last > first:
-                yield _Part(name, dtype, first, last, is_hole=True)
-            position = last
+        for at in range(start, end, WINDOW_NBYTES):
+            yield _Part(name, dtype, at, min(at + WINDOW_NBYTES, end))

@@ -1,4 +1,4 @@
-"""Requests for a save during training: a signal to any rank, or a file."""
+"""Requests for a save during training: a signal to any rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -26,19 +25,14 @@ class SaveRequests:
 
     Args:
         signals: Names of the signals that request a save.
-        file: When this file appears, rank 0 deletes it and requests a save. None: no file.
         wait_secs: How long a signal that ends the process waits for the save.
 
     Raises:
         AgreedError: The ranks cannot agree on saves, or signals cannot be handled. The same on all ranks.
     """
 
-    def __init__(
-        self, collective: Collective, log: RunLog, *, signals: Sequence[str], file: Path | None, wait_secs: float
-    ) -> None:
+    def __init__(self, collective: Collective, log: RunLog, *, signals: Sequence[str], wait_secs: float) -> None:
         self._log = log
-        self._file = file if collective.rank == 0 else None
-        self._file_asks = False
         self._process = os.getpid()
         self._told: str | None = None
         run = collective.broadcast(uuid.uuid4().hex)
@@ -83,30 +77,17 @@ class SaveRequests:
         if not self._agreement.is_due(point):
             return False
         self._signals.take()
-        self._file_asks, self._told = False, None
+        self._told = None
         return True
 
     def _is_wanted(self) -> bool:
         if self._signals.end_when_late():
             self._log.error('no save was made within exit_wait_secs; the process ends without one')
-        self._look_for_file()
-        asked = self._signals.asked or ('the file save_now' if self._file_asks else None)
+        asked = self._signals.asked
         if asked is not None and asked != self._told:
             self._told = asked
             self._log.warning(f'{asked}: all ranks will save at the end of the iteration')
         return asked is not None
-
-    def _look_for_file(self) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.unlink()
-            self._file_asks = True
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            self._log.error(f'{self._file} cannot be deleted and is ignored from now on: {error}')
-            self._file = None
 
     def _on_lost(self, error: Exception) -> None:
         self._signals.stop_waiting()
@@ -126,7 +107,5 @@ def own_store(world_size: int) -> dist.Store:
         return dist.distributed_c10d._get_default_store().clone()
     except (ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
-            'save_on_signal, save_on_file, save_on_exception',
-            f'none of them, since torch.distributed has no store here ({error})',
-            True,
+            'save_on_signal', f'None, since torch.distributed has no store here ({error})', True
         ) from error

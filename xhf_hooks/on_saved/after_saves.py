@@ -1,13 +1,14 @@
-"""Runs the ``on_saved`` action for one save after another, in a thread of rank 0."""
+"""Runs the ``on_saved`` command for one save after another, in a thread of rank 0."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import queue
+import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,8 @@ from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
-from xhf_hooks.errors import XhfError
-from xhf_hooks.on_saved.action import Action, resolve_action
+from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.on_saved.command import RunningCommand, fill_in
-from xhf_hooks.on_saved.results import numbers
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.stores.publication import StoredSave
 from xhf_hooks.telemetry.log import RunLog
@@ -33,7 +32,7 @@ _LOOK_SECS = 5.0
 
 @dataclass(frozen=True)
 class Result:
-    """The numbers that ``on_saved`` returned for a save.
+    """The numbers that ``on_saved`` printed for a save.
 
     Attributes:
         name: Name of the save's folder, such as ``hf_model``.
@@ -50,18 +49,16 @@ class Result:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save to run the action for.
+    """A save to run the command for.
 
     Attributes:
-        kept: Its local files; None if it is only in a store.
-        stored: Where it is in a store; None if it is only local.
+        held: Keeps its files, on the disk or in a store, until it is released.
         output: Folder for results.
     """
 
     name: str
     step: Step
-    kept: KeptFolder | None
-    stored: StoredSave | None
+    held: KeptFolder | StoredSave
     output: Path
 
     @property
@@ -70,17 +67,8 @@ class _Save:
 
     @property
     def path(self) -> Path | str:
-        """What is passed to the action as the path."""
-        return self.stored.url if self.kept is None else self.kept.path
-
-    @property
-    def url(self) -> str:
-        return '' if self.stored is None else self.stored.url
-
-    def release(self) -> None:
-        for held in (self.kept, self.stored):
-            if held is not None:
-                held.release()
+        """What the command gets as ``{path}``."""
+        return self.held.url if isinstance(self.held, StoredSave) else self.held.path
 
 
 def _what(name: str, step: Step) -> str:
@@ -88,23 +76,18 @@ def _what(name: str, step: Step) -> str:
 
 
 class AfterSaves:
-    """Runs an action after each save. Runs on: rank 0; the training thread builds, starts, queries and closes it.
+    """Runs a command after each save. Runs on: rank 0; the training thread builds, starts, queries and closes it.
 
-    As an :class:`.UploadListener` it runs the action once a save is uploaded. Failures are logged and never stop
-    training.
+    A new save replaces a waiting one of the same name. Failures are logged and never stop training.
 
     Args:
-        action: A command with placeholders (:func:`fill_in`), or a function.
+        command: Its arguments, with placeholders (:func:`fill_in`).
         run_dir: Local folder of the run, for results where saves are only in a store.
-        keeps_all: Run it for every save. Otherwise a new save replaces a waiting one of the same name.
-        timeout_secs: Time limit of a command. A function cannot be ended.
+        timeout_secs: Time limit of the command.
     """
 
-    def __init__(
-        self, action: Action, log: RunLog, *, timeout_secs: float, keeps_all: bool, run_dir: Path = Path()
-    ) -> None:
-        self._action, self._log, self._timeout_secs, self._keeps_all = action, log, timeout_secs, keeps_all
-        self._run_dir = run_dir
+    def __init__(self, command: Sequence[str], log: RunLog, *, timeout_secs: float, run_dir: Path = Path()) -> None:
+        self._command, self._log, self._timeout_secs, self._run_dir = command, log, timeout_secs, run_dir
         self._process = os.getpid()
         self._change = threading.Condition()
         self._waiting: list[_Save] = []
@@ -122,31 +105,16 @@ class AfterSaves:
 
     def committed(self, save: CommittedCheckpoint, target: SaveTarget) -> None:
         """Queue the save that was just committed to a target, before its next save begins."""
-        kept = stored = None
         try:
-            if isinstance(target, StoreFolder):
-                stored = target.keep()
-            else:
-                kept = KeptFolder.keep(target.final)
+            held = target.keep() if isinstance(target, StoreFolder) else KeptFolder.keep(target.final)
         except (XhfError, OSError) as error:
             self._log.error(f'{_what(target.name, save.step)} was skipped: {error}')
             return
-        self._add(target.name, save.step, kept, stored)
-
-    def uploaded(self, name: str, step: Step, kept: KeptFolder, stored: StoredSave) -> None:
-        """Queue an uploaded save. Called by the upload thread."""
-        self._add(name, step, kept, stored)
-
-    def not_uploaded(self, name: str, step: Step) -> None:
-        """Log that a save is skipped. Called by the upload thread, or by the one that saves."""
-        self._log.warning(f'{_what(name, step)} was skipped: the save was not uploaded')
-
-    def _add(self, name: str, step: Step, kept: KeptFolder | None, stored: StoredSave | None) -> None:
-        beside = self._run_dir / name if kept is None else kept.path.with_name(name)
-        new = _Save(name, step, kept, stored, beside.with_name(f'{name}_on_saved') / step.label)
+        beside = self._run_dir if isinstance(held, StoredSave) else target.final.parent
+        new = _Save(target.name, save.step, held, beside / f'{target.name}_on_saved' / save.step.label)
         with self._change:
             too_late = self._closed
-            superseded = [] if self._keeps_all else [old for old in self._waiting if old.name == name]
+            superseded = [old for old in self._waiting if old.name == new.name]
             if not too_late:
                 self._waiting = [old for old in self._waiting if old not in superseded] + [new]
             self._change.notify_all()
@@ -155,11 +123,11 @@ class AfterSaves:
             return
         for old in superseded:
             self._log.info(f'{old.what} was skipped: there is a newer save, and an earlier one is not finished yet')
-            old.release()
+            old.held.release()
 
     def _drop(self, save: _Save) -> None:
         self._log.warning(f'{save.what} was skipped: training has ended')
-        save.release()
+        save.held.release()
 
     def results(self) -> list[Result]:
         """The results since the last call."""
@@ -187,10 +155,8 @@ class AfterSaves:
             self._change.notify_all()
         for save in dropped:
             self._drop(save)
-        if now is not None and not callable(self._action):
+        if now is not None:
             self._thread.join(_END_SECS)
-        elif now is not None:
-            self._log.warning(f'{now.what} is still running; training ends without it, and its folder is kept')
 
     def _run(self) -> None:
         while (save := self._next()) is not None:
@@ -199,10 +165,10 @@ class AfterSaves:
                 self._do(save, began)
             except Exception as error:
                 self._log.error(
-                    f'{save.what} failed after {time.monotonic() - began:.1f} s; training goes on: {error}'
-                    + ('' if callable(self._action) else f'. Its output is in {save.output / LOG_NAME}')
+                    f'{save.what} failed after {time.monotonic() - began:.1f} s; training goes on: {error}. '
+                    f'Its output is in {save.output / LOG_NAME}'
                 )
-            save.release()
+            save.held.release()
             with self._change:
                 self._now = self._running = None
                 self._change.notify_all()
@@ -217,28 +183,16 @@ class AfterSaves:
             return self._now
 
     def _do(self, save: _Save, began: float) -> None:
-        found = self._call(save) if callable(self._action) else self._run_command(self._action, save)
+        found = self._run_command(save)
         if found:
             self._results.put(Result(save.name, save.step, found))
         shown = ', '.join(f'{name} {value:.4g}' for name, value in list(found.items())[:8])
         self._log.info(f'{save.what} took {time.monotonic() - began:.1f} s{": " * bool(shown)}{shown}')
 
-    def _call(self, save: _Save) -> dict[str, float]:
-        more = {'url': save.url} if save.kept is not None and save.stored is not None else {}
-        returned = self._action(save.path, save.step.iteration, **more)  # type: ignore[operator]
-        return numbers(returned) if isinstance(returned, Mapping) else {}
-
-    def _run_command(self, action: tuple[str, ...], save: _Save) -> dict[str, float]:
+    def _run_command(self, save: _Save) -> dict[str, float]:
         save.output.mkdir(parents=True, exist_ok=True)
-        values = {
-            'path': save.path,
-            'url': save.url,
-            'step': save.step.iteration,
-            'label': save.step.label,
-            'name': save.name,
-            'output': save.output,
-        }
-        command = fill_in(action, values)
+        values = {'path': save.path, 'step': save.step.iteration, 'label': save.step.label, 'output': save.output}
+        command = fill_in(self._command, values)
         with self._change:
             if self._closed:
                 return {}
@@ -250,41 +204,34 @@ def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog, run_dir: 
     """The runner of the option ``on_saved``; None if it is not set. Runs on: rank 0.
 
     Raises:
-        OptionError: There is no such program or function.
+        OptionError: There is no such program.
     """
     if options.on_saved is None:
         return None
-    return AfterSaves(
-        resolve_action(options.on_saved, takes_url=options.on_saved_after == 'upload'),
-        log,
-        timeout_secs=options.on_saved_timeout_secs,
-        keeps_all=options.on_saved_queue == 'all',
-        run_dir=run_dir,
-    )
+    if shutil.which(options.on_saved[0]) is None:
+        raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', options.on_saved[0])
+    return AfterSaves(options.on_saved, log, timeout_secs=options.on_saved_timeout_secs, run_dir=run_dir)
 
 
-def wait_for_all(
-    what: str, wait_on_rank_0: Callable[[float], bool] | None, collective: Collective, secs: float, log: RunLog
-) -> None:
+def wait_for_all(after_saves: AfterSaves | None, collective: Collective, secs: float, log: RunLog) -> None:
     """After training, wait until nothing is left to do. Runs on: all ranks.
 
     The other ranks wait on gloo, a short time at a time, since an NCCL collective may follow training.
 
     Args:
-        what: What is waited for, for the log.
-        wait_on_rank_0: Waits for some seconds; returns False if time ran out. None on other ranks.
+        after_saves: None on other ranks than rank 0.
 
     Raises:
         RankLostError: A rank did not take part.
     """
     deadline = time.monotonic() + secs
-    if wait_on_rank_0 is not None and not wait_on_rank_0(0.0):
-        log.info(f'waiting for {what}')
+    if after_saves is not None and not after_saves.wait(0.0):
+        log.info('waiting for on_saved')
     while True:
         left_secs = deadline - time.monotonic()
-        waits = wait_on_rank_0 is not None and not wait_on_rank_0(max(0.0, min(_LOOK_SECS, left_secs)))
+        waits = after_saves is not None and not after_saves.wait(max(0.0, min(_LOOK_SECS, left_secs)))
         if waits and left_secs <= _LOOK_SECS:
-            log.error(f'{what} did not finish within exit_wait_secs={secs:g} s')
+            log.error(f'on_saved did not finish within exit_wait_secs={secs:g} s')
             waits = False
         if not collective.broadcast(waits):
             return

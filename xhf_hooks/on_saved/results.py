@@ -1,10 +1,11 @@
-"""Turns what a command or function returns into scalars for a visualizer."""
+"""Turns what a command prints into scalars for a visualizer."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 #: More numbers than this are not a result but a dump.
@@ -12,28 +13,23 @@ _MOST = 1000
 
 
 def scalars_in(line: str) -> dict[str, float]:
-    """The numbers in a line that is a JSON object, by name; empty for other lines."""
+    """The finite numbers in a line that is a JSON object; nested names are joined by slashes.
+
+    Empty for other lines, and if there are too many numbers.
+    """
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return numbers(found) if isinstance(found, dict) else {}
-
-
-def numbers(found: Mapping[Any, Any]) -> dict[str, float]:
-    """All finite numbers; nested names are joined by slashes. Empty if there are too many."""
-    flat = dict(_flat(found, ''))
+    flat = dict(_flat(found, '')) if isinstance(found, dict) else {}
     return flat if len(flat) <= _MOST else {}
 
 
-def _flat(found: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
+def _flat(found: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     for name, value in found.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from _flat(value, f'{prefix}{name}/')
-            continue
-        try:
-            number = float(value)  # also numbers of numpy and torch
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            continue
-        if not isinstance(value, (str, bytes)) and math.isfinite(number):
-            yield f'{prefix}{name}', number
+        elif isinstance(value, (int, float)):
+            with contextlib.suppress(OverflowError):  # an integer of hundreds of digits
+                if math.isfinite(value):
+                    yield f'{prefix}{name}', float(value)

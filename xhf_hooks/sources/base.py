@@ -19,15 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The elements of a tensor that one rank holds: consecutive in row-major order, the first with index ``start``.
-
-    Attributes:
-        is_steady: Only an optimizer's step changes the elements.
-    """
+    """The elements of a tensor that one rank holds: consecutive in row-major order, the first with index ``start``."""
 
     start: int
     elements: torch.Tensor
-    is_steady: bool = False
 
 
 class Source(ABC):

@@ -110,4 +110,4 @@ def group_chunks(
             meter.sample()  # the peak: what was read, what was made from it, and the cast result
         if tuple(tensor.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected shape {placement.shape}, made {tuple(tensor.shape)}')
-        yield Chunk(placement, to_host(tensor, placement.offset, False), overflows=overflows)
+        yield Chunk(placement, to_host(tensor, placement.offset), overflows=overflows)

@@ -30,24 +30,22 @@ class Slice:
 
     Attributes:
         start: Offset of the first byte in the placement.
-        is_steady: The elements alias live memory that only an optimizer's step changes.
         overflows: Number of finite elements that the cast made infinite.
     """
 
     placement: Placement
     start: int
     elements: torch.Tensor
-    is_steady: bool
     overflows: int
 
     def held_in(self, hold: ToHost) -> Slice:
         """A copy whose bytes are in the memory that ``hold`` returns."""
-        copy = torch.frombuffer(hold(self.elements, self._offset, self.is_steady), dtype=torch.uint8)
-        return replace(self, elements=copy, is_steady=False)
+        copy = torch.frombuffer(hold(self.elements, self._offset), dtype=torch.uint8)
+        return replace(self, elements=copy)
 
     def chunk(self, to_host: ToHost) -> Chunk:
         """Its bytes in host memory, for a writer."""
-        return Chunk(self.placement, to_host(self.elements, self._offset, self.is_steady), self.start, self.overflows)
+        return Chunk(self.placement, to_host(self.elements, self._offset), self.start, self.overflows)
 
     @property
     def _offset(self) -> int:
@@ -128,7 +126,7 @@ def _in_parts(placement: Placement, mine: range, own: LocalShard) -> Iterator[Sl
         stop = min(start + _PART_NUMEL, mine.stop)
         source = own.elements[before + start : before + stop]
         part, overflows = cast(source, placement.dtype)
-        yield Slice(placement, start * width, part, own.is_steady and part is source, overflows)
+        yield Slice(placement, start * width, part, overflows)
 
 
 def _check(spec: TensorSpec, own: LocalShard) -> None:

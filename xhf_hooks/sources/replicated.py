@@ -69,7 +69,7 @@ class ModuleSource(Source):
         tensor = self._tensors[name]
         if use_fp32_master and self._has_master(tensor):
             return local_fragment(tensor)
-        return LocalShard(0, tensor.detach().reshape(-1), isinstance(tensor, nn.Parameter))
+        return LocalShard(0, tensor.detach().reshape(-1))
 
     def replicated(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         spreads = ((name, self._spread_of(self._tensors[name])) for name in names)

@@ -60,8 +60,7 @@ class Zero3Source(ModuleSource):
             return super().local_shard(name, use_fp32_master)
         held = self._held(tensor)
         # The last partitions of a parameter are padded
-        is_steady = not use_fp32_master and getattr(tensor, 'nvme_swapper', None) is None
-        return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)], is_steady)
+        return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)])
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -55,7 +55,6 @@ class FileUpload:
         made = self.store.create(self.key, record.nbytes, senders=means.senders, room=means.room)
         try:
             for data in _read(self.path, _READ_NBYTES):
-                means.bandwidth.take(len(data), means.is_wanted)
                 if not means.is_wanted():
                     raise Unwanted
                 crc = crc32(data, crc)

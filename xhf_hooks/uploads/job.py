@@ -13,9 +13,7 @@ from xhf_hooks.commit.kept_folder import KeptFolder
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from xhf_hooks.planning.types import Step
-from xhf_hooks.stores.publication import StoredSave
 from xhf_hooks.stores.senders import Senders
-from xhf_hooks.uploads.bandwidth import Bandwidth
 from xhf_hooks.uploads.sharing import share_out
 
 
@@ -74,7 +72,6 @@ class Means:
 
     senders: Senders
     room: threading.Semaphore
-    bandwidth: Bandwidth
     is_wanted: Callable[[], bool]
 
 
@@ -103,21 +100,8 @@ class Destination(Protocol):
     def publish(self, job: UploadJob) -> None:
         """Make a save visible when all of its files are uploaded. Runs on: rank 0."""
 
-    def keep(self, job: UploadJob) -> StoredSave:
-        """A published save, which is not deleted there while it is in use. Runs on: rank 0."""
-
     def abandon(self, job: UploadJob) -> None:
         """Remove what was uploaded of a cancelled save. Runs on: rank 0."""
 
     def release(self) -> None:
         """Release the destination at the end of the run. Runs on: rank 0."""
-
-
-class UploadListener(Protocol):
-    """Learns of the end of each upload. Runs on: rank 0, usually in the upload thread, so methods return at once."""
-
-    def uploaded(self, name: str, step: Step, kept: KeptFolder, stored: StoredSave) -> None:
-        """A save is complete and visible in the store. The listener releases ``kept`` and ``stored``."""
-
-    def not_uploaded(self, name: str, step: Step) -> None:
-        """The upload failed or was cancelled."""

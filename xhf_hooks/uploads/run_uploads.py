@@ -18,7 +18,7 @@ from xhf_hooks.format.text import counted
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import open_store
 from xhf_hooks.telemetry.log import RunLog
-from xhf_hooks.uploads.job import Destination, UploadJob, UploadListener
+from xhf_hooks.uploads.job import Destination, UploadJob
 from xhf_hooks.uploads.to_hub import PREFIX, HubDestination
 from xhf_hooks.uploads.to_store import StoreDestination
 from xhf_hooks.uploads.upload_thread import UploadThread
@@ -59,13 +59,7 @@ def uploads_of_run(
             store = open_store(options.upload_to, options.backend_args, prepare_thread=lower_priority)
             max_keep = options.upload_keep if final == finals[0] else 1
             destinations[final.name] = StoreDestination(store, final.name, max_keep)
-    return RunUploads(
-        destinations,
-        log,
-        nbytes_per_sec=options.upload_nbytes_per_sec,
-        wait_secs=options.exit_wait_secs,
-        is_shared=seen_by_all,
-    )
+    return RunUploads(destinations, log, wait_secs=options.exit_wait_secs, is_shared=seen_by_all)
 
 
 class RunUploads:
@@ -73,45 +67,34 @@ class RunUploads:
 
     Args:
         destinations: Name of a save's folder to its destination.
-        nbytes_per_sec: Limit for each rank; None means no limit.
         wait_secs: How long the end of the run waits for uploads.
         is_shared: Whether all ranks see the folders.
     """
 
     def __init__(
-        self,
-        destinations: Mapping[str, Destination],
-        log: RunLog,
-        *,
-        nbytes_per_sec: int | None,
-        wait_secs: float,
-        is_shared: bool,
+        self, destinations: Mapping[str, Destination], log: RunLog, *, wait_secs: float, is_shared: bool
     ) -> None:
         self._destinations, self._log, self._is_shared = destinations, log, is_shared
-        self._nbytes_per_sec, self._wait_secs = nbytes_per_sec, wait_secs
+        self._wait_secs = wait_secs
         self._thread: UploadThread | None = None
         self._process, self._number = os.getpid(), 0
         self._is_first = False
-        self._listener: UploadListener | None = None
         self._claimed: list[Destination] = []
 
-    def claim(self, rank: int, listener: UploadListener | None = None) -> None:
+    def claim(self, rank: int) -> None:
         """Check before training that uploads will work.
-
-        Args:
-            listener: On rank 0, told of each upload's end.
 
         Raises:
             StoreError: They will not. Ranks have not agreed on this error.
         """
-        self._is_first, self._listener = rank == 0, listener
+        self._is_first = rank == 0
         for number, destination in enumerate(self._destinations.values()):
             if rank == 0:
                 destination.claim()
                 self._claimed.append(destination)
             elif number == 0 and self._is_shared and destination.takes_from_all_ranks:
                 destination.require_usable()
-        self._thread = UploadThread(self._destinations, self._log, self._nbytes_per_sec, listener)
+        self._thread = UploadThread(self._destinations, self._log)
 
     def offer(self, final: Path, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save. Runs on: all ranks, in the thread that saves.
@@ -132,8 +115,6 @@ class RunUploads:
                 self._log.error(f'the save of {step.label} will not be uploaded: {error}')
                 if kept is not None:
                     kept.release()
-                if self._listener is not None:
-                    self._listener.not_uploaded(final.name, step)
         offer = collective.broadcast(offer)
         self._number += 1
         if offer is None:
@@ -153,22 +134,6 @@ class RunUploads:
         if not thread.wait(self._wait_secs) and self._is_first:
             self._log.error(f'uploads did not finish within exit_wait_secs={self._wait_secs:g} s')
 
-    def is_done_within(self, secs: float) -> bool:
-        """Wait until all uploads have ended; returns False if time ran out."""
-        thread = self._thread
-        return thread is None or thread.wait(secs)
-
-    def cancel(self) -> None:
-        """Cancel uploads in progress and log what was not uploaded. Needs no other rank."""
-        if os.getpid() != self._process:
-            return
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end()
-            if self._is_first and thread.failed:
-                places = ', '.join(thread.uploaded) or 'none'
-                self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
-
     def end(self) -> None:
         """Wait for uploads, log what was not uploaded, release the destinations. Needs no other rank."""
         self.wait()
@@ -181,7 +146,12 @@ class RunUploads:
     def _give_up(self) -> None:
         if os.getpid() != self._process:
             return
-        self.cancel()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+            if self._is_first and thread.failed:
+                places = ', '.join(thread.uploaded) or 'none'
+                self._log.warning(f'not uploaded: {counted(len(thread.failed), "save")}; uploaded: {places}')
         claimed, self._claimed = self._claimed, []
         releasing = threading.Thread(target=_release, args=(claimed,), name='xhf-upload-release', daemon=True)
         releasing.start()

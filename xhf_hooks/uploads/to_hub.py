@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.types import Step
-from xhf_hooks.stores.publication import StoredSave, take_name
+from xhf_hooks.stores.publication import take_name
 from xhf_hooks.stores.secrets import without_secrets
 from xhf_hooks.uploads.job import Means, UploadJob
 
@@ -89,10 +89,6 @@ class HubDestination:
                 api.create_commit(self._repository, [*added, *removed], commit_message=job.place, revision=self._branch)
                 self._committed = job.place
             api.create_tag(self._repository, tag=job.place, revision=self._branch, exist_ok=True)
-
-    def keep(self, job: UploadJob) -> StoredSave:
-        """The tag, which is never deleted."""
-        return StoredSave(f'{self.where}@{job.place}')
 
     def abandon(self, job: UploadJob) -> None:
         """Does nothing: the branch has only commits."""

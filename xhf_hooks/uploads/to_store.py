@@ -10,7 +10,7 @@ from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.types import Step
 from xhf_hooks.stores import Store
-from xhf_hooks.stores.publication import Publication, StoredSave, require_answer
+from xhf_hooks.stores.publication import Publication, require_answer
 from xhf_hooks.stores.stored_folder import StoredFolder
 from xhf_hooks.stores.stored_object import StoredObject
 from xhf_hooks.uploads.file_upload import FileUpload
@@ -77,9 +77,6 @@ class StoreDestination:
     def publish(self, job: UploadJob) -> None:
         step = {'unit': job.step.unit, 'number': job.step.number}
         self._publication.publish(job.place, (job.folder / MANIFEST_NAME).read_bytes(), step)
-
-    def keep(self, job: UploadJob) -> StoredSave:
-        return self._publication.keep(job.place)
 
     def abandon(self, job: UploadJob) -> None:
         self._publication.abandon(job.place)

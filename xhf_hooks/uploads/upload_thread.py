@@ -16,9 +16,8 @@ from xhf_hooks.errors import StoreError
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.stores.senders import Senders
 from xhf_hooks.telemetry.log import RunLog
-from xhf_hooks.uploads.bandwidth import Bandwidth
 from xhf_hooks.uploads.file_upload import PARTS_IN_MEMORY, Unwanted
-from xhf_hooks.uploads.job import Destination, Means, UploadJob, UploadListener
+from xhf_hooks.uploads.job import Destination, Means, UploadJob
 
 T = TypeVar('T')
 #: Seconds between two attempts, doubled from the first to the second value, with jitter since all ranks start at once.
@@ -42,22 +41,15 @@ class UploadThread:
 
     patience_secs = 30.0
 
-    def __init__(
-        self,
-        destinations: Mapping[str, Destination],
-        log: RunLog,
-        nbytes_per_sec: int | None,
-        listener: UploadListener | None = None,
-    ) -> None:
+    def __init__(self, destinations: Mapping[str, Destination], log: RunLog) -> None:
         self.uploaded: list[str] = []
         self.failed: list[str] = []
-        self._destinations, self._log, self._listener = destinations, log, listener
+        self._destinations, self._log = destinations, log
         self._jobs: deque[UploadJob] = deque()  # the first is being uploaded
         self._given_up: list[UploadJob] = []
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._ending = False
-        self._bandwidth = Bandwidth(nbytes_per_sec)
         self._senders = Senders(PARTS_IN_MEMORY, lower_priority)
         self._room = threading.Semaphore(PARTS_IN_MEMORY)
         self._thread = threading.Thread(target=self._run, name='xhf-upload', daemon=True)
@@ -126,10 +118,6 @@ class UploadThread:
             self._not_uploaded(job, f'{what} was cancelled: {why}', logging.WARNING)
         except Exception as error:
             self._not_uploaded(job, f'{what} failed: {type(error).__name__}: {error}')
-        else:
-            if self._listener is not None and job.kept is not None:
-                kept, job.kept = job.kept, None  # the listener releases it
-                self._listener.uploaded(job.name, job.step, kept, self._destinations[job.name].keep(job))
         finally:
             if job.kept is not None:
                 job.kept.release()
@@ -139,14 +127,12 @@ class UploadThread:
             self.failed.append(what)
             self._given_up.append(job)
             self._log.log(level, f'the upload of {what}')
-            if self._listener is not None:
-                self._listener.not_uploaded(job.name, job.step)
 
     def _upload(self, job: UploadJob, what: str) -> None:
         began, destination = time.monotonic(), self._destinations[job.name]
         if not job.is_wanted:
             raise Unwanted
-        means = Means(self._senders, self._room, self._bandwidth, lambda: job.is_wanted)
+        means = Means(self._senders, self._room, lambda: job.is_wanted)
         self._try(job, what, lambda: destination.send(job, job.share, means))
         if job.rank != 0:
             return

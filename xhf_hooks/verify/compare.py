@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.files.holes import Range, in_both
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.verify.comparison import DIFFERENT, IDENTICAL, ROUNDING, Comparison, TensorVerdict
@@ -64,24 +63,13 @@ class _Pair:
         (a, b), (one, two) = self.readers, self.names
         return {*a.made_together(one), *b.made_together(two)}
 
-    def unwritten(self) -> list[Range]:
-        """Element ranges that are holes in both files."""
-        if self.dtypes[0] != self.dtypes[1] and not self.has_precision:
-            return []
-        (a, b), (one, two) = self.readers, self.names
-        return in_both(a.holes(one), b.holes(two))
-
     def nbytes_to_read(self) -> int:
-        n_elements = self.n_elements - sum(end - start for start, end in self.unwritten())
-        return n_elements * sum(DTYPE_NBYTES[dtype] for dtype in self.dtypes)
+        return self.n_elements * sum(DTYPE_NBYTES[dtype] for dtype in self.dtypes)
 
-    def parts(self) -> Iterator[Range]:
-        """Element ranges to read; holes are skipped."""
-        position = 0
-        for first, last in (*self.unwritten(), (self.n_elements, self.n_elements)):
-            for start in range(position, first, _JOB_ELEMENTS):
-                yield start, min(start + _JOB_ELEMENTS, first)
-            position = last
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Element ranges to read."""
+        for start in range(0, self.n_elements, _JOB_ELEMENTS):
+            yield start, min(start + _JOB_ELEMENTS, self.n_elements)
 
     def windows(self, start: int, end: int, buffers: _Buffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read-only views of both tensors; each pair is valid until the next is requested."""
@@ -114,7 +102,7 @@ class _Pair:
         """The narrower dtype that one whole tensor was rounded to, if any. Rereads it, usually only one window."""
         ways = ways_through(*self.dtypes)
         with _held([self]):
-            for start, end in self.parts() if ways else ():  # skipped holes are zeros, exact in every dtype
+            for start, end in self.parts() if ways else ():
                 for x, y in self.windows(start, end, buffers):
                     wide = torch.promote_types(x.dtype, y.dtype)
                     ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
@@ -223,7 +211,7 @@ def _compare_group(group: Sequence[_Pair], buffers: _Buffers, alone: threading.L
         return [part for pair in group for part in _compare_parts(pair, pair.parts(), buffers)]
 
 
-def _compare_parts(pair: _Pair, parts: Iterable[Range], buffers: _Buffers) -> list[_Part]:
+def _compare_parts(pair: _Pair, parts: Iterable[tuple[int, int]], buffers: _Buffers) -> list[_Part]:
     width = sum(DTYPE_NBYTES[dtype] for dtype in pair.dtypes)
     return [(pair, pair.differences(start, end, buffers), (end - start) * width) for start, end in parts]
 

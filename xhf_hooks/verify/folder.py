@@ -12,7 +12,6 @@ from xhf_hooks.files.regular_files import require_regular
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity import against_manifest as against
 from xhf_hooks.integrity.checksums import FileSums
-from xhf_hooks.integrity.file_reader import FileReader, OpenReader, describe_holes
 from xhf_hooks.integrity.findings import Findings, FolderReport
 from xhf_hooks.integrity.folder_scan import (
     FolderContent,
@@ -36,7 +35,6 @@ def verify_folder(
     read: bool = True,
     model: bool = True,
     trust_remote_code: bool = False,
-    open_reader: OpenReader = FileReader,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> FolderReport:
     """Check a Hugging Face folder. With the manifest of this package, checksums are compared, too.
@@ -46,7 +44,6 @@ def verify_folder(
         read: Read every byte, for checksums and for infinite and NaN values.
         model: Compare with the model and tokenizer that transformers builds.
         trust_remote_code: Allow transformers to run code from the folder.
-        open_reader: Opens the files whose bytes are read.
         on_progress: Called with bytes done and total bytes.
 
     Raises:
@@ -81,7 +78,7 @@ def verify_folder(
         find_duplicates(folder, findings)
     _look_for_lost_shards(content, folders, findings)
     check_texts(content, findings)
-    sums = _read(content, folders, manifest, findings, workers, open_reader, on_progress) if read else {}
+    sums = _read(content, folders, manifest, findings, workers, on_progress) if read else {}
     if not read:
         findings.unchecked('checksums', 'nothing was read (--no-read)')
     _check_models(content, folders, sums, findings, model, trust_remote_code)
@@ -91,7 +88,7 @@ def verify_folder(
         n_files=len(content.files),
         n_tensors=sum(len(header.entries) for folder in folders for header in folder.headers.values()),
         nbytes=sum(max(0, nbytes) for nbytes in content.files.values()),
-        read_nbytes=sum(content.files[name] - found.hole_nbytes for name, found in sums.items()),
+        read_nbytes=sum(content.files[name] for name in sums),
         seconds=time.perf_counter() - started,
     )
 
@@ -118,7 +115,6 @@ def _read(
     manifest: Manifest | None,
     findings: Findings,
     workers: int | None,
-    open_reader: OpenReader,
     on_progress: Callable[[int, int], None] | None,
 ) -> Mapping[str, FileSums]:
     known = manifest if manifest is not None and manifest.has_checksums else None
@@ -131,7 +127,6 @@ def _read(
             threads,
             findings,
             count_non_finite=known is None,  # else the manifest has the counts, taken in memory
-            open_reader=open_reader,
             progress=on_progress,
         )
     if known is not None:
@@ -139,9 +134,6 @@ def _read(
         recorded = {n: t for f in known.files.values() for n, t in (f.tensors or {}).items()}
         non_finite = {name: tensor.non_finite for name, tensor in recorded.items() if tensor.non_finite}
     else:
-        for name, found in sums.items():
-            if found.hole_nbytes:  # without checksums, holes may be a lost write
-                findings.note('values', describe_holes(name, found.hole_nbytes, content.files[name]))
         non_finite = {name: count for found in sums.values() for name, count in found.non_finite.items()}
     if non_finite:
         worst = sorted(non_finite, key=non_finite.__getitem__, reverse=True)

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.files.holes import Range, within
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, Header, read_header
-from xhf_hooks.integrity.file_reader import FileReader, OpenReader, Reader, describe_holes
+from xhf_hooks.integrity.file_reader import FileReader
 from xhf_hooks.integrity.findings import Findings
 from xhf_hooks.integrity.folder_scan import read_headers, scan
 from xhf_hooks.planning.types import TensorSpec
@@ -47,10 +46,6 @@ class ModelReader(ABC):
         """Hint that these bytes are not needed again soon. Their view must have been released."""
         return None
 
-    def holes(self, name: str) -> list[Range]:
-        """Element ranges of the tensor that were never written. They are zeros and need not be read."""
-        return []
-
     def made_together(self, name: str) -> tuple[str, ...]:
         """Names of tensors computed from the same inputs, to be read together; () for a tensor that is stored as is."""
         return ()
@@ -72,17 +67,14 @@ class SafetensorsReader(ModelReader):
         CheckpointError: A file is damaged, or has a dtype that cannot be compared.
     """
 
-    def __init__(self, path: Path, open_reader: OpenReader = FileReader) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors, self.ties, self.notes = {}, {}, []
-        self._files: list[Reader] = []
-        self._places: dict[str, tuple[Reader, int]] = {}
+        self._files: list[FileReader] = []
+        self._places: dict[str, tuple[FileReader, int]] = {}
         for prefix, header in _headers_of_file(path) if path.is_file() else _headers_of_folder(path):
-            file = open_reader(header.path, header.nbytes)
+            file = FileReader(header.path, header.nbytes)
             self._files.append(file)
-            unwritten = sum(end - start for start, end in file.holes)
-            if unwritten:
-                self.notes.append(describe_holes(str(header.path), unwritten, header.nbytes))
             for entry in header.entries:
                 if entry.dtype not in DTYPE_NBYTES:
                     raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
@@ -98,14 +90,6 @@ class SafetensorsReader(ModelReader):
     def view(self, name: str, start: int, end: int, buffer: memoryview) -> memoryview:
         file, offset = self._places[name]
         return file.view(offset + start, offset + end, buffer)
-
-    def holes(self, name: str) -> list[Range]:
-        file, offset = self._places[name]
-        tensor = self.tensors[name]
-        width = DTYPE_NBYTES[tensor.dtype]
-        holes = within(file.holes, offset, offset + tensor.nbytes)
-        found = [(-(-(start - offset) // width), (end - offset) // width) for start, end in holes]
-        return [(start, end) for start, end in found if start < end]
 
     def forget(self, name: str, start: int, end: int) -> None:
         file, offset = self._places[name]

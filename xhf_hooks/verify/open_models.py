@@ -11,20 +11,15 @@ from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.folder_scan import scan
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.stores.open_store import is_url
 from xhf_hooks.verify.checkpoint_readers import ConvertedReader, NamedReader, common_prefixes
 from xhf_hooks.verify.model_reader import ModelReader, SafetensorsReader
-from xhf_hooks.verify.stored_folder import StoredReader
 
 
-def open_models(a: Path | str, b: Path | str, options: ConvertOptions) -> tuple[ModelReader, ModelReader]:
+def open_models(a: Path, b: Path, options: ConvertOptions) -> tuple[ModelReader, ModelReader]:
     """Readers of both, in the given order.
 
     A checkpoint that is compared with a folder is read as ``xhf-convert`` would write it. Where that is impossible, and
     for two checkpoints, tensors are matched by their names in training.
-
-    Args:
-        a: A path, or the URL of a folder in a store.
 
     Raises:
         CheckpointError: One of them cannot be read as a model.
@@ -39,10 +34,8 @@ def open_models(a: Path | str, b: Path | str, options: ConvertOptions) -> tuple[
     return (folder, checkpoint) if folders[0] else (checkpoint, folder)
 
 
-def _folder_reader(place: Path | str) -> SafetensorsReader | None:
-    if is_url(place):
-        return StoredReader(str(place))
-    return SafetensorsReader(Path(place)) if _is_folder_of_weights(Path(place)) else None
+def _folder_reader(place: Path) -> SafetensorsReader | None:
+    return SafetensorsReader(place) if _is_folder_of_weights(place) else None
 
 
 def _is_folder_of_weights(path: Path) -> bool:

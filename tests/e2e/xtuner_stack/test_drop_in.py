@@ -83,3 +83,15 @@ assert not [name for name in sys.modules if name.partition('.')[0] == 'xtuner']
 """
     subprocess.run([sys.executable, '-c', code], cwd=REPO_ROOT, check=True)
     assert list(tmp_path.glob('*/hf_model/model.safetensors'))
+
+
+def test_a_copied_config_with_two_more_lines(tmp_path):
+    """The first command of docs/xtuner.md, and the edit below it."""
+    name = 'llama3_8b_instruct_full_alpaca_e3'
+    subprocess.run([Path(sys.executable).with_name('xtuner'), 'copy-cfg', name, '.'], cwd=tmp_path, check=True)
+    copied = tmp_path / f'{name}_copy.py'
+    text = copied.read_text()
+    assert text.count('\ncustom_hooks = [\n') == 1
+    hook = 'from xhf_hooks import HFCheckpointHook\ncustom_hooks = [\n    dict(type=HFCheckpointHook),\n'
+    copied.write_text(text.replace('custom_hooks = [\n', hook))
+    assert type(HOOKS.build(Config.fromfile(copied).custom_hooks[0])) is HFCheckpointHook

@@ -62,3 +62,13 @@ def test_other_missing_modules_are_faults(capsys, monkeypatch):
     monkeypatch.setattr(convert, '_run', lack)
     assert main(['convert', 'A', 'B']) == 1
     assert 'Traceback' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'arguments', [['convert', 'run', 's3://bucket/run'], ['verify', 's3://bucket/run']], ids=' '.join
+)
+def test_a_url_is_no_folder(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert 'expected a path on this machine, found the URL s3://bucket/run' in capsys.readouterr().err

@@ -97,16 +97,9 @@ def test_pretraining_writes_the_projector_alone(bases, tmp_path):
     notes = '\n'.join(exporter.notes)
     assert f'llm is frozen and not written: use {bases / "llm"}' in notes
     assert f'visual_encoder is frozen and not written: use {bases / "clip"}' in notes
-    assert "'xtuner_complete'" in notes and 'the llm and its tokenizer are not written' in notes
+    assert "set llava_format to 'huggingface'" in notes and 'the llm and its tokenizer are not written' in notes
     assert exporter.base_dir == str(bases / 'llm')
     assert len(exporter.base_tokenizer()) == VOCAB_SIZE
-
-
-def test_frozen_parts_on_request(bases, tmp_path):
-    model = TinyLlava(bases, frozen=('llm', 'visual_encoder'))
-    path, exporter = saved(model, tmp_path / 'hf_model', llava_format='xtuner_complete')
-    assert set(folders(path)) == {'.', 'visual_encoder', 'projector'}
-    assert exporter.left_out == () and exporter.notes == ()
 
 
 @pytest.mark.parametrize('lora', [None, 'adapter'])

@@ -1,18 +1,20 @@
-"""In which order saves are looked at, which are left out, and what becomes of errors. Functions, no processes."""
+"""In which order saves are looked at, which are left out, and what becomes of errors."""
 
 from __future__ import annotations
 
 import logging
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.errors import TargetError
+from xhf_hooks.config.options import RunOptions
+from xhf_hooks.errors import OptionError, TargetError
 from xhf_hooks.on_saved import after_saves
-from xhf_hooks.on_saved.after_saves import AfterSaves
+from xhf_hooks.on_saved.after_saves import AfterSaves, after_saves_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.telemetry.log import RunLog
 
@@ -40,117 +42,129 @@ class FakeKept:
         FakeKept.kept.remove(self.path.name)
 
 
-class Function:
-    """Waits until it may end; remembers its calls."""
+class Command:
+    """Waits until it may end; writes down its calls. Fails for iteration 13."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.called, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+    _SCRIPT = (
+        'echo "$1" "$2" >> "$3/calls"; until test -e "$3/may_end"; do sleep 0.02; done; '
+        'test "$2" != 13 || { echo a command of a user; exit 3; }; echo "{\\"same\\": $2, \\"name\\": \\"text\\"}"'
+    )
 
-    def __call__(self, path: Path, iteration: int) -> dict[str, object]:
-        self.calls.append((path.name, iteration))
-        self.called.release()
-        assert self.may_end.acquire(timeout=SECS)
-        if iteration == 13:
-            raise RuntimeError('a function of a user')
-        return {'twice': 2 * iteration, 'name': 'text'}
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.words = ('sh', '-c', self._SCRIPT, 'sh', '{path}', '{step}', str(folder))
+
+    @property
+    def calls(self) -> list[tuple[str, int]]:
+        file = self._folder / 'calls'
+        words = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        return [(path.rpartition('/')[2], int(step)) for path, step in words]
+
+    def wait_for_calls(self, count: int) -> None:
+        deadline = time.monotonic() + SECS
+        while len(self.calls) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def may_end(self) -> None:
+        (self._folder / 'may_end').touch()
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def command(tmp_path) -> Command:
+    return Command(tmp_path)
+
+
+@pytest.fixture
+def log() -> RunLog:
+    return RunLog(logging.getLogger('xhf_hooks.test'), 'test')
+
+
+@pytest.fixture
+def looking(monkeypatch, tmp_path, command, log):
     monkeypatch.setattr(after_saves, 'KeptFolder', FakeKept)
     monkeypatch.setattr(FakeKept, 'kept', [])
-    made: list[AfterSaves] = []
+    made = AfterSaves(command.words, log, timeout_secs=SECS)
+    made.start()
+    yield made
+    made.close()
 
-    def make(function, keeps_all=False) -> tuple[AfterSaves, callable]:
-        log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
-        looking = AfterSaves(function, log, timeout_secs=SECS, keeps_all=keeps_all)
-        looking.start()
-        made.append(looking)
 
-        def commit(iteration: int, name: str = 'hf_model') -> None:
-            step = Step('iter', iteration, iteration)
-            committed = CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1, 0))
-            looking.committed(committed, CheckpointFolder(tmp_path / name, 1))
+@pytest.fixture
+def commit(looking, tmp_path) -> Callable[..., None]:
+    def one(iteration: int, name: str = 'hf_model') -> None:
+        step = Step('iter', iteration, iteration)
+        committed = CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1, 0))
+        looking.committed(committed, CheckpointFolder(tmp_path / name, 1))
 
-        return looking, commit
-
-    yield make
-    for looking in made:
-        looking.close()
+    return one
 
 
 def iterations(looking: AfterSaves) -> list[int]:
     return [result.step.iteration for result in looking.results()]
 
 
-def test_the_newest_that_waits_is_next(run):
-    function = Function()
-    looking, commit = run(function)
+def test_the_newest_that_waits_is_next(looking, commit, command, caplog):
+    caplog.set_level(logging.INFO)
     commit(1)
-    assert function.called.acquire(timeout=SECS)
+    command.wait_for_calls(1)
     for iteration in (2, 3, 4):
         commit(iteration)
     commit(3, 'hf_model_best')  # of another name: both have their turn
     assert not looking.wait(0.01) and FakeKept.kept.count('hf_model') == 2
-    function.may_end.release(9)
+    command.may_end()
     assert looking.wait(SECS)
-    assert function.calls == [('hf_model', 1), ('hf_model', 4), ('hf_model_best', 3)]
+    assert command.calls == [('hf_model', 1), ('hf_model', 4), ('hf_model_best', 3)]
     assert FakeKept.kept == []
     results = looking.results()
     assert [result.scalars() for result in results] == [
-        {'on_saved/hf_model/twice': 2.0},
-        {'on_saved/hf_model/twice': 8.0},
-        {'on_saved/hf_model_best/twice': 6.0},
+        {'on_saved/hf_model/same': 1.0},
+        {'on_saved/hf_model/same': 4.0},
+        {'on_saved/hf_model_best/same': 3.0},
     ]
     assert looking.results() == []
+    for skipped in (2, 3):
+        assert f'hf_model, iter_{skipped} was skipped: there is a newer save' in caplog.text
 
 
-def test_all_have_their_turn(run):
-    function = Function()
-    looking, commit = run(function, keeps_all=True)
-    for iteration in (1, 2, 3, 4):
-        commit(iteration)
-    assert len(FakeKept.kept) == 4
-    function.may_end.release(9)
-    assert looking.wait(SECS) and iterations(looking) == [1, 2, 3, 4] and FakeKept.kept == []
-
-
-def test_errors_are_lines_in_the_log(run, caplog):
-    function = Function()
-    function.may_end.release(9)
-    looking, commit = run(function, keeps_all=True)
+def test_errors_are_lines_in_the_log(looking, commit, command, caplog, tmp_path):
+    command.may_end()
     for iteration, name in ((13, 'hf_model'), (14, 'gone'), (15, 'hf_model')):
         commit(iteration, name)
-    assert looking.wait(SECS) and iterations(looking) == [15] and FakeKept.kept == []
+        assert looking.wait(SECS)
+    assert iterations(looking) == [15] and FakeKept.kept == []
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert any('hf_model, iter_13 failed' in line and 'a function of a user' in line for line in errors), errors
-    assert any('gone, iter_14 was skipped' in line for line in errors), errors
+    output = tmp_path / 'hf_model_on_saved' / 'iter_13' / 'output.log'
+    assert len(errors) == 2
+    assert 'hf_model, iter_13 failed' in errors[0] and 'last line: a command of a user' in errors[0]
+    assert f'Its output is in {output}' in errors[0] and output.read_text() == 'a command of a user\n'
+    assert 'gone, iter_14 was skipped' in errors[1]
 
 
-def test_close_drops_what_waits(run, caplog):
-    function = Function()
-    looking, commit = run(function, keeps_all=True)
+def test_close_ends_what_runs_and_drops_what_waits(looking, commit, command, caplog):
     commit(1)
-    assert function.called.acquire(timeout=SECS)
+    command.wait_for_calls(1)
     commit(2)
     looking.close()
-    assert FakeKept.kept == ['hf_model'], 'what a function still reads stays'
+    assert FakeKept.kept == [] and len(command.calls) == 1
     lines = [record.getMessage() for record in caplog.records]
     assert any('hf_model, iter_2 was skipped: training has ended' in line for line in lines), lines
-    assert any('hf_model, iter_1 is still running; training ends without it' in line for line in lines), lines
-    function.may_end.release()
-    looking._thread.join(SECS)
-    assert FakeKept.kept == [] and len(function.calls) == 1
+    assert any('hf_model, iter_1 failed' in line and 'ended: ' in line for line in lines), lines
 
 
-def test_a_forked_child_leaves_it_alone(run, monkeypatch):
-    function = Function()
-    looking, commit = run(function)
+def test_a_forked_child_leaves_it_alone(looking, commit, command, monkeypatch):
     commit(1)
+    command.wait_for_calls(1)
     with monkeypatch.context() as child:
         child.setattr(after_saves.os, 'getpid', lambda: -1)
         looking.close()
     assert FakeKept.kept == ['hf_model']
-    function.may_end.release()
+    command.may_end()
     assert looking.wait(SECS) and iterations(looking) == [1]
+
+
+def test_the_program_is_looked_for_before_training(log, tmp_path):
+    assert after_saves_of_run(RunOptions(), log, tmp_path) is None
+    assert after_saves_of_run(RunOptions(on_saved='sh -c x'), log, tmp_path) is not None
+    with pytest.raises(OptionError, match=r"on_saved: expected a program .*'no_such_program'"):
+        after_saves_of_run(RunOptions(on_saved='no_such_program x'), log, tmp_path)

@@ -1,15 +1,15 @@
-"""Actions with ``out_dir='s3://...'``: they get the URL of the save, which stays until they have ended."""
+"""Commands with ``out_dir='s3://...'``: they get the URL of the save, which stays until they have ended."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-import threading
 
 import pytest
 
 from tests.unit.commit.test_store_folder import folder, newest, prefixes, save, url  # noqa: F401
+from tests.unit.on_saved.test_after_saves import command  # noqa: F401
 from xhf_hooks.on_saved.after_saves import AfterSaves
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.telemetry.log import RunLog
@@ -21,7 +21,7 @@ SECS = 60.0
 
 @pytest.fixture
 def commit(folder):  # noqa: F811
-    """Saves, and tells the runner of an action."""
+    """Saves, and tells the runner of a command."""
 
     def one(after: AfterSaves, number: int) -> None:
         save(folder, number)
@@ -36,9 +36,9 @@ def commit(folder):  # noqa: F811
 def make(tmp_path):
     made: list[AfterSaves] = []
 
-    def one(action) -> AfterSaves:
+    def one(words) -> AfterSaves:
         log = RunLog(logging.getLogger('on_saved'), 'test')
-        made.append(AfterSaves(action, log, timeout_secs=SECS, keeps_all=False, run_dir=tmp_path / 'run'))
+        made.append(AfterSaves(words, log, timeout_secs=SECS, run_dir=tmp_path / 'run'))
         made[-1].start()
         return made[-1]
 
@@ -47,23 +47,16 @@ def make(tmp_path):
         after.close()
 
 
-def test_a_save_stays_while_it_is_in_use(make, commit, folder, url):  # noqa: F811
-    called, may_end, seen = threading.Semaphore(0), threading.Semaphore(0), []
-
-    def function(path: str, iteration: int) -> None:
-        seen.append((path, iteration))
-        called.release()
-        assert may_end.acquire(timeout=SECS)
-
-    after = make(function)
+def test_a_save_stays_while_it_is_in_use(make, commit, command, folder, url):  # noqa: F811
+    after = make(command.words)
     commit(after, 1)
-    assert called.acquire(timeout=SECS)
+    command.wait_for_calls(1)
     for number in (2, 3, 4, 5):
         commit(after, number)
     names = {f'hf_model_iter_{number}' for number in (1, 4, 5)}
     assert prefixes(url) == names and newest(url) == 'hf_model_iter_5', 'max_keep is 2, and 1 is in use'
-    may_end.release(2)
-    assert after.wait(SECS) and seen == [(f'{url}/hf_model_iter_1', 1), (f'{url}/hf_model_iter_5', 5)]
+    command.may_end()
+    assert after.wait(SECS) and command.calls == [('hf_model_iter_1', 1), ('hf_model_iter_5', 5)]
     folder.release()
     assert prefixes(url) == {'hf_model_iter_4', 'hf_model_iter_5'}
 
@@ -72,7 +65,7 @@ def test_a_command_gets_the_url_and_a_local_folder(make, commit, url, tmp_path):
     script = (
         'import json, sys; open(sys.argv[3] + "/file", "w"); print(json.dumps({"same": sys.argv[1] == sys.argv[2]}))'
     )
-    after = make((sys.executable, '-c', script, '{path}', '{url}', '{output}'))
+    after = make((sys.executable, '-c', script, '{path}', f'{url}/hf_model_iter_5', '{output}'))
     commit(after, 5)
     assert after.wait(SECS)
     assert [result.scalars() for result in after.results()] == [{'on_saved/hf_model/same': 1.0}]

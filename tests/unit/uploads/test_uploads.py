@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +23,6 @@ from xhf_hooks.stores.publication import read_pointer
 from xhf_hooks.stores.store_lock import StoreLock
 from xhf_hooks.telemetry.log import RunLog
 from xhf_hooks.uploads import run_uploads, upload_thread
-from xhf_hooks.uploads.bandwidth import Bandwidth
 from xhf_hooks.uploads.file_upload import FileUpload
 from xhf_hooks.uploads.job import UploadJob
 from xhf_hooks.uploads.run_uploads import RunUploads
@@ -45,7 +43,7 @@ def quick(monkeypatch):
 class Run:
     """A run of one process that uploads its saves."""
 
-    def __init__(self, parent: Path, log: logging.Logger, max_keep: int = -1, listener: Any = None) -> None:
+    def __init__(self, parent: Path, log: logging.Logger, max_keep: int = -1) -> None:
         self.store = open_store(f'memory://{uuid.uuid4().hex}/run')
         self.destination = StoreDestination(self.store, 'hf_model', max_keep)
         self.folder = CheckpointFolder(parent / 'hf_model', 1)
@@ -53,11 +51,10 @@ class Run:
         self.uploads = RunUploads(
             {'hf_model': self.destination},
             RunLog(log, 'test'),
-            nbytes_per_sec=None,
             wait_secs=20.0,
             is_shared=True,
         )
-        self.uploads.claim(0, listener)
+        self.uploads.claim(0)
 
     def save(self, number: int) -> None:
         commit_one(self.folder, number)
@@ -297,7 +294,6 @@ def test_a_rank_uploads_its_share_alone(run, tmp_path):
     other = RunUploads(
         {'hf_model': StoreDestination(run.store, 'hf_model', -1)},
         RunLog(logging.getLogger('other'), 'test'),
-        nbytes_per_sec=None,
         wait_secs=20.0,
         is_shared=True,
     )
@@ -329,24 +325,6 @@ def test_shares(n_ranks):
     loads = [sum(files[name] for name in share) for share in shares]
     assert len(shares) == n_ranks and max(loads) - min(loads) <= 5000
     assert share_out(dict(reversed(files.items())), n_ranks) == shares
-
-
-def test_a_limit_on_bandwidth(monkeypatch):
-    now, slept = [0.0], []
-
-    def sleep(secs):
-        slept.append(secs)
-        now[0] += secs
-
-    monkeypatch.setattr('xhf_hooks.uploads.bandwidth.time.monotonic', lambda: now[0])
-    monkeypatch.setattr('xhf_hooks.uploads.bandwidth.time.sleep', sleep)
-    limited, free = Bandwidth(1000), Bandwidth(None)
-    for _ in range(11):
-        limited.take(500, lambda: True)
-        free.take(10**12, lambda: True)
-    assert now[0] == pytest.approx(5.0)
-    limited.take(10**9, lambda: False)
-    assert now[0] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ _FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'project
 
 @EXPORTERS.register_module()
 class LlavaExporter(CompositeExporter):
-    """Writes the trained parts, or all parts, in XTuner's layout, or transformers' LlavaForConditionalGeneration.
+    """Writes the trained parts in XTuner's layout, or transformers' LlavaForConditionalGeneration.
 
     Args:
         lora: 'adapter', 'merge' or 'both', if a part has an adapter. Beside merged parts the adapters go to
@@ -58,7 +58,7 @@ class LlavaExporter(CompositeExporter):
             self._add_adapters(adapted, beside_merged=True, wanted=lora == 'both')
         else:
             lora = lora or 'adapter'
-            self._add_complete_parts(model, adapted, lora, llava_format == 'xtuner_complete', notes)
+            self._add_trained_parts(model, adapted, lora, notes)
             self._add_adapters(adapted, beside_merged=lora == 'both', wanted=lora != 'merge')
         self.tokenizer_folder = next((folder for folder in ('', 'llm_adapter') if folder in self.parts), None)
         if self.tokenizer_folder is None:
@@ -88,22 +88,17 @@ class LlavaExporter(CompositeExporter):
     def base_tokenizer(self) -> Any | None:
         return hf_assets.base_tokenizer_of(self._llm)
 
-    def _add_complete_parts(
-        self, model: nn.Module, adapted: dict[str, PeftModel], lora: str, with_frozen: bool, notes: list[str]
-    ) -> None:
+    def _add_trained_parts(self, model: nn.Module, adapted: dict[str, PeftModel], lora: str, notes: list[str]) -> None:
         for name, folder in _FOLDERS.items():
             child = getattr(model, name)
             if name in adapted:
                 if lora != 'adapter':
                     self.parts[folder] = MergedExporter(model, name, child, trained_adapter(name, child))
-            elif with_frozen or name == 'projector' or any(p.requires_grad for p in child.parameters()):
+            elif name == 'projector' or any(p.requires_grad for p in child.parameters()):
                 self.parts[folder] = HuggingFaceExporter(model, name)
             else:
                 base = hf_assets.base_dir_of(child) or 'its base model'
-                notes.append(
-                    f"{name} is frozen and not written: use {base}, or set llava_format to 'xtuner_complete' or "
-                    f"'huggingface'"
-                )
+                notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
 
     def _add_adapters(self, adapted: dict[str, PeftModel], *, beside_merged: bool, wanted: bool) -> None:
         if wanted:

@@ -188,7 +188,7 @@ def _require_usable(name: str, part: PreTrainedModel) -> None:
     if not type(part).__module__.startswith('transformers.models.'):
         raise ModelError(
             f'{name} is {type(part).__module__}.{type(part).__name__}, but LlavaForConditionalGeneration needs a model '
-            f"of transformers itself; set llava_format to 'xtuner' or 'xtuner_complete'"
+            "of transformers itself; set llava_format to 'xtuner'"
         )
 
 
@@ -196,7 +196,7 @@ def _require_two_layers(projector: PretrainedConfig) -> None:
     if projector.depth != _PROJECTOR_DEPTH:
         raise ModelError(
             f'LlavaForConditionalGeneration has a projector of {_PROJECTOR_DEPTH} layers, found depth '
-            f"{projector.depth}; set llava_format to 'xtuner' or 'xtuner_complete'"
+            f"{projector.depth}; set llava_format to 'xtuner'"
         )
 
 
