@@ -21,6 +21,7 @@ from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.model.optimizers import inner_optimizer
 from xhf_hooks.model.unwrap import Unwrapped
 from xhf_hooks.on_demand.exceptions import UncaughtExceptions
@@ -101,6 +102,8 @@ class CheckpointManager:
         self._after_saves: AfterSaves | None = None
         self._passed: Step | None = None
         self.saved_at: int | None = None
+        if unwrapped.engine is not None:
+            require_usable('deepspeed')
         if options.dtype == 'F32':
             preflight.refuse_unreadable_fp32_masters(unwrapped.engine)
         self._run = None if run is None else weakref.ref(run)
@@ -217,6 +220,9 @@ class CheckpointManager:
                     self._ending.callback(ExitWait(self._after_saves.close).close)
             self._accept_requests(request_file if self._options.save_on_file else None)
             self._watch_for_exceptions()
+            untested = untested_set()
+            if untested is not None:
+                self._log.info(untested)
             log_preparations(
                 self._log,
                 plan,

@@ -31,7 +31,9 @@ class DeferredCopies:
         self.clear()
         self._handles = [] if optimizer is None else [optimizer.register_step_pre_hook(self.wait)]
         if self._handles and model is not None:
-            self._handles.append(model.register_load_state_dict_pre_hook(self.wait))
+            # Private before torch 2.5, and called once for the module, too, before those inside of it are loaded
+            register = getattr(model, 'register_load_state_dict_pre_hook', model._register_load_state_dict_pre_hook)
+            self._handles.append(register(self.wait))
 
     def accepts(self, source: torch.Tensor) -> bool:
         """Whether this tensor can be copied later. A GPU tensor cannot: that is not known to be safe."""

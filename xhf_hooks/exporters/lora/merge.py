@@ -119,8 +119,10 @@ class MergedExporter(HuggingFaceExporter):
         """The names of the merged model: without adapters, and with replacements instead of replaced modules."""
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+        from peft.utils import other
 
+        # The base of ModulesToSaveWrapper, which is alone before peft 0.15
+        auxiliary = getattr(other, 'AuxiliaryTrainingWrapper', other.ModulesToSaveWrapper)
         own = super()._own_names(specs)
         self._computed = {}
         kept_below = {path: base_path(path) for path in self._adapters if path}  # by path of the wrapper
@@ -130,9 +132,9 @@ class MergedExporter(HuggingFaceExporter):
             if isinstance(module, LoraLayer):
                 kept_below[path] = f'{path}.base_layer'
                 merged |= self._note_merges(path, module, own)
-            elif isinstance(module, ModulesToSaveWrapper):
+            elif isinstance(module, other.ModulesToSaveWrapper):
                 kept_below[path] = f'{path}.modules_to_save.{self._adapter_at(path)}'
-            elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            elif isinstance(module, (BaseTunerLayer, auxiliary)):
                 raise _unknown(path, module)
         _require_only(merged, own, self._computed)
         return dict(_stripped(own, kept_below))
