@@ -100,9 +100,6 @@ def test_one_line_of_the_log_of_a_save(has, tmp_path, caplog):
 
 @pytest.mark.parametrize('stack', STACKS)
 def test_the_stacks_of_the_tests_are_tested_sets(stack):
-    found = {name: version for file in STACKS[stack] for name, (version, *_) in map(_first, pins(file).items())}
+    """With the newest transformers that is pinned: the tests do not run on Python 3.10, which has an older one."""
+    found = {name: max(versions) for file in STACKS[stack] for name, versions in pins(file, applicable=False).items()}
     assert {name: found[name] for name in installed.TESTED[0]} in installed.TESTED
-
-
-def _first(pin: tuple[str, set[str]]) -> tuple[str, list[str]]:
-    return pin[0], sorted(pin[1], reverse=True)

@@ -157,11 +157,13 @@ class MergedExporter(HuggingFaceExporter):
         from peft.tuners.lora import layer as kinds
 
         adapter = self._adapter_at(path)
-        if type(layer) not in (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d):
+        # Before 0.15 peft has neither Conv1d nor variants, before 0.14 neither Conv3d nor lora_bias
+        names = ('Linear', 'Embedding', 'Conv1d', 'Conv2d', 'Conv3d')
+        if type(layer) not in [getattr(kinds, name, None) for name in names]:
             raise _unknown(path, layer)
-        with_dora = layer.use_dora[adapter]
-        if layer.lora_variant.get(adapter) is not None and not with_dora:
-            raise _unknown(path, layer.lora_variant[adapter])
+        with_dora, variant = layer.use_dora[adapter], getattr(layer, 'lora_variant', {}).get(adapter)
+        if variant is not None and not with_dora:
+            raise _unknown(path, variant)
         if layer.merged:
             raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
         base_layer = layer.get_base_layer()
@@ -178,7 +180,7 @@ class MergedExporter(HuggingFaceExporter):
         made: dict[str, WeightMerge | BiasMerge] = {
             weight: WeightMerge(own[weight].name, lora_a, lora_b, magnitude, scaling, transposed)
         }
-        if layer.lora_bias[adapter]:
+        if getattr(layer, 'lora_bias', {}).get(adapter):
             if bias not in own:
                 raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")
             made[bias] = BiasMerge(own[bias].name, own[f'{path}.lora_B.{adapter}.bias'].name, scaling)
