@@ -31,12 +31,10 @@ def exported_config(
 
     Args:
         dtype: Safetensors dtype that floats are cast to; None: the training dtype.
-        embedding_rows: Rows of the input embedding; the copy's ``vocab_size``.
+        embedding_rows: The copy's ``vocab_size``; None keeps the model's.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [model_class(model).__name__]
-    if getattr(config, '_attn_implementation_autoset', False):
-        config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
     dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
     written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
     setattr(config, dtype_option, str(written).removeprefix('torch.'))
@@ -83,6 +81,8 @@ def write(
     if is_remote_code(model):  # the folder does not load without the code
         # transformers 4.48 does not set _auto_class; then the config has the base's auto_map
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
+    if getattr(config, '_attn_implementation_autoset', False):
+        config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, eos_token_ids)

@@ -20,6 +20,7 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.computed import ComputedTensor, with_computed
+from xhf_hooks.exporters.trial_save import index_metadata
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import some
@@ -93,9 +94,7 @@ class HuggingFaceExporter(Exporter):
 
     @property
     def n_parameters(self) -> int | None:
-        import transformers
-
-        return None if int(transformers.__version__.split('.')[0]) < 5 else self._reference.num_parameters()
+        return index_metadata(self._reference).get('total_parameters')
 
     def base_tokenizer(self) -> Any | None:
         return hf_assets.base_tokenizer_of(self._model)
@@ -106,7 +105,13 @@ class HuggingFaceExporter(Exporter):
     def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        hf_assets.require_vocabulary(tokenizer, getattr(self._config.get_text_config(), 'vocab_size', None))
+        vocab_size, embedding = (
+            getattr(self._config.get_text_config(), 'vocab_size', None),
+            input_embedding(self._reference),
+        )
+        if vocab_size is not None and embedding is not None:
+            vocab_size = max(vocab_size, embedding.shape[0])
+        hf_assets.require_vocabulary(tokenizer, vocab_size)
         return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -116,7 +121,16 @@ class HuggingFaceExporter(Exporter):
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        return hf_assets.exported_config(self._model, dtype, self._embedding_rows(own), self.base_dir)
+        rows = self._embedding_rows(own)
+        return hf_assets.exported_config(self._model, dtype, rows if self._is_resized(rows) else None, self.base_dir)
+
+    def _is_resized(self, rows: int | None) -> bool:
+        """Whether the input embedding has other rows than the config says; mllama's has more than ``vocab_size``."""
+        config = self._model.config
+        if rows is None or getattr(config.get_text_config(), 'vocab_size', rows) == rows:
+            return False
+        embedding = input_embedding(build_on_meta(model_class(self._model), config))
+        return embedding is None or embedding.shape[0] != rows
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""
@@ -240,7 +254,9 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device, unpartitioned even at ZeRO-3."""
     with _without_zero_init(), torch.device('meta'):
-        return kind(copy.deepcopy(config))  # a model's __init__ may edit its config
+        model = kind(copy.deepcopy(config))  # a model's __init__ may edit its config
+        model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
+        return model
 
 
 @contextmanager

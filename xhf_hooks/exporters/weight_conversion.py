@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.trial_save import saved_names
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 
@@ -34,8 +35,8 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers < 5 needs no conversion
-        return [_unchanged(name, spec) for name, spec in specs.items()]
+    except ImportError:  # transformers < 5 only renames
+        return [_unchanged(hf_name, specs[name]) for hf_name, name in saved_names(model, list(specs)).items()]
 
     inputs = {name: _traced_meta(name, spec) for name, spec in specs.items()}
     outputs = revert_weight_conversion(model, dict(inputs))

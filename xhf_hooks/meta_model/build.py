@@ -22,6 +22,7 @@ from xhf_hooks.meta_model import peft_model, transformers_model
 from xhf_hooks.meta_model.bounds import limited_modules
 from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.meta_model.trial import in_child
+from xhf_hooks.model.quiet_transformers import quiet
 from xhf_hooks.model.tensors import module_tensors, names_by_identity
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
@@ -77,7 +78,7 @@ def build_meta_model(
     """
     build = _Builder(config, checkpoint, names, base, trust_remote_code).build
     _import_first(config, checkpoint, base)
-    with transformers_model.quiet(), limited_modules(max(len(names), _LEAST_TENSORS)):
+    with quiet(), limited_modules(max(len(names), _LEAST_TENSORS)):
         in_child(lambda: bool(build()), 'building the model', len(names))
         return build()
 

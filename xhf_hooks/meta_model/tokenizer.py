@@ -16,8 +16,9 @@ from xhf_hooks.exporters.hf_assets import TOKENIZER_FILES, base_file, load_token
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.parse_config import parse_config
 from xhf_hooks.meta_model.run_config import RunConfig
-from xhf_hooks.meta_model.transformers_model import in_one_line, quiet
+from xhf_hooks.meta_model.transformers_model import in_one_line
 from xhf_hooks.meta_model.trial import in_child
+from xhf_hooks.model.quiet_transformers import quiet
 
 #: Options of ``from_pretrained`` that change what is saved and execute nothing.
 _OPTIONS = (

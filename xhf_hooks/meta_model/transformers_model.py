@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,21 +97,6 @@ def in_one_line(error: BaseException) -> str:
     return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Inside the block, transformers logs nothing: its log lines quote the files, and failures are raised anyway."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        logging.set_verbosity(before)
-
-
 def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
     """Apply arguments of ``from_pretrained`` that are fields of the config, such as ``rope_scaling``."""
     for name, value in options.items():
@@ -159,6 +142,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
                 model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
             else:
                 model = kind(config)
+            model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
     except (XhfError, MemoryError):
         raise

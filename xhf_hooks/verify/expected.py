@@ -15,6 +15,7 @@ from xhf_hooks.format import strict_json
 from xhf_hooks.meta_model import peft_model, transformers_model
 from xhf_hooks.meta_model.bounds import limited_modules
 from xhf_hooks.meta_model.trial import in_child
+from xhf_hooks.model.quiet_transformers import quiet
 from xhf_hooks.model.tensors import input_embedding, names_by_identity
 from xhf_hooks.sources import source_for
 
@@ -83,7 +84,7 @@ def expected_adapter(lora: PeftConfig, base: str, n_tensors: int) -> dict[str, t
 def _in_child(task: Callable[[], T], what: str, n_tensors: int) -> T:
     from transformers import AutoConfig, PreTrainedModel  # noqa: F401  (once, before the process forks)
 
-    with transformers_model.quiet(), limited_modules(n_tensors):
+    with quiet(), limited_modules(n_tensors):
         return in_child(task, what, n_tensors)
 
 

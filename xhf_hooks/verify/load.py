@@ -11,7 +11,8 @@ from xhf_hooks.errors import DamagedError
 from xhf_hooks.exporters.hf_assets import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.findings import OK, PROBLEM, Finding
-from xhf_hooks.meta_model.transformers_model import class_named, first_architecture, quiet
+from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
+from xhf_hooks.model.quiet_transformers import quiet
 
 _PROMPT = 'The capital of France is'
 #: Overrides the folder's generation_config.json, so that it stays short and deterministic.

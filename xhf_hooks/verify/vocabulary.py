@@ -76,8 +76,8 @@ def _in_child(folder: Path, rows: int, nbytes: int, trust_remote_code: bool) -> 
     """Load it in a child process with a memory limit: tokenizer files can demand any amount."""
     from transformers import AutoTokenizer  # noqa: F401  (once, before the process forks)
 
-    from xhf_hooks.meta_model.transformers_model import quiet
     from xhf_hooks.meta_model.trial import in_child
+    from xhf_hooks.model.quiet_transformers import quiet
 
     with quiet():
         return in_child(lambda: _vocabulary(folder, rows, trust_remote_code), 'loading the tokenizer', nbytes // 1000)

@@ -50,8 +50,9 @@ VISION_TOWER = {
     'patch_size': 4,
 }
 
-# Family: model class, config class, options of the config.
-_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+# Family: model class, config class, options of the config. tests/helpers/families.py has more.
+Models = dict[str, tuple[str, str, dict[str, Any]]]
+MODELS: Models = {
     'llama': ('LlamaForCausalLM', 'LlamaConfig', ODD_DECODER),
     'qwen2': ('Qwen2ForCausalLM', 'Qwen2Config', {**ODD_DECODER, 'tie_word_embeddings': True}),
     'qwen3': ('Qwen3ForCausalLM', 'Qwen3Config', ODD_DECODER),
@@ -209,23 +210,23 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-FAMILIES = list(_MODELS)
+FAMILIES = list(MODELS)
 
 
-def available(family: str) -> bool:
+def available(family: str, models: Models = MODELS) -> bool:
     """Tells whether the installed transformers has `family` (4.48.0 lacks Qwen3, for example)."""
     import transformers
 
-    # Looks up the config class, since looking up the model class imports its whole module.
-    return hasattr(transformers, _MODELS[family][1])
+    # dir() instead of hasattr(), since looking up the model class imports its whole module.
+    return set(models[family][:2]) <= set(dir(transformers))
 
 
-def build(family: str, seed: int = 0) -> PreTrainedModel:
+def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedModel:
     """Builds the float32 model of `family`; its weights depend on `seed` only."""
     import torch
     import transformers
 
-    model_class, config_class, options = _MODELS[family]
+    model_class, config_class, options = models[family]
     # A copy, since some configs edit the dicts that they are given.
     config = getattr(transformers, config_class)(**copy.deepcopy(options))
     with torch.random.fork_rng(devices=[]):

@@ -1,0 +1,268 @@
+"""The vision-language models of `tests.helpers.families`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers.zoo import DECODER, GEMMA, MODELS, ODD_DECODER, VISION_TOWER, Models
+
+_LLAMA = {**ODD_DECODER, 'model_type': 'llama'}
+_QWEN2 = {**DECODER, 'model_type': 'qwen2'}
+_CLIP = {**VISION_TOWER, 'model_type': 'clip_vision_model'}
+_SIGLIP = {**VISION_TOWER, 'model_type': 'siglip_vision_model'}
+_LLAVA: dict[str, Any] = {
+    'text_config': _LLAMA,
+    'vision_config': _CLIP,
+    'image_token_index': 130,
+    'image_seq_length': 4,
+}
+_TIED = {**_LLAVA, 'text_config': {**_LLAMA, 'tie_word_embeddings': True}, 'tie_word_embeddings': True}
+_WITH_VIDEO = {**_LLAVA, 'video_token_index': 129}
+_GRID = {'image_grid_pinpoints': [[8, 8], [8, 16]]}
+_QWEN_VL = MODELS['qwen2_vl'][2]
+_QWEN_TOKENS = {name: value for name, value in _QWEN_VL.items() if name.endswith('token_id')}
+_PIXTRAL = {**VISION_TOWER, 'hidden_size': 40, 'head_dim': 10, 'num_attention_heads': 4, 'model_type': 'pixtral'}
+_IDEFICS = {'vision_config': VISION_TOWER, 'text_config': _LLAMA, 'image_token_id': 130, 'scale_factor': 2}
+
+VISION: Models = {
+    'llava_tied': ('LlavaForConditionalGeneration', 'LlavaConfig', _TIED),
+    'llava_base': ('LlavaModel', 'LlavaConfig', _LLAVA),
+    'llava_next': ('LlavaNextForConditionalGeneration', 'LlavaNextConfig', {**_LLAVA, **_GRID}),
+    'llava_onevision': (
+        'LlavaOnevisionForConditionalGeneration',
+        'LlavaOnevisionConfig',
+        {
+            'text_config': _QWEN2,
+            'vision_config': _SIGLIP,
+            'image_token_index': 130,
+            'video_token_index': 129,
+            **_GRID,
+        },
+    ),
+    'vipllava': (
+        'VipLlavaForConditionalGeneration',
+        'VipLlavaConfig',
+        {**_LLAVA, 'vision_feature_layers': [-1, -2]},
+    ),
+    'video_llava': (
+        'VideoLlavaForConditionalGeneration',
+        'VideoLlavaConfig',
+        {'text_config': _LLAMA, 'vision_config': _CLIP, 'image_token_index': 130, 'video_token_index': 129},
+    ),
+    'llava_next_video': (
+        'LlavaNextVideoForConditionalGeneration',
+        'LlavaNextVideoConfig',
+        {**_WITH_VIDEO, **_GRID},
+    ),
+    'qwen2_5_vl': (
+        'Qwen2_5_VLForConditionalGeneration',
+        'Qwen2_5_VLConfig',
+        {
+            **_QWEN_VL,
+            'vision_config': {
+                'depth': 2,
+                'hidden_size': 40,
+                'out_hidden_size': 40,
+                'intermediate_size': 77,
+                'num_heads': 4,
+                'patch_size': 4,
+                'window_size': 16,
+                'fullatt_block_indexes': [1],
+            },
+        },
+    ),
+    'qwen3_vl': (
+        'Qwen3VLForConditionalGeneration',
+        'Qwen3VLConfig',
+        {
+            'text_config': {
+                **DECODER,
+                'head_dim': 10,
+                'rope_scaling': {'rope_type': 'default', 'mrope_section': [1, 2, 2]},
+            },
+            'vision_config': {
+                'depth': 2,
+                'hidden_size': 40,
+                'out_hidden_size': 40,
+                'intermediate_size': 77,
+                'num_heads': 4,
+                'patch_size': 4,
+                'num_position_embeddings': 16,
+                'deepstack_visual_indexes': [0],
+            },
+            **_QWEN_TOKENS,
+        },
+    ),
+    'paligemma': (
+        'PaliGemmaForConditionalGeneration',
+        'PaliGemmaConfig',
+        {
+            'text_config': {**ODD_DECODER, 'model_type': 'gemma'},
+            'vision_config': {**_SIGLIP, 'projection_dim': 35},
+            'projection_dim': 35,
+            'image_token_index': 130,
+            'image_token_id': 130,
+        },
+    ),
+    'colpali': (
+        'ColPaliForRetrieval',
+        'ColPaliConfig',
+        {
+            'vlm_config': {
+                'model_type': 'paligemma',
+                'text_config': {**ODD_DECODER, 'model_type': 'gemma'},
+                'vision_config': {**_SIGLIP, 'projection_dim': 35},
+                'projection_dim': 35,
+                'image_token_index': 130,
+            },
+            'embedding_dim': 21,
+        },
+    ),
+    'internvl': (
+        'InternVLForConditionalGeneration',
+        'InternVLConfig',
+        {
+            'text_config': _QWEN2,
+            'vision_config': {**VISION_TOWER, 'model_type': 'internvl_vision', 'image_size': [8, 8]},
+            'image_token_id': 130,
+        },
+    ),
+    'mistral3': (
+        'Mistral3ForConditionalGeneration',
+        'Mistral3Config',
+        {
+            'text_config': {**ODD_DECODER, 'model_type': 'mistral'},
+            'vision_config': _PIXTRAL,
+            'image_token_index': 130,
+        },
+    ),
+    'aya_vision': (
+        'AyaVisionForConditionalGeneration',
+        'AyaVisionConfig',
+        {
+            'text_config': {**DECODER, 'model_type': 'cohere2', 'sliding_window': 16},
+            'vision_config': _SIGLIP,
+            'image_token_index': 130,
+        },
+    ),
+    'got_ocr2': (
+        'GotOcr2ForConditionalGeneration',
+        'GotOcr2Config',
+        {
+            'text_config': _QWEN2,
+            'vision_config': {
+                'hidden_size': 40,
+                'output_channels': 21,
+                'num_hidden_layers': 2,
+                'num_attention_heads': 4,
+                'image_size': 8,
+                'patch_size': 4,
+                'mlp_dim': 77,
+                'window_size': 2,
+                'global_attn_indexes': [1],
+            },
+            'image_token_index': 130,
+        },
+    ),
+    'fuyu': (
+        'FuyuForCausalLM',
+        'FuyuConfig',
+        {
+            **DECODER,
+            'image_size': 8,
+            'patch_size': 4,
+            'text_config': {**DECODER, 'model_type': 'persimmon', 'num_key_value_heads': 4},
+        },
+    ),
+    'emu3': (
+        'Emu3ForConditionalGeneration',
+        'Emu3Config',
+        {
+            'vq_config': {
+                'codebook_size': 20,
+                'embed_dim': 16,
+                'latent_channels': 16,
+                'base_channels': 32,
+                'channel_multiplier': [1, 1],
+                'num_res_blocks': 1,
+                'attn_resolutions': [2],
+                'hidden_size': 32,
+                'num_attention_heads': 2,
+            },
+            'text_config': {**DECODER, 'model_type': 'emu3_text_model'},
+            'vocabulary_map': {f'<|visual token {i:06d}|>': 20 + i for i in range(20)} | {'<image>': 130},
+        },
+    ),
+    'mllama': (
+        'MllamaForConditionalGeneration',
+        'MllamaConfig',
+        {
+            'text_config': {
+                **DECODER,
+                'num_hidden_layers': 3,
+                'cross_attention_layers': [1],
+                'rope_scaling': {'rope_type': 'default'},
+            },
+            'vision_config': {
+                'hidden_size': 40,
+                'attention_heads': 4,
+                'num_hidden_layers': 2,
+                'num_global_layers': 1,
+                'intermediate_size': 77,
+                'vision_output_dim': 120,
+                'intermediate_layers_indices': [0, 1],
+                'image_size': 8,
+                'patch_size': 4,
+                'max_num_tiles': 2,
+                'supported_aspect_ratios': [[1, 1], [1, 2]],
+            },
+            'image_token_index': 130,
+        },
+    ),
+    'idefics3': ('Idefics3ForConditionalGeneration', 'Idefics3Config', _IDEFICS),
+    'smolvlm': ('SmolVLMForConditionalGeneration', 'SmolVLMConfig', _IDEFICS),
+    'blip_2': (
+        'Blip2ForConditionalGeneration',
+        'Blip2Config',
+        {
+            'vision_config': VISION_TOWER,
+            'qformer_config': {
+                'vocab_size': 131,
+                'hidden_size': 40,
+                'num_hidden_layers': 2,
+                'num_attention_heads': 4,
+                'intermediate_size': 77,
+                'encoder_hidden_size': 35,
+                'max_position_embeddings': 64,
+            },
+            'text_config': {**DECODER, 'model_type': 'opt', 'ffn_dim': 77, 'word_embed_proj_dim': 40},
+            'num_query_tokens': 3,
+            'image_token_index': 130,
+        },
+    ),
+    'gemma3_untied': (
+        'Gemma3ForConditionalGeneration',
+        'Gemma3Config',
+        {
+            **MODELS['gemma3'][2],
+            'text_config': {**GEMMA, 'model_type': 'gemma3_text', 'tie_word_embeddings': False},
+            'tie_word_embeddings': False,
+        },
+    ),
+    'idefics2': (
+        'Idefics2ForConditionalGeneration',
+        'Idefics2Config',
+        {
+            'vision_config': VISION_TOWER,
+            'text_config': {**DECODER, 'model_type': 'mistral'},
+            'perceiver_config': {
+                'resampler_n_latents': 3,
+                'resampler_depth': 1,
+                'resampler_n_heads': 4,
+                'resampler_head_dim': 10,
+                'num_key_value_heads': 2,
+            },
+            'image_token_id': 130,
+        },
+    ),
+}

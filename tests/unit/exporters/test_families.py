@@ -1,0 +1,59 @@
+"""Every family of tests/helpers/families.py: a save is what ``save_pretrained`` of the installed transformers writes.
+
+    python -m pytest -v tests/unit/exporters/test_families.py
+
+It needs no other version than the one installed, and lists what was compared. A family that this version has not is not
+among the tests; too few are an error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.helpers.compare import assert_loads_clean
+from tests.helpers.engines import save_folder
+from tests.helpers.families import MODELS
+from tests.helpers.zoo import available, build
+
+AVAILABLE = [family for family in MODELS if available(family, MODELS)]
+#: The number of families, from these versions on.
+LEAST = {(4, 46): 55, (4, 48): 58, (4, 51): 68, (4, 52): 71, (4, 55): 73, (4, 57): 74}
+CONFIGS = ('config.json', 'generation_config.json', 'model.safetensors.index.json')
+
+
+def weights_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob('*.safetensors')}
+
+
+@pytest.mark.parametrize('family', AVAILABLE)
+def test_the_folder_is_that_of_save_pretrained(family, tmp_path):
+    expected, found = tmp_path / 'expected', tmp_path / 'hf_model'
+    model = build(family, models=MODELS)
+    for parameter in model.parameters():  # not the buffers: DeepSpeed leaves those in fp32, too
+        parameter.data = parameter.data.to(torch.bfloat16)
+    max_shard_size = model.num_parameters() * 2 // 5
+    config, training = model.config.to_dict(), model.config._attn_implementation
+    save_folder(model, found, max_shard_size=max_shard_size)
+    assert (model.config.to_dict(), model.config._attn_implementation) == (config, training)
+
+    model.save_pretrained(expected, max_shard_size=max_shard_size)
+    for name in CONFIGS:
+        assert (expected / name).exists() == (found / name).exists(), name
+        if (expected / name).exists():
+            assert json.loads((found / name).read_text()) == json.loads((expected / name).read_text()), name
+    assert (expected / CONFIGS[-1]).exists()
+    weights = weights_in(expected)
+    assert list(weights_in(found)) == list(weights) and len(weights) > 2
+    assert [name for name, data in weights_in(found).items() if data != weights[name]] == []
+    assert_loads_clean(found, type(model))
+
+
+def test_enough_families_are_compared():
+    version = tuple(map(int, transformers.__version__.split('.')[:2]))
+    least = max(number for since, number in LEAST.items() if since <= version)
+    assert len(AVAILABLE) >= least, f'transformers {transformers.__version__} lacks {sorted(MODELS.keys() - AVAILABLE)}'
