@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.converted import config_of
 from tests.helpers.model_folder import edit_json, save_model, write_manifest
 from xhf_hooks.cli.convert import main
 
@@ -127,7 +128,7 @@ def test_the_hooks_own_folder_says_what_the_model_is(trained, tmp_path, capsys):
     saved = run_with_a_hook(trained, tmp_path)
     assert main([str(tmp_path), str(tmp_path / 'out')]) == 0, capsys.readouterr().err
     assert f'model {saved}; HuggingFaceExporter' in capsys.readouterr().out
-    assert (tmp_path / 'out' / 'config.json').read_text() == (saved / 'config.json').read_text()
+    assert config_of(tmp_path / 'out') == config_of(saved)
     out, before = (load_file(folder / 'model.safetensors') for folder in (tmp_path / 'out', saved))
     assert out.keys() == before.keys() and all(torch.equal(out[name], before[name]) for name in out)
 
