@@ -79,7 +79,6 @@ def _trial_of(reference: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str
     trial = copy.copy(reference)  # save_pretrained edits the config; the tensors are shared
     trial.config = copy.deepcopy(reference.config)
     trial.config.distributed_config = None  # transformers 5.23 would gather and wait
-    trial._auto_class = None  # custom code is copied elsewhere
     trial.can_generate = lambda: False  # no generation config, which may be invalid
     trial.should_save_on_this_rank = lambda is_main_process: True  # transformers 5.23 writes on rank 0 alone
     try:

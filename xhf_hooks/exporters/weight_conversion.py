@@ -17,7 +17,7 @@ import torch
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.trial_save import saved_names
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,9 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
             reads = tuple(spec.name for spec in group.inputs.values())
             shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
             first = _first_of_run(tensor, [inputs[name] for name in group.inputs])
-            entries.append(ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first))
+            entries.append(
+                ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first, storage=tensor.storage_in_memory)
+            )
     return entries
 
 
@@ -59,7 +61,7 @@ def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) 
     if len(group_inputs) != 1:
         return None
     (read,) = group_inputs
-    is_view = tensor.untyped_storage()._cdata == read.untyped_storage()._cdata and tensor.dtype == read.dtype
+    is_view = _storage_of(tensor) == _storage_of(read) and tensor.dtype == read.dtype
     as_it_was = read._version == 0  # no operation in place
     return tensor.storage_offset() if is_view and as_it_was and tensor.is_contiguous() else None
 
@@ -145,28 +147,42 @@ def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], l
 
 
 class _TracedTensor(torch.Tensor):
-    """A tensor that records the names of its inputs.
+    """A tensor that records the names of its inputs, and the storage that it would have in memory.
 
-    :meth:`~torch.Tensor.contiguous` returns it unchanged, so that views stay views.
+    :meth:`~torch.Tensor.contiguous` copies nothing, so that views stay views.
     """
 
     sources: frozenset[str]
+    storage_in_memory: SharedStorage
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:
-            return args[0]
+            return args[0] if args[0].is_contiguous() else _copied_in_memory(args[0])
         result = super().__torch_function__(func, types, args, kwargs or {})
         operands = list(_tensors_in((args, kwargs)))
         for tensor in _tensors_in(result):
             if not any(tensor is operand for operand in operands):
                 tensor.sources = frozenset().union(*(operand.sources for operand in operands))
+                viewed = [one.storage_in_memory for one in operands if _storage_of(one) == _storage_of(tensor)]
+                tensor.storage_in_memory = viewed[0] if viewed else SharedStorage(tensor.numel())
         return result
+
+
+def _copied_in_memory(tensor: _TracedTensor) -> _TracedTensor:
+    alias = tensor.view_as(tensor)
+    alias.storage_in_memory = SharedStorage(tensor.numel())
+    return alias
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _traced_meta(name: str, spec: TensorSpec) -> _TracedTensor:
     tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device='meta').as_subclass(_TracedTensor)
     tensor.sources = frozenset({name})
+    tensor.storage_in_memory = SharedStorage(tensor.numel())
     return tensor
 
 

@@ -154,7 +154,8 @@ def _lay_out(
         max_shard_nbytes = sum(entry.nbytes for entry in entry_of.values())
     split = split_state_dict_into_shards_factory(
         entry_of,
-        get_storage_size=lambda entry: entry.nbytes,
+        get_storage_size=lambda entry: entry.storage_nbytes,
+        get_storage_id=lambda entry: entry.storage,
         filename_pattern=file_set.stem + '{suffix}.safetensors',
         max_shard_size=max_shard_nbytes,
     )

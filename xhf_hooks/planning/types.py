@@ -59,6 +59,17 @@ class FileSet:
         return f'{self.folder}/{name}' if self.folder else name
 
 
+@dataclass(frozen=True, eq=False)
+class SharedStorage:
+    """Memory that several outputs are views of when ``save_pretrained`` cuts a model into files; equal to itself only.
+
+    Attributes:
+        numel: Its elements, which need not all be written.
+    """
+
+    numel: int
+
+
 @dataclass(frozen=True)
 class ExportEntry:
     """An output tensor: its name and shape in the folder, and the source tensors it is made from.
@@ -69,6 +80,7 @@ class ExportEntry:
     Attributes:
         source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
             source tensor, such as one expert out of fused experts. None if ``combine`` must be called.
+        storage: Outputs with the same one go into one file, as in ``save_pretrained``; None if there are no others.
     """
 
     hf_name: str
@@ -78,10 +90,16 @@ class ExportEntry:
     combine: Combine | None = None
     file_set: FileSet = FileSet()
     source_offset: int | None = None
+    storage: SharedStorage | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def storage_nbytes(self) -> int:
+        """Bytes of its storage in the output's dtype."""
+        return self.nbytes if self.storage is None else self.storage.numel * DTYPE_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True)
