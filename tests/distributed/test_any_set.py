@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import convert
 from tests.helpers.ranks import REPO_ROOT
 from tests.helpers.scenarios import check, run_scenarios
+from xhf_hooks.cli import verify
 
 LORA = dict(model=dict(lora=True))
 #: Name to the options of `run_config`.
@@ -122,20 +124,12 @@ def test_lora(results):
     assert all(torch.equal(ours[name], pefts[name]) for name in ours)
 
 
-def run_tool(name: str, *words: object) -> str:
-    command = [sys.executable, str(REPO_ROOT / 'tools' / name), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize('name', ['zero3', 'zero2'])
 def test_convert_and_verify(results, name, tmp_path):
     run = saved_by(results, name)
-    run_tool('convert.py', run.parent, tmp_path / 'out', '--base', run / 'expected', '--verify')
-    assert_same_folder_tensors(tmp_path / 'out', run / 'hf_model')
-    run_tool('verify.py', tmp_path / 'out')
-    run_tool('verify.py', tmp_path / 'out', run / 'hf_model')
+    out = convert(run.parent, tmp_path / 'out', '--base', run / 'expected', '--verify')
+    assert_same_folder_tensors(out, run / 'hf_model')
+    assert verify.main([str(out)]) == verify.main([str(out), str(run / 'hf_model')]) == verify.SAME
 
 
 def test_fsdp2_is_saved_or_refused_by_name(results):
@@ -152,7 +146,9 @@ def test_the_demos_base_folder(tmp_path):
     """Its tokenizer is read by this version of transformers, and is what was trained."""
     from transformers import AutoTokenizer
 
-    run_tool('demo/task.py', tmp_path / 'base')
+    program = str(REPO_ROOT / 'tools' / 'demo' / 'task.py')
+    done = subprocess.run([sys.executable, program, str(tmp_path / 'base')], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / 'base')
     text = 'def __init__(self, naïve=None):\n    return  1'
     ids = tokenizer(text)['input_ids']
