@@ -75,7 +75,7 @@ def sharded_by_torch(folder: Path) -> str:
 
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks import save_hf
-    from xhf_hooks.errors import ModelError
+    from xhf_hooks.errors import XhfError
 
     try:
         from torch.distributed.fsdp import fully_shard
@@ -87,7 +87,7 @@ def sharded_by_torch(folder: Path) -> str:
     fully_shard(model, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
     try:
         save_hf(model, folder / 'hf_model')
-    except ModelError as error:
+    except XhfError as error:
         return str(error)
     return 'saved'
 

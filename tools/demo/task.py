@@ -79,16 +79,17 @@ def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
         model_max_length=MAX_LENGTH,
         add_bos_token=True,  # the class's default differs between versions of transformers
     )
+    trained = json.loads(bpe.to_str())['model']
+    vocab, merges = trained['vocab'], [tuple(pair) for pair in trained['merges']]
     if 'vocab' in signature(LlamaTokenizer.__init__).parameters:
-        trained = json.loads(bpe.to_str())['model']
-        return LlamaTokenizer(vocab=trained['vocab'], merges=[tuple(pair) for pair in trained['merges']], **options)
-    # transformers 4 takes the whole tokenizer: with what 5 adds to the vocabulary
-    bpe.normalizer = None
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
-    bpe.decoder = decoders.Sequence(
+        return LlamaTokenizer(vocab=vocab, merges=merges, **options)
+    # transformers 4 takes the whole tokenizer: what 5 makes of the vocabulary
+    whole = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
+    whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
+    whole.decoder = decoders.Sequence(
         [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
     )
-    return LlamaTokenizerFast(tokenizer_object=bpe, **options)
+    return LlamaTokenizerFast(tokenizer_object=whole, **options)
 
 
 def small_llama(tokenizer: LlamaTokenizer) -> LlamaConfig:
