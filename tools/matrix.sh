@@ -71,7 +71,7 @@ test_set() {
     echo "== $1: tests/unit"
     unit=$(run_tests "$1" unit tests/unit "${LEFT_OUT[@]}" "${left_out[@]}")
     echo "== $1: $unit; tests/distributed/test_any_set.py"
-    runs=$(run_tests "$1" runs tests/distributed/test_any_set.py)
+    runs=$(run_tests "$1" runs tests/distributed/test_any_set.py "${left_out[@]}")
     echo "== $1: $runs; pip install . changes: ${changed:-nothing}"
     "$ROOT/$1/bin/python" - "$1" "${changed:-nothing}" "$unit" "$runs" <<'PYTHON'
 import datetime, pathlib, platform, re, sys
