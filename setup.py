@@ -1,4 +1,4 @@
-"""Packaging. Tested version sets are pinned in requirements/; the bounds here say what can work at all."""
+"""Packaging. Tested version sets are pinned in requirements/; xhf_hooks/installed.py says what can work at all."""
 
 from pathlib import Path
 
@@ -7,7 +7,9 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = (HERE / 'xhf_hooks' / 'version.py').read_text().split("'")[1]
 
-MMENGINE = ['mmengine>=0.10.6']
+#: Of a machine that has no trainer: the bounds of xhf_hooks/installed.py, and a faster CRC-32.
+CONVERT = ['transformers>=4.46', 'safetensors>=0.4.3', 'huggingface_hub>=0.26', 'isal>=1.6']
+MMENGINE = [*CONVERT, 'mmengine>=0.10.4']
 
 setup(
     name='xhf_hooks',
@@ -40,22 +42,18 @@ setup(
         ]
     },
     python_requires='>=3.10',
-    # What every frontend and command needs. The trainers that a run is made with come with the extras.
-    install_requires=[
-        'torch>=2.6',
-        'numpy>=1.26',
-        'transformers>=4.48',
-        'safetensors>=0.4.3',
-        'isal>=1.6',
-        'huggingface_hub>=0.26',
-    ],
+    # Names alone: pip would replace an installed package that is below a bound, and a trainer's torch with it. Not
+    # transformers: where it is missing, the newest one would replace an older huggingface_hub. What cannot work is
+    # refused by name when a run or a command starts (xhf_hooks/installed.py). The extras install what is missing.
+    install_requires=['torch', 'numpy'],
     extras_require={
+        'convert': CONVERT,
         'mmengine': MMENGINE,
-        # mmengine 0.10.7 imports deepspeed.runtime.fp16.onebit, which 0.19.7 removed.
-        'deepspeed': [*MMENGINE, 'deepspeed>=0.16.2,<0.19.7'],
-        'trainer': ['accelerate>=1.2'],
+        # The DeepSpeedStrategy of mmengine 0.10.7 imports deepspeed.runtime.fp16.onebit, which 0.19.7 removed
+        'deepspeed': [*MMENGINE, 'deepspeed>=0.14,<0.19.7'],
+        'trainer': [*CONVERT, 'accelerate>=1.0'],
         # Converting and comparing LoRA checkpoints
-        'peft': ['peft>=0.14'],
+        'peft': ['peft>=0.13'],
         # upload_to and addresses of stores; fsspec itself comes with torch
         's3': ['s3fs>=2024.6'],
         'gcs': ['gcsfs>=2024.6'],

@@ -12,6 +12,7 @@ from xhf_hooks.config.frontends import frontend_function
 from xhf_hooks.config.options import CallOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import AgreedError, OptionError
+from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
@@ -57,6 +58,7 @@ def save_hf(
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
     began = time.perf_counter()
+    require_usable('torch', 'transformers')
     final = folder_or_url('out_dir', out_dir)
     if final is None:
         raise OptionError('out_dir', 'the path of a folder', out_dir)

@@ -23,6 +23,10 @@ class UnknownOptionError(OptionError, TypeError):
         self.option = option
 
 
+class InstalledError(XhfError):
+    """An installed package is too old, or does not work with another one."""
+
+
 class ModelError(XhfError):
     """The trained model cannot be exported: not found, ambiguous, or not what ``from_pretrained`` would build."""
 

@@ -21,6 +21,7 @@ from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.model.unwrap import Unwrapped
 from xhf_hooks.on_demand.save_requests import SaveRequests
 from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_run, wait_for_all
@@ -93,6 +94,8 @@ class CheckpointManager:
         self._requests: SaveRequests | None = None
         self._after_saves: AfterSaves | None = None
         self.saved_at: int | None = None
+        if unwrapped.engine is not None:
+            require_usable('deepspeed')
         self._engine = unwrapped.engine
         self._run = None if run is None else weakref.ref(run)
         self._process, self._thread = os.getpid(), threading.get_ident()
@@ -197,6 +200,9 @@ class CheckpointManager:
                 if self._uploads is not None:  # called first: no command starts while saves and uploads are awaited
                     self._ending.callback(ExitWait(self._after_saves.close).close)
             self._accept_requests()
+            untested = untested_set()
+            if untested is not None:
+                self._log.info(untested)
             log_preparations(
                 self._log,
                 plan,

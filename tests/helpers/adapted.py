@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.zoo import NOISE_STD, build
@@ -61,6 +62,24 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
         for parameter in adapted.parameters():
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+@cache
+def adapter_kinds() -> tuple[str, ...]:
+    """Those of :data:`KINDS` that the installed peft can make and save: before 0.15 it has no Conv1d, for example."""
+    return tuple(kind for kind in KINDS if _is_known_to_peft(kind))
+
+
+def _is_known_to_peft(kind: str) -> bool:
+    from peft import get_peft_model_state_dict
+
+    family, lora = KINDS[kind]
+    try:
+        model = adapted(family, **lora)
+    except (TypeError, ValueError):
+        return False
+    saved = get_peft_model_state_dict(model)  # without trained biases before 0.14
+    return 'bias' not in lora or any(name.endswith('bias') for name in saved)
 
 
 def adapted(family: str, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:

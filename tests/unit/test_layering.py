@@ -23,7 +23,7 @@ LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'preflight', 'verify', 'convert', 'save',
     'meta_model', 'on_saved', 'uploads', 'commit', 'integrity', 'sources', 'exporters', 'writers', 'on_demand',
     'concurrency', 'telemetry', 'config', 'registry', 'planning', 'distributed', 'format', 'stores', 'files', 'model',
-    'version', 'errors',
+    'version', 'installed', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.
 APART = [('sources', 'exporters'), ('sources', 'writers'), ('exporters', 'writers'), ('hooks', 'integrations')]

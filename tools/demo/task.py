@@ -20,19 +20,21 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import torch
 from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaTokenizer,
+    LlamaTokenizerFast,
 )
 
 UNK, BOS, EOS, PAD = '<unk>', '<s>', '</s>', '<pad>'
@@ -72,14 +74,22 @@ def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
             show_progress=False,
         ),
     )
-    trained = json.loads(bpe.to_str())['model']
-    return LlamaTokenizer(
-        vocab=trained['vocab'],
-        merges=[tuple(pair) for pair in trained['merges']],
+    options = dict(
         pad_token=PAD,
         model_max_length=MAX_LENGTH,
         add_bos_token=True,  # the class's default differs between versions of transformers
     )
+    trained = json.loads(bpe.to_str())['model']
+    vocab, merges = trained['vocab'], [tuple(pair) for pair in trained['merges']]
+    if 'vocab' in signature(LlamaTokenizer.__init__).parameters:
+        return LlamaTokenizer(vocab=vocab, merges=merges, **options)
+    # transformers 4 takes the whole tokenizer: what 5 makes of the vocabulary
+    whole = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
+    whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
+    whole.decoder = decoders.Sequence(
+        [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+    )
+    return LlamaTokenizerFast(tokenizer_object=whole, **options)
 
 
 def small_llama(tokenizer: LlamaTokenizer) -> LlamaConfig:

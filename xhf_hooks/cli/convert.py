@@ -26,6 +26,7 @@ from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
+from xhf_hooks.installed import require_usable, untested_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,6 +131,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
+        require_usable('torch', 'transformers')
         with _ended_by_sigterm(), libraries_print_lines():
             return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:
@@ -160,7 +162,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
         conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
-    _warn(conversion.warnings, prog)
+    _warn([*filter(None, [untested_set()]), *conversion.warnings], prog)
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE

@@ -5,10 +5,11 @@ from __future__ import annotations
 from xhf_hooks.cli.output import complain, lacks_memory, print_traceback
 from xhf_hooks.errors import XhfError
 
-#: Optional package to the extra that installs it.
+#: Package that is not required to the extra that installs it.
 _EXTRAS = {'mmengine': 'mmengine', 'deepspeed': 'deepspeed', 'accelerate': 'trainer', 'peft': 'peft'}
+_EXTRAS |= dict.fromkeys(('transformers', 'safetensors', 'huggingface_hub', 'tokenizers'), 'convert')
 #: Required packages (install_requires of setup.py). They may be missing when a script of tools/ runs uninstalled.
-_REQUIRED = ('torch', 'numpy', 'transformers', 'safetensors', 'isal', 'huggingface_hub')
+_REQUIRED = ('torch', 'numpy')
 
 
 def explain(prog: str, error: BaseException, *, left: str = '', memory: str = '') -> None:
@@ -32,7 +33,7 @@ def explain(prog: str, error: BaseException, *, left: str = '', memory: str = ''
 
 
 def _how_to_install(error: BaseException) -> str | None:
-    """The pip command for a missing optional package; None for other errors."""
+    """The pip command for a missing package; None for other errors."""
     package = (error.name or '').partition('.')[0] if isinstance(error, ModuleNotFoundError) else ''
     if package in _REQUIRED:
         return f'{package} is needed for this and not installed: pip install xhf_hooks, or in a clone pip install .'

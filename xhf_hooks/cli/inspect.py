@@ -13,6 +13,7 @@ from xhf_hooks.cli.collector import without_collector
 from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.format.text import size_text
+from xhf_hooks.installed import require_usable
 
 if TYPE_CHECKING:
     from xhf_hooks.verify.describe import Described
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf inspect') -> int:
     """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
+        require_usable('torch', 'transformers')
         with libraries_print_lines():
             return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:

@@ -15,6 +15,7 @@ from xhf_hooks.cli.ending import explain
 from xhf_hooks.cli.output import complain, libraries_print_lines, say
 from xhf_hooks.cli.progress import Progress
 from xhf_hooks.config.options import LORA_MODES
+from xhf_hooks.installed import require_usable
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
+        require_usable('torch', 'transformers')
         with redirect_stdout(sys.stderr), libraries_print_lines():  # standard output is for the result alone
             status, result = _check(args, prog) if args.b is None else _compare(args)
         if isinstance(result, dict):

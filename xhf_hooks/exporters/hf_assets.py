@@ -40,7 +40,7 @@ def exported_config(
     dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
     written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
     setattr(config, dtype_option, str(written).removeprefix('torch.'))
-    parts = [getattr(config, name) for name in getattr(config, 'sub_configs', ()) if getattr(config, name, None)]
+    parts = [part for part in vars(config).values() if hasattr(part, 'model_type')]  # configs of submodels
     if dtype is not None:
         for part in parts:
             if getattr(part, dtype_option, None) is not None:

@@ -20,6 +20,7 @@ from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best_folders import BestFolder, find_best_folders, find_best_in_store
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
+from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.on_saved.after_saves import Result
@@ -43,6 +44,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     priority = 95  # after CheckpointHook (90)
 
     def __post_init__(self) -> None:
+        require_usable('torch', 'transformers', 'mmengine')
         super().__post_init__()
         self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import CallbackOptions
 from xhf_hooks.errors import OptionError
+from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import Unwrapped, unwrap
 from xhf_hooks.on_saved.after_saves import Result
@@ -29,6 +30,10 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
     """
+
+    def __post_init__(self) -> None:
+        require_usable('torch', 'transformers')
+        super().__post_init__()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that saves will work. Runs on: all ranks.

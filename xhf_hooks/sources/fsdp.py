@@ -39,7 +39,14 @@ class Fsdp2Source(ModuleSource):
     memory_factor = 3
 
     def __init__(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
+        try:
+            from torch.distributed.fsdp import FSDPModule
+        except ImportError:
+            raise ModelError(
+                f'the model is sharded by fully_shard (FSDP2) or as DTensors: expected torch 2.6 or newer, which has '
+                f'torch.distributed.fsdp.FSDPModule, found torch {torch.__version__}; use FullyShardedDataParallel or '
+                f'DeepSpeed'
+            ) from None
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -48,10 +55,9 @@ class Fsdp2Source(ModuleSource):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        fsdp, tensor = (sys.modules.get(f'torch.distributed.{name}') for name in ('fsdp', 'tensor'))
-        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
-            return True
-        return tensor is not None and any(isinstance(p, tensor.DTensor) for p in model.parameters())
+        return any(_is_torchs(module, 'FSDPModule') for module in model.modules()) or any(
+            _is_torchs(parameter, 'DTensor') for parameter in model.parameters()
+        )
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if _is_whole(tensor):
@@ -194,6 +200,13 @@ class Fsdp1Source(ModuleSource):
 
     def _is_sharded(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._place and self._place[id(tensor)][0]._handle.uses_sharded_strategy
+
+
+def _is_torchs(thing: object, name: str) -> bool:
+    """Whether it is of torch.distributed's class of this name; the classes are in other modules before torch 2.6."""
+    return any(
+        base.__name__ == name and base.__module__.startswith('torch.distributed.') for base in type(thing).__mro__
+    )
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

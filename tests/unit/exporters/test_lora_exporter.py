@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import KINDS, adapt, adapted, around, merged_by_peft, refusal
+from tests.helpers.adapted import KINDS, adapt, adapted, adapter_kinds, around, merged_by_peft, refusal
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import names_read, save_folder
 from tests.helpers.zoo import build
@@ -32,7 +32,7 @@ def in_adapter(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize('dtype', [None, BF16], ids=['fp32', 'bf16'])
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', adapter_kinds())
 def test_adapter_is_the_folder_of_save_pretrained(kind, dtype, tmp_path):
     family, lora = KINDS[kind]
     model = adapted(family, dtype, **lora)

@@ -8,7 +8,17 @@ import json
 import pytest
 import torch
 
-from tests.helpers.adapted import ATTENTION, KINDS, adapt, adapted, around, assert_rounded_once, merged_by_peft, refusal
+from tests.helpers.adapted import (
+    ATTENTION,
+    KINDS,
+    adapt,
+    adapted,
+    adapter_kinds,
+    around,
+    assert_rounded_once,
+    merged_by_peft,
+    refusal,
+)
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
@@ -30,7 +40,7 @@ def exact_merge(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return copy.deepcopy(model).double().merge_and_unload().state_dict()
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', adapter_kinds())
 def test_merge_in_fp32_has_pefts_bits(kind, tmp_path):
     family, lora = KINDS[kind]
     model = adapted(family, **lora)
@@ -47,7 +57,7 @@ def test_merge_in_fp32_has_pefts_bits(kind, tmp_path):
     assert_loads_clean(committed.path, type(model.get_base_model()))
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', adapter_kinds())
 def test_merge_in_bf16_is_rounded_once(kind, tmp_path):
     family, lora = KINDS[kind]
     model = adapted(family, BF16, **lora)

@@ -96,10 +96,13 @@ def test_rounds_once_and_counts_what_overflows(tmp_path):
     out = torch.empty(8, dtype=torch.float16)
     count = source.read_into('w', 0, memoryview(out.view(torch.uint8).numpy()), 'F16', use_fp32_master=True)
     assert count == 2
-    assert torch.equal(out.view(torch.int16), masters['w'].half().view(torch.int16))
+    exact = masters['w'].half()
+    numbers = ~exact.isnan()  # torch 2.4 gives a NaN other bits in a long tensor than in a short one
+    assert torch.equal(out.view(torch.int16)[numbers], exact.view(torch.int16)[numbers]) and out[~numbers].isnan().all()
     twice = torch.empty(8, dtype=torch.float16)
     assert source.read_into('w', 0, memoryview(twice.view(torch.uint8).numpy()), 'F16', use_fp32_master=False) == 3
-    assert torch.equal(twice.view(torch.int16), masters['w'].bfloat16().half().view(torch.int16))
+    exact = masters['w'].bfloat16().half()
+    assert torch.equal(twice.view(torch.int16)[numbers], exact.view(torch.int16)[numbers])
     assert not torch.equal(out.view(torch.int16), twice.view(torch.int16))
 
 

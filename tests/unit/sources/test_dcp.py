@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ WEIGHTS = {
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+    alone = {'no_dist': True} if 'no_dist' in signature(dcp.save).parameters else {}  # torch 2.4 and 2.5 see it
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), **alone)
     return folder
 
 

@@ -119,8 +119,10 @@ class MergedExporter(HuggingFaceExporter):
         """The names of the merged model: without adapters, and with replacements instead of replaced modules."""
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+        from peft.utils import other
 
+        # The base of ModulesToSaveWrapper, which is alone before peft 0.15
+        auxiliary = getattr(other, 'AuxiliaryTrainingWrapper', other.ModulesToSaveWrapper)
         own = super()._own_names(specs)
         self._computed = {}
         kept_below = {path: base_path(path) for path in self._adapters if path}  # by path of the wrapper
@@ -130,9 +132,9 @@ class MergedExporter(HuggingFaceExporter):
             if isinstance(module, LoraLayer):
                 kept_below[path] = f'{path}.base_layer'
                 merged |= self._note_merges(path, module, own)
-            elif isinstance(module, ModulesToSaveWrapper):
+            elif isinstance(module, other.ModulesToSaveWrapper):
                 kept_below[path] = f'{path}.modules_to_save.{self._adapter_at(path)}'
-            elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            elif isinstance(module, (BaseTunerLayer, auxiliary)):
                 raise _unknown(path, module)
         _require_only(merged, own, self._computed)
         return dict(_stripped(own, kept_below))
@@ -155,11 +157,13 @@ class MergedExporter(HuggingFaceExporter):
         from peft.tuners.lora import layer as kinds
 
         adapter = self._adapter_at(path)
-        if type(layer) not in (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d):
+        # Before 0.15 peft has neither Conv1d nor variants, before 0.14 neither Conv3d nor lora_bias
+        names = ('Linear', 'Embedding', 'Conv1d', 'Conv2d', 'Conv3d')
+        if type(layer) not in [getattr(kinds, name, None) for name in names]:
             raise _unknown(path, layer)
-        with_dora = layer.use_dora[adapter]
-        if layer.lora_variant.get(adapter) is not None and not with_dora:
-            raise _unknown(path, layer.lora_variant[adapter])
+        with_dora, variant = layer.use_dora[adapter], getattr(layer, 'lora_variant', {}).get(adapter)
+        if variant is not None and not with_dora:
+            raise _unknown(path, variant)
         if layer.merged:
             raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
         base_layer = layer.get_base_layer()
@@ -176,7 +180,7 @@ class MergedExporter(HuggingFaceExporter):
         made: dict[str, WeightMerge | BiasMerge] = {
             weight: WeightMerge(own[weight].name, lora_a, lora_b, magnitude, scaling, transposed)
         }
-        if layer.lora_bias[adapter]:
+        if getattr(layer, 'lora_bias', {}).get(adapter):
             if bias not in own:
                 raise ModelError(f"{path}: lora_bias without a bias in the base layer; set lora to 'adapter'")
             made[bias] = BiasMerge(own[bias].name, own[f'{path}.lora_B.{adapter}.bias'].name, scaling)

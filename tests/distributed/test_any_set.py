@@ -1,0 +1,156 @@
+"""What every set of versions must do (tools/matrix.sh runs it in each): ZeRO-3 on two ranks, LoRA, convert, verify."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import convert
+from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.scenarios import check, run_scenarios
+from xhf_hooks.cli import verify
+
+LORA = dict(model=dict(lora=True))
+#: Name to the options of `run_config`.
+RUNS: dict[str, dict[str, Any]] = {
+    'zero3': dict(hook={}, stage=3),
+    'zero3_async': dict(hook=dict(async_save=True), stage=3),
+    'zero3_deferred': dict(hook=dict(async_save=True, defer_copy=True), stage=3),
+    'zero3_lora': dict(hook=dict(lora='both'), stage=3, **LORA),
+    'zero2': dict(hook={}, stage=2),
+}
+
+
+def trained(options: dict[str, Any], work_dir: Path) -> str:
+    """Train with the hook; beside its folder, write what save_pretrained writes of the gathered model.
+
+    Runs on: all ranks.
+    """
+    import copy
+
+    import deepspeed
+    import torch.distributed as dist
+
+    from tests.helpers.toy_run import run_config, train
+
+    runner = train(run_config(work_dir, **options))
+    model = runner.model.module.llm
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, 'ds_id')]):
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        whole = _on_cpu(copy.deepcopy(model.config), model, weights)
+        whole.save_pretrained(Path(runner.log_dir, 'expected'))
+        if hasattr(whole, 'merge_and_unload'):
+            whole.float().merge_and_unload().bfloat16().save_pretrained(Path(runner.log_dir, 'expected_merged'))
+    dist.barrier()
+    return str(runner.log_dir)
+
+
+def _on_cpu(config: Any, model: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """A model of its own with these weights."""
+    from transformers import AutoModelForCausalLM
+
+    peft = getattr(model, 'peft_config', None)
+    whole = AutoModelForCausalLM.from_config(config)
+    if peft is not None:
+        from peft import get_peft_model
+
+        whole = get_peft_model(whole, peft['default'])
+    whole.bfloat16().load_state_dict(weights)
+    return whole
+
+
+def sharded_by_torch(folder: Path) -> str:
+    """FSDP2 is saved, or refused by name where torch is too old for it. Runs on: all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import XhfError
+
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        from torch.distributed._composable.fsdp import fully_shard
+    model = odd_llama(tied=False)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / 'expected')
+    fully_shard(model, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+    try:
+        save_hf(model, folder / 'hf_model')
+    except XhfError as error:
+        return str(error)
+    return 'saved'
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp('any_set')
+    scenarios = {name: partial(trained, options, root / name) for name, options in RUNS.items()}
+    return run_scenarios({**scenarios, 'fsdp2': partial(sharded_by_torch, root / 'fsdp2')}, 2)
+
+
+def saved_by(results: Any, name: str) -> Path:
+    first, *others = check(results, name)
+    assert others == [first]
+    return Path(first)
+
+
+@pytest.mark.parametrize('name', [name for name in RUNS if 'lora' not in name])
+def test_the_bytes_are_those_of_save_pretrained(results, name):
+    from transformers import LlamaForCausalLM
+
+    run = saved_by(results, name)
+    assert_same_folder_tensors(run / 'hf_model', run / 'expected')
+    assert_loads_clean(run / 'hf_model', LlamaForCausalLM)
+
+
+def test_lora(results):
+    """The adapter has the bytes of save_pretrained; the merged model is its sum, rounded once."""
+    run = saved_by(results, 'zero3_lora')
+    merged, adapter = run / 'hf_model', run / 'hf_model' / 'adapter'
+    assert_same_folder_tensors(adapter, run / 'expected')
+    ours, pefts = folder_tensors(merged), folder_tensors(run / 'expected_merged')
+    assert ours.keys() == pefts.keys()
+    assert all(torch.equal(ours[name], pefts[name]) for name in ours)
+
+
+@pytest.mark.parametrize('name', ['zero3', 'zero2'])
+def test_convert_and_verify(results, name, tmp_path):
+    run = saved_by(results, name)
+    out = convert(run.parent, tmp_path / 'out', '--base', run / 'expected', '--verify')
+    assert_same_folder_tensors(out, run / 'hf_model')
+    assert verify.main([str(out)]) == verify.main([str(out), str(run / 'hf_model')]) == verify.SAME
+
+
+def test_fsdp2_is_saved_or_refused_by_name(results):
+    from torch.distributed import fsdp
+
+    (said, _) = check(results, 'fsdp2')
+    if not hasattr(fsdp, 'FSDPModule'):
+        assert 'expected torch 2.6 or newer' in said and torch.__version__ in said
+    else:
+        assert said == 'saved'
+
+
+def test_the_demos_base_folder(tmp_path):
+    """Its tokenizer is read by this version of transformers, and is what was trained."""
+    from transformers import AutoTokenizer
+
+    program = str(REPO_ROOT / 'tools' / 'demo' / 'task.py')
+    done = subprocess.run([sys.executable, program, str(tmp_path / 'base')], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / 'base')
+    text = 'def __init__(self, naïve=None):\n    return  1'
+    ids = tokenizer(text)['input_ids']
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text

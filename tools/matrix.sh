@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Tests the sets of versions that users have, each in an environment of its own below .venv-matrix.
+#
+#     bash tools/matrix.sh                     all sets of requirements/matrix
+#     bash tools/matrix.sh torch-2.6 newest    some of them
+#
+# For each set: what `pip install .` and `uv pip install .` would change there (they must add this package alone);
+# tests/unit, in which test_families compares names, tensors and configs of more than 60 families with save_pretrained
+# of that transformers; tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async
+# and with LoRA, converts and verifies. Then the set's row of the table in docs/versions.md is written anew.
+#
+# A set needs 5 to 7 GB of disk (the CUDA build of torch), g++ and, for old versions of DeepSpeed, numactl. uv installs
+# it, and a Python that the machine lacks; uv itself is installed into .venv-matrix if it is not on PATH.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/env.sh
+
+ROOT=.venv-matrix
+# Tests of what no set has: the lock files of the two stacks, and s3fs
+LEFT_OUT=(--ignore=tests/unit/test_versions.py
+    --deselect=tests/unit/stores/test_store.py::test_a_thread_of_their_own_sends
+    --deselect=tests/unit/stores/test_store.py::test_an_unknown_protocol_or_argument)
+
+# find_uv: print the path of uv.
+find_uv() {
+    command -v uv || {
+        [[ -x $ROOT/uv/bin/uv ]] || { python3 -m venv "$ROOT/uv" && "$ROOT/uv/bin/pip" install -q uv; } >&2
+        echo "$PWD/$ROOT/uv/bin/uv"
+    }
+}
+
+# make_set SET: create its environment unless it is there.
+make_set() {
+    local dir=$ROOT/$1 file=requirements/matrix/$1.txt wanted python
+    wanted=$(realpath -m "$dir" && sha256sum "$file")
+    [[ ! -f $dir/installed.sha256 || $(<"$dir/installed.sha256") != "$wanted" ]] || return 0
+    python=$(sed -n 's/^# Python //p' "$file")
+    _step "$dir: Python $python" "$uv" venv -q --seed --clear --python "$python" "$dir"
+    _check_machine "$dir/bin/python"
+    _step "$dir: $file" "$uv" pip install -q --python "$dir/bin/python" -r "$file"
+    _step "$dir: tests" "$uv" pip install -q --python "$dir/bin/python" ninja psutil \
+        $(grep -E '^(pytest|hypothesis)==' requirements/test.txt)
+    _compile_deepspeed "$dir"
+    echo "$wanted" >"$dir/installed.sha256"
+}
+
+# changes SET: print what installing this package would add or replace, apart from itself; nothing is right.
+changes() {
+    "$ROOT/$1/bin/python" -m pip install -q --dry-run --report - . 2>/dev/null | python3 -c '
+import json, sys
+print(*(found["metadata"]["name"] for found in json.load(sys.stdin)["install"] if found["metadata"]["name"] != "xhf_hooks"))'
+    "$uv" pip install --dry-run --python "$ROOT/$1/bin/python" . 2>&1 | grep -E '^ [-+~] ' | grep -v '^ + xhf-hooks' || true
+}
+
+# run_tests SET NAME PYTEST_OPTIONS...: print pytest's last line; the log is .venv-matrix/SET-NAME.log.
+run_tests() {
+    local log=$ROOT/$1-$2.log
+    (
+        use_env "$ROOT/$1"
+        export PYTHONPATH=$PWD
+        python -m pytest -q -p no:cacheprovider "${@:3}"
+    ) >"$log" 2>&1 || grep -E '^(FAILED|ERROR) ' "$log" >&2 || tail -n 20 "$log" >&2
+    tail -n 1 "$log" | sed -E 's/ in [0-9.]+s.*//; s/, [0-9]+ (warnings?|deselected)//g'
+}
+
+# test_set SET: test it and write its row.
+test_set() {
+    local file=requirements/matrix/$1.txt left_out changed unit runs
+    mapfile -t left_out < <(sed -n -E 's/^# without ([^ ]+): .*/--deselect=\1/p' "$file")
+    changed=$(changes "$1" | xargs)
+    echo "== $1: tests/unit"
+    unit=$(run_tests "$1" unit tests/unit "${LEFT_OUT[@]}" "${left_out[@]}")
+    echo "== $1: $unit; tests/distributed/test_any_set.py"
+    runs=$(run_tests "$1" runs tests/distributed/test_any_set.py "${left_out[@]}")
+    echo "== $1: $runs; pip install . changes: ${changed:-nothing}"
+    "$ROOT/$1/bin/python" - "$1" "${changed:-nothing}" "$unit" "$runs" <<'PYTHON'
+import datetime, pathlib, platform, re, sys
+from importlib.metadata import version
+
+name, *results = sys.argv[1:]
+versions = [version(package) for package in ('torch', 'transformers', 'deepspeed', 'mmengine', 'peft')]
+row = [name, platform.python_version(), *versions, *results, datetime.date.today().isoformat()]
+page = pathlib.Path('docs/versions.md')
+text = page.read_text()
+line = '| ' + ' | '.join(row) + ' |'
+found = re.sub(rf'^\| {re.escape(name)} \|.*$', lambda _: line, text, flags=re.MULTILINE)
+if line not in found:
+    raise SystemExit(f'{page}: the table has no row of {name}')
+page.write_text(found)
+good = results[0] == 'nothing' and all(re.fullmatch(r'\d+ passed', found) for found in results[1:])
+raise SystemExit(not good)
+PYTHON
+}
+
+command -v numactl >/dev/null || echo 'numactl is missing, which DeepSpeed 0.15 calls. On Debian: apt-get install numactl'
+mkdir -p "$ROOT"
+uv=$(find_uv)
+sets=("$@")
+((${#sets[@]})) || mapfile -t sets < <(basename -s .txt requirements/matrix/*.txt)
+failed=()
+for set in "${sets[@]}"; do
+    [[ -f requirements/matrix/$set.txt ]] || _fail "No set $set; there are: $(basename -s .txt requirements/matrix/*.txt | xargs)"
+    make_set "$set"
+    test_set "$set" || failed+=("$set")
+done
+((${#failed[@]} == 0)) || _fail "Failed: ${failed[*]}; logs are in $ROOT"
+echo "== all of ${sets[*]} passed; docs/versions.md has the results"
