@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from tests.helpers.compare import assert_loads_clean
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
 from tests.helpers.families import MODELS
 from tests.helpers.zoo import available, build
@@ -23,7 +24,7 @@ from tests.helpers.zoo import available, build
 AVAILABLE = [family for family in MODELS if available(family, MODELS)]
 #: The number of families, from these versions on.
 LEAST = {(4, 46): 55, (4, 48): 58, (4, 51): 68, (4, 52): 71, (4, 55): 73, (4, 57): 74}
-CONFIGS = ('config.json', 'generation_config.json', 'model.safetensors.index.json')
+OTHERS = ('generation_config.json', 'model.safetensors.index.json')
 
 
 def weights_in(folder: Path) -> dict[str, bytes]:
@@ -42,11 +43,12 @@ def test_the_folder_is_that_of_save_pretrained(family, tmp_path):
     assert (model.config.to_dict(), model.config._attn_implementation) == (config, training)
 
     model.save_pretrained(expected, max_shard_size=max_shard_size)
-    for name in CONFIGS:
+    assert_same_config(found, expected)
+    for name in OTHERS:
         assert (expected / name).exists() == (found / name).exists(), name
         if (expected / name).exists():
             assert json.loads((found / name).read_text()) == json.loads((expected / name).read_text()), name
-    assert (expected / CONFIGS[-1]).exists()
+    assert (expected / OTHERS[-1]).exists()
     weights = weights_in(expected)
     assert list(weights_in(found)) == list(weights) and len(weights) > 2
     assert [name for name, data in weights_in(found).items() if data != weights[name]] == []

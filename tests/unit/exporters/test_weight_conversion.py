@@ -6,7 +6,6 @@ transformers < 5 stores every tensor as it is in memory; there the specs must co
 from __future__ import annotations
 
 from importlib import import_module, util
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,11 +158,6 @@ if HAS_CONVERSION:
             group.combine({source: fewer_experts})
 
 else:
-
-    def test_specs_come_out_unchanged():
-        """No mapping in this version: whatever the architecture is, nothing is renamed or combined."""
-        specs = specs_of({'experts.gate_up_proj': torch.zeros(2, 4, 3), 'scalar': torch.tensor(1)})
-        assert convert_specs(SimpleNamespace(), specs) == unchanged(specs)
 
     def test_experts_are_apart_in_memory_already():
         model = build('mixtral')
