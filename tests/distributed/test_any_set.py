@@ -22,7 +22,6 @@ LORA = dict(model=dict(lora=True))
 RUNS: dict[str, dict[str, Any]] = {
     'zero3': dict(hook={}, stage=3),
     'zero3_async': dict(hook=dict(async_save=True), stage=3),
-    'zero3_deferred': dict(hook=dict(async_save=True, defer_copy=True), stage=3),
     'zero3_lora': dict(hook=dict(lora='both'), stage=3, **LORA),
     'zero2': dict(hook={}, stage=2),
 }

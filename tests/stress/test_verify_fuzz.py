@@ -23,7 +23,6 @@ from xhf_hooks.verify.folder import verify_folder
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
-N_WHOLE = 80  # of the 10,000 that tools/fuzz.py tries
 N_HEADERS, N_INDEXES, N_MANIFESTS = 2000, 750, 750  # twice each: bytes and values
 SHARDS = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
 INDEX, MANIFEST = 'model.safetensors.index.json', 'xhf_manifest.json'
