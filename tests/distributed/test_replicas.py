@@ -28,13 +28,11 @@ EMA = dict(hooks=[dict(type='EMAHook', momentum=0.1)])
 DIFFERENT: dict[str, dict[str, Any]] = {
     'plain': dict(hook=EACH),
     'plain, async': dict(hook=dict(EACH, async_save=True)),
-    'plain, defer_copy': dict(hook=dict(EACH, async_save=True, defer_copy=True)),
     'plain, averaged': dict(hook=EACH, **EMA),
     'plain, lora': dict(hook=EACH, model=dict(lora=True)),
 }
 EQUAL: dict[str, dict[str, Any]] = {
     'ddp': dict(hook=EACH, ddp=True),
-    'ddp, defer_copy': dict(hook=dict(EACH, async_save=True, defer_copy=True), ddp=True),
     'ddp, averaged': dict(hook=EACH, ddp=True, **EMA),
 }
 

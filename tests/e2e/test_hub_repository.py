@@ -40,7 +40,7 @@ def test_each_save_is_there_whole(api, tmp_path, caplog):
     folder = CheckpointFolder(tmp_path / 'hf_model', 1)
     destination = HubDestination(f'hf://{REPOSITORY}', 'hf_model', is_first=True)
     log = RunLog(logging.getLogger('uploads'), 'test')
-    uploads = RunUploads({'hf_model': destination}, log, nbytes_per_sec=None, wait_secs=600.0, is_shared=True)
+    uploads = RunUploads({'hf_model': destination}, log, wait_secs=600.0, is_shared=True)
     folder.claim()
     uploads.claim(0)
     saved = {}

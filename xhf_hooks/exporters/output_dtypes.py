@@ -21,6 +21,7 @@ from torch import nn
 
 from xhf_hooks.errors import DamagedError, OptionError
 from xhf_hooks.exporters.hf_assets import base_file
+from xhf_hooks.files.memory_folder import memory_place
 from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
@@ -155,7 +156,7 @@ def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) 
         def _init_weights(self, module: nn.Module) -> None:
             """Nothing to initialize."""
 
-    with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder, quiet():
+    with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as folder, quiet():
         PretrainedConfig(tie_word_embeddings=False).save_pretrained(folder)
         save_file({name: torch.zeros(1) for name in names}, Path(folder) / _WHOLE, metadata={'format': 'pt'})
         loaded = Stub.from_pretrained(folder, torch_dtype=TORCH_DTYPES[code])

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.files.memory_folder import memory_place
 from xhf_hooks.format.text import some
 from xhf_hooks.model.quiet_transformers import quiet
 
@@ -82,7 +83,11 @@ def _trial_of(reference: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str
     trial.can_generate = lambda: False  # no generation config, which may be invalid
     trial.should_save_on_this_rank = lambda is_main_process: True  # transformers 5.23 writes on rank 0 alone
     try:
-        with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder, quiet(), _without_deepspeed():
+        with (
+            tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as folder,
+            quiet(),
+            _without_deepspeed(),
+        ):
             yield trial, folder
     except Exception as error:  # a model's class may override save_pretrained
         kind = type(reference).__name__

@@ -14,6 +14,11 @@ _PREFIX = 'xhf_assets-'
 _MEMORY = Path('/dev/shm')
 
 
+def memory_place() -> Path:
+    """Where small temporary files are in memory; the system's folder for temporary files if there is none."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
 class MemoryFolder:
     """A new, empty folder; removed by :meth:`close` or, after a kill, when the next one is created on this host.
 
@@ -21,7 +26,7 @@ class MemoryFolder:
     """
 
     def __init__(self) -> None:
-        parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        parent = memory_place()
         for left in parent.glob(f'{_PREFIX}*'):
             _remove_unless_held(left)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
