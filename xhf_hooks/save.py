@@ -200,9 +200,10 @@ class Saver:
         clock = SaveClock(prepare_secs)
         with clock.stage('plan'):
             self._renew_plan()
-        with clock.stage('compare'):
-            replicas = self._replicas()
-            replicas.read()
+        replicas = self._replicas()
+        if replicas.tensors:
+            with clock.stage('compare'):
+                replicas.read()
         job = self._begin(folder, step, facts, on_progress, replicas, beside_training=False)
         chunks = self._live_chunks().opened(self._collective, clock.meter)
         return self._write_and_commit(job, chunks, self._collective, clock)
@@ -343,8 +344,9 @@ class Saver:
         warnings: list[str] = []
         free_before = free_after = made = None
         try:
-            with clock.stage('compare'):
-                job.replicas.require_same(collective)
+            if job.replicas.tensors:
+                with clock.stage('compare'):
+                    job.replicas.require_same(collective)
             with clock.stage('staging'):
                 with collective.stage('staging'):
                     if is_rank0:

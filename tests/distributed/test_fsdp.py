@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers import frontends as doors
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo.llamas import larger_llama, odd_llama
 
@@ -214,7 +215,7 @@ def compare(root: Path, outcomes: Any, case: str) -> None:
         doors.verify_folder(folder / 'trained' / writer)
     config = 'adapter_config.json' if case.startswith('lora') else 'config.json'
     if config == 'config.json':
-        assert (folder / 'last' / config).read_bytes() == (folder / 'theirs' / config).read_bytes()
+        assert_same_config(folder / 'last', folder / 'theirs')
     assert_same_folder_tensors(folder / 'last', folder / 'theirs')
     before, after = folder_tensors(folder / 'trained' / 'stream'), folder_tensors(folder / 'last')
     assert any(not tensor.equal(after[name]) for name, tensor in before.items())

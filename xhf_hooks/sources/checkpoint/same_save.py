@@ -55,7 +55,7 @@ def require_one_save(
         require_steps_of(models[0], optims[0])
 
 
-def unproven(optims: Sequence[OptimState], *, universal: bool) -> tuple[str, ...]:
+def unproven(models: Sequence[ModelState], optims: Sequence[OptimState], *, universal: bool) -> tuple[str, ...]:
     """Statements that the files cannot confirm, for the user to check."""
     found = ['not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run']
     if universal:
@@ -64,6 +64,9 @@ def unproven(optims: Sequence[OptimState], *, universal: bool) -> tuple[str, ...
         return ()
     if any(optim.evidence.saved_as != optim.file.stem for optim in optims):
         found.append('not verifiable: only the file names say which rank wrote which file')
+    if optims[0].stage != 3 and not _is_of_step(models[0], optims[0]):
+        made = f'{optims[0].evidence.steps:.0f}'
+        found.append(f'not verifiable: the iteration of the fp32 master weights, whose optimizer has made {made} steps')
     if optims[0].evidence.steps is None:
         found.append('not verifiable: the iteration of the weights, since this optimizer counts no steps')
     return tuple(found)
@@ -114,26 +117,32 @@ def _require_own_name(state: ModelState | OptimState) -> None:
 
 def require_steps_of(model: ModelState, optim: OptimState) -> None:
     """Stage 3: check that the optimizer files, which have the weights, are from the model file's step."""
+    if not _is_of_step(model, optim):
+        told = model.evidence
+        raise CheckpointError(
+            f'{optim.file}: not of one save: its optimizer has made {optim.evidence.steps:.0f} steps, but '
+            f'{model.file.name} is of step {told.steps} with {told.skipped} skipped; put the files of one iteration '
+            f'together, or, if the run was resumed without optimizer state, add --optimizer-restarted'
+        )
+
+
+def _is_of_step(model: ModelState, optim: OptimState) -> bool:
+    """Whether the optimizer has made the steps of the model file, or one of them does not count."""
     told, made, config = model.evidence, optim.evidence.steps, model.content.get('ds_config')
     config = config if isinstance(config, dict) else {}
     autocast = config.get('torch_autocast')
     if made is None or told.steps is None or told.skipped is None:
-        return
+        return True
     if isinstance(autocast, dict) and autocast.get('enabled'):
-        return  # torch's GradScaler skips steps without counting them
+        return True  # torch's GradScaler skips steps without counting them
     if made == told.steps - told.skipped:
-        return
+        return True
     accumulation = config.get('gradient_accumulation_steps', 1)
     if told.iteration is not None and type(accumulation) is int and accumulation > 0:
         # MMEngine's load_from: global_steps continues from the loaded run, the optimizer starts from 0
         begun = told.iteration // accumulation
-        if begun - told.skipped - (_RESUMES if accumulation > 1 else 0) <= made <= begun:
-            return
-    raise CheckpointError(
-        f'{optim.file}: not of one save: its optimizer has made {made:.0f} steps, but {model.file.name} is of step '
-        f'{told.steps} with {told.skipped} skipped; put the files of one iteration together, or, if the run was '
-        f'resumed without optimizer state, add --optimizer-restarted'
-    )
+        return begun - told.skipped - (_RESUMES if accumulation > 1 else 0) <= made <= begun
+    return False
 
 
 def _same(what: str, values: Sequence[tuple[Path, Any]], *, show: bool = True) -> None:

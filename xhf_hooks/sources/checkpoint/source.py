@@ -123,7 +123,7 @@ class CheckpointSource(StoredSource):
         optims = [load_optim_state(file) for file in self.found.optim_files]
         universal = self.found.layout == 'universal'
         require_one_save(models, optims, optimizer_restarted=self._optimizer_restarted, universal=universal)
-        self.unproven = unproven(optims, universal=universal)
+        self.unproven = unproven(models, optims, universal=universal)
         self._never_trained = _never_trained(models[0])
         stage, n_ranks = _stage_and_ranks(models, optims)
         version = models[0].evidence.version
