@@ -113,10 +113,8 @@ class HuggingFaceExporter(Exporter):
     def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        vocab_size, embedding = (
-            getattr(self._config.get_text_config(), 'vocab_size', None),
-            input_embedding(self._reference),
-        )
+        vocab_size = getattr(self._config.get_text_config(), 'vocab_size', None)
+        embedding = input_embedding(self._reference)
         if vocab_size is not None and embedding is not None:
             vocab_size = max(vocab_size, embedding.shape[0])
         hf_assets.require_vocabulary(tokenizer, vocab_size)
