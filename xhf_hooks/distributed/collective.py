@@ -278,8 +278,12 @@ class Collective:
         """
         if self._group is not None:
             group, self._group = self._group, None
+            # torch 2.6 and older join gloo's threads with the GIL held, which such a thread may be waiting for to free a
+            # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
+            backend = group._get_backend(torch.device('cpu'))
             with contextlib.suppress(ValueError):  # destroyed with the default group, as in a notebook
                 dist.destroy_process_group(group)
+            del group, backend  # in this order
         if self._is_shared and dist.group.WORLD is not None:
             _SHARED.pop(dist.group.WORLD, None)
 
