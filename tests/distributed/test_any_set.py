@@ -41,8 +41,8 @@ def trained(options: dict[str, Any], work_dir: Path) -> str:
 
     from tests.helpers.toy_run import run_config, train
 
-    # DeepSpeed 0.18 flattens parameters with their autograd graph if there is memory for it, and gloo cannot gather into
-    # that. With little memory it does as before and after: it flattens copies.
+    # With enough memory, DeepSpeed 0.18 flattens parameters with their autograd graph; gloo cannot gather into that.
+    # With little memory it does as versions before and after.
     with mock.patch.object(type(get_accelerator()), 'available_memory', lambda *_: 0):
         runner = train(run_config(work_dir, **options))
     model = runner.model.module.llm

@@ -278,7 +278,7 @@ class Collective:
         """
         if self._group is not None:
             group, self._group = self._group, None
-            # torch 2.6 and older join gloo's threads with the GIL held, which such a thread may be waiting for to free a
+            # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
             # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
             backend = group._get_backend(torch.device('cpu'))
             with contextlib.suppress(ValueError):  # destroyed with the default group, as in a notebook
