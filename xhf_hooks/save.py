@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xhf_hooks.commit.completeness import warn_of_non_finite
-from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
@@ -49,6 +47,7 @@ from xhf_hooks.writers import Writer
 from xhf_hooks.writers.choose import writer_named
 from xhf_hooks.writers.evidence import some_samples
 from xhf_hooks.writers.file_io.output_file import FileIdentity
+from xhf_hooks.writers.tally import Tally, add_up, warn_of_non_finite
 
 #: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
 _SLICES_NBYTES = 32 * 10**6
@@ -357,16 +356,17 @@ class Saver:
                 token, files = collective.broadcast(made)
             with clock.stage('write'):
                 place = folder.place(token)
-                records, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
+                tally, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
             with clock.stage('check'):
                 self._look(writer, collective)
-            with clock.stage('receipts'):
-                records = collective.reduce(records, merge)
+            with clock.stage('tally'):
+                tally.numbers = collective.all_reduce(tally.numbers, add_up)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     facts = {'packages': package_versions(), **self._facts(), **job.facts}
-                    tensors = folder.commit(plan, records, job.step, facts, self._options.verify, job.readers)
+                    tensors = tally.written()
+                    folder.commit(plan, tensors, job.step, facts, self._options.verify, job.readers)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
@@ -399,8 +399,8 @@ class Saver:
         chunks: AbstractContextManager[ChunkStream],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
-    ) -> tuple[np.ndarray, int]:
-        """Returns this rank's records and the number of elements that overflowed."""
+    ) -> tuple[Tally, int]:
+        """Returns what this rank has written and the number of elements that overflowed."""
         done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
@@ -416,7 +416,7 @@ class Saver:
                         on_progress(done_nbytes, total_nbytes)
                 except Exception as error:
                     collective.remember('write', error)
-            return pack(self.plan, [] if collective.is_failing else writer.finish()), some.overflows
+            return Tally(self.plan) if collective.is_failing else writer.finish(), some.overflows
 
     def _look(self, writer: Writer, collective: Collective) -> None:
         """Let other ranks check samples of what each rank wrote; if only rank 0 writes, rank 0 checks them itself."""

@@ -15,17 +15,18 @@ from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.planning.types import Group, Placement, SavePlan, WriteReceipt
+from xhf_hooks.planning.types import Group, Placement, SavePlan
 from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, Part, cut_into_blocks
+from xhf_hooks.writers.tally import Tally
 
 #: Most bytes that gathered groups hold in memory at once; a larger group runs alone.
 _GROUPS_NBYTES = 64 * 10**6
 
-#: Receipts, and the number of finite elements that became infinite.
-_Result = tuple[list[WriteReceipt], int]
+#: Arguments of :meth:`Tally.add`, and the number of finite elements that became infinite.
+_Result = tuple[list[tuple[Placement, int, int, int, int]], int]
 
 
 def write_weights(
@@ -38,7 +39,7 @@ def write_weights(
     verify: bool,
     meter: MemoryMeter,
     on_progress: Callable[[int, int], None],
-) -> tuple[list[WriteReceipt], int]:
+) -> tuple[Tally, int]:
     """Write and flush every file of the plan.
 
     Args:
@@ -47,7 +48,7 @@ def write_weights(
         on_progress: Called in this thread with bytes done and total bytes.
 
     Returns:
-        Receipts, and the number of finite elements that became infinite.
+        What was written, and the number of finite elements that became infinite.
 
     Raises:
         IncompleteError: The disk returned different bytes.
@@ -56,19 +57,19 @@ def write_weights(
     total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
     done = 0
 
-    def walk(*, verifying: bool) -> _Result:
+    def walk(*, verifying: bool) -> tuple[Tally, int]:
         nonlocal done
-        made: list[WriteReceipt] = []
-        overflows = 0
+        tally, overflows = Tally(plan), 0
         work = _Work(source, plan, files, use_fp32_master=use_fp32_master, verifying=verifying, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for job_made, job_overflows in threads.run(work.jobs()):
                 meter.sample()
-                made += job_made
+                for one in job_made:
+                    tally.add(*one)
+                    done += one[2]
                 overflows += job_overflows
-                done += sum(receipt.nbytes for receipt in job_made)
                 on_progress(done, total)
-        return made, overflows
+        return tally, overflows
 
     with ExitStack() as opened:
         files: dict[str, BlockFile] = {}
@@ -111,7 +112,7 @@ class _Work:
 
     def _make_block(self, block: Block) -> _Result:
         buffer = self._buffer()
-        made: list[WriteReceipt] = []
+        made = []
         overflows = 0
         for part in block.parts:
             out = buffer[part.start - block.start : part.end - block.start]
@@ -119,7 +120,7 @@ class _Work:
                 out[:] = self._headers[block.file][part.start : part.end]
                 continue
             overflows += read_part(self._source, part, out, use_fp32_master=self._use_fp32_master)
-            made.append(_receipt(part.placement, part.start - part.placement.offset, out))
+            made.append(_entry(part.placement, part.start - part.placement.offset, out))
         file = self._files[block.file]
         if self._verifying:
             file.require_block(block, buffer)
@@ -129,7 +130,7 @@ class _Work:
 
     def _make_group(self, group: Group) -> _Result:
         names = [spec.name for spec in group.reads]
-        made: list[WriteReceipt] = []
+        made = []
         overflows = 0
         with (
             self._budget.taken(group.read_nbytes),
@@ -142,7 +143,7 @@ class _Work:
                     file.require(chunk.placement.offset, chunk.data)
                 else:
                     file.write(chunk.placement.offset, chunk.data)
-                made.append(_receipt(chunk.placement, 0, chunk.data))
+                made.append(_entry(chunk.placement, 0, chunk.data))
                 overflows += chunk.overflows
         return made, overflows
 
@@ -160,9 +161,8 @@ def read_part(source: FileSource, part: Part, out: memoryview, *, use_fp32_maste
     return source.read_into(part.read, first, out, place.dtype, use_fp32_master=use_fp32_master)
 
 
-def _receipt(place: Placement, start: int, data: memoryview) -> WriteReceipt:
-    bad = count_non_finite(data, place.dtype)
-    return WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad)
+def _entry(place: Placement, start: int, data: memoryview) -> tuple[Placement, int, int, int, int]:
+    return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
 
 
 class _Budget:

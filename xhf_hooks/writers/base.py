@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from xhf_hooks.planning.types import Chunk, SavePlan, WriteReceipt
+from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.writers.evidence import Sample
 from xhf_hooks.writers.file_io.output_file import FileIdentity
+from xhf_hooks.writers.tally import Tally
 
 
 class Writer(ABC):
@@ -61,8 +62,8 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> list[WriteReceipt]:
-        """Wait for all chunks and close the files; returns receipts of what this rank has written.
+    def finish(self) -> Tally:
+        """Wait for all chunks and close the files; returns what this rank has written.
 
         Raises:
             OSError: A chunk could not be written.

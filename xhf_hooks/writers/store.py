@@ -19,6 +19,7 @@ from xhf_hooks.writers.evidence import Sample
 from xhf_hooks.writers.file_io.file_in_store import FileInStore
 from xhf_hooks.writers.file_io.output_file import FileIdentity
 from xhf_hooks.writers.stream import StreamWriter
+from xhf_hooks.writers.tally import Tally
 
 
 @STORE_WRITERS.register_module(name='store')
@@ -41,7 +42,7 @@ class StoreWriter(StreamWriter):
     ) -> None:
         rank = rank_and_world_size()[0]
         own = {placement.file for placement in plan.placements if placement.owner == rank}
-        self._place = place
+        self._place, self._tally = place, Tally(plan)
         self._planned = {file.name: file for file in plan.files if file.name in own}
         self._sums: dict[str, int] = {}
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.nonfinite import count_non_finite
-from xhf_hooks.planning.types import Chunk, Placement, SavePlan, WriteReceipt
+from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers.base import Writer
 from xhf_hooks.writers.evidence import Sample, SampleTaker, require_samples
 from xhf_hooks.writers.file_io.direct import AlignedBuffer
 from xhf_hooks.writers.file_io.output_file import PART_NBYTES, FileIdentity, OutputFile, create_file
 from xhf_hooks.writers.file_io.pieces import pieces
+from xhf_hooks.writers.tally import Tally
 
 
 @WRITERS.register_module(name='stream')
@@ -46,7 +46,6 @@ class StreamWriter(Writer):
         self._made: Mapping[str, FileIdentity] = {}
         self._taker = SampleTaker()
         self._files: dict[str, Any] = {}  # each is opened at its first chunk
-        self._receipts: list[WriteReceipt] = []
         # Started now, before training goes on: no thread can be started while the process exits
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
         self._thread.start()
@@ -55,7 +54,7 @@ class StreamWriter(Writer):
         return {file.name: create_file(place / file.name, file.header, file.nbytes) for file in plan.files}
 
     def open(self, plan: SavePlan, place: Path, made: Mapping[str, FileIdentity]) -> None:
-        self._folder, self._made = place, made
+        self._folder, self._made, self._tally = place, made, Tally(plan)
 
     def look(self, samples: Iterable[Sample]) -> None:
         require_samples(self._folder, self._made, samples)
@@ -69,7 +68,7 @@ class StreamWriter(Writer):
             self._pending += nbytes
         self._queue.put(chunk)
 
-    def finish(self) -> list[WriteReceipt]:
+    def finish(self) -> Tally:
         self._join()
         if not self._error:
             self._flush()
@@ -77,7 +76,7 @@ class StreamWriter(Writer):
         if self._error:
             raise self._error
         self.samples = self._taker.samples()
-        return self._receipts
+        return self._tally
 
     def abort(self) -> None:
         self._error = self._error or OSError('the save was abandoned')
@@ -123,7 +122,8 @@ class StreamWriter(Writer):
         file = self._file(place.file)
         start = chunk.start
         for piece in pieces(chunk.data, place.offset + start):
-            self._note(place, start, piece)  # before the write: the checksum is of what was in memory
+            # Before the write: the checksum is of what was in memory
+            self._tally.add(place, start, piece.nbytes, crc32(piece), count_non_finite(piece, place.dtype))
             if not self._beside_training:
                 file.write(piece, place.offset + start)
             self._taker.see(place.file, place.offset + start, piece)
@@ -142,13 +142,3 @@ class StreamWriter(Writer):
         if self._fsync:
             for file in self._files.values():
                 file.fsync()
-
-    def _note(self, place: Placement, start: int, data: memoryview) -> None:
-        """Add bytes to the receipts. Bytes that follow the last ones of their tensor extend its receipt."""
-        bad = count_non_finite(data, place.dtype)
-        last = self._receipts[-1] if self._receipts else None
-        if last and (last.file, last.hf_name, last.start + last.nbytes) == (place.file, place.hf_name, start):
-            crc, nbytes = crc32(data, last.crc32), last.nbytes + data.nbytes
-            self._receipts[-1] = replace(last, nbytes=nbytes, crc32=crc, non_finite=last.non_finite + bad)
-        else:
-            self._receipts.append(WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad))

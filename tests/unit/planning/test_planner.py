@@ -8,8 +8,6 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from tests.helpers.zoo import build
-from xhf_hooks.commit.completeness import assemble
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
@@ -288,12 +286,12 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     writer.open(plan, tmp_path / 'found', writer.create(plan, tmp_path / 'found'))
     for chunk in gather(plan, source, Collective(), meter=MemoryMeter(), to_host=host_bytes):
         writer.write(chunk)
-    receipts = writer.finish()
+    tally = writer.finish()
 
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}
     found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
     assert found == expected
-    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, pack(plan, receipts))} == {
+    assert {t.placement.hf_name: t.placement.nbytes for t in tally.written()} == {
         p.hf_name: p.nbytes for p in plan.placements
     }
     indexes = {path.name: path.read_text() for path in (tmp_path / 'expected').glob('*.index.json')}

@@ -9,7 +9,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,13 @@ from safetensors import deserialize
 
 from tests.helpers.assert_intact import assert_whole
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec
 from xhf_hooks.registry import WRITERS
 from xhf_hooks.writers import Writer
+from xhf_hooks.writers.tally import Tally, add_up
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -87,8 +87,10 @@ class Saved:
         for rank in ranks:
             rank.open(self.plan, folder.staging, made)
         self._write(ranks, dice)
-        receipts = [receipt for rank in ranks for receipt in rank.finish()]
-        self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})
+        tally = Tally(self.plan)
+        tally.numbers = reduce(add_up, [rank.finish().numbers for rank in ranks])
+        self.written = tally.written()
+        folder.commit(self.plan, self.written, Step('iter', 1, 1), {})
         self.path = folder.final
 
     def _write(self, ranks: list[Writer], dice: random.Random) -> None:
