@@ -10,7 +10,7 @@ from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.integrity.manifest import describe_folder, write_manifest
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenTensor
-from xhf_hooks.writers.stream import StreamWriter
+from xhf_hooks.writers.writer import Writer
 
 N_TENSORS, N_ELEMENTS = 3, 5
 
@@ -24,7 +24,7 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
 
 def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WrittenTensor]:
     """Fill the staging folder: every byte of every tensor is ``number``."""
-    writer = StreamWriter(pending_nbytes=1)
+    writer = Writer(pending_nbytes=1)
     made = writer.create(plan, folder.open_staging())
     writer.open(plan, folder.staging, made)
     for placement in plan.placements:

@@ -21,8 +21,8 @@ from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import FLOAT_DTYPES
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, TensorSpec, WrittenTensor
-from xhf_hooks.writers import PositionalWriter
 from xhf_hooks.writers.tally import Tally, add_up
+from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -48,7 +48,7 @@ def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
     values[[3, 700]] = torch.tensor([float('nan'), float('-inf')])
     content = host_bytes(values)
     cuts = [0, *sorted(4 * order.randrange(NBYTES // 4) for _ in range(7)), NBYTES]
-    writers = [PositionalWriter(pending_nbytes=100, fsync=False) for _ in range(n_ranks)]
+    writers = [Writer(pending_nbytes=100, fsync=False) for _ in range(n_ranks)]
     made = writers[0].create(plan, tmp_path)
     for writer in writers:
         writer.open(plan, tmp_path, made)
