@@ -1,4 +1,4 @@
-"""Registries for adding a source, an exporter or a writer.
+"""Registries for adding a source or an exporter.
 
 Of those that accept a model, the last one registered wins, so yours takes precedence over ours. These are not
 MMEngine's registries, so that the package works without MMEngine. MMEngine's are used only to register a hook and to
@@ -32,7 +32,7 @@ class Registry:
         return self.module_dict.get(name)
 
     def register_module(self, name: str | None = None, force: bool = False, module: Any = None) -> Any:
-        """Add a class, as a decorator (``@WRITERS.register_module(name='mine')``) or with the class as ``module``.
+        """Add a class, as a decorator (``@SOURCES.register_module(name='mine')``) or with the class as ``module``.
 
         Args:
             name: Default: the name of the class.
@@ -54,9 +54,6 @@ class Registry:
 
 SOURCES = Registry('source')
 EXPORTERS = Registry('exporter')
-WRITERS = Registry('writer')
-#: Writers to an object store, chosen when ``out_dir`` is a URL.
-STORE_WRITERS = Registry('writer to a store')
 
 
 def mmengine_hooks() -> Any | None:

@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xhf_hooks.commit.completeness import warn_of_non_finite
-from xhf_hooks.commit.receipts import merge, pack
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
@@ -45,10 +43,12 @@ from xhf_hooks.sources.replicas import Replicas
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.telemetry.timing import SaveClock
 from xhf_hooks.version import package_versions
-from xhf_hooks.writers import Writer
-from xhf_hooks.writers.choose import writer_named
+from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.evidence import some_samples
-from xhf_hooks.writers.file_io.output_file import FileIdentity
+from xhf_hooks.writers.output_file import FileIdentity
+from xhf_hooks.writers.store import StoreWriter
+from xhf_hooks.writers.tally import Tally, add_up, warn_of_non_finite
+from xhf_hooks.writers.writer import Writer
 
 #: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
 _SLICES_NBYTES = 32 * 10**6
@@ -109,7 +109,7 @@ class Saver:
         self._after_commit = after_commit
         self._model = model
         self._root = model if root is None else root
-        self._options, self._writer, self._reward_token_id = options, writer, reward_token_id
+        self._options, self._who, self._reward_token_id = options, WhoWrites(writer), reward_token_id
         self._facts_of_run = facts or {}
         self._collective = collective
         self._specs: list[TensorSpec] | None = None
@@ -162,9 +162,10 @@ class Saver:
         """Estimated memory of a save on the busiest rank."""
         gathered = self._source.memory_factor * self.plan.largest_bucket_nbytes + self.exporter.combine_nbytes
         received = self._half_bucket + 3 * self._round_nbytes if self.plan.rounds else 0
-        writer = writer_named(self._writer)
-        waiting = most_waiting_nbytes(self.plan, self._collective.rank) if writer.front_to_back else 0
-        return max(gathered, received) + waiting + writer.own_parts_nbytes + _SLICES_NBYTES * bool(self.plan.sliced)
+        waiting = 0
+        if self._who.front_to_back:
+            waiting = most_waiting_nbytes(self.plan, self._collective.rank) + StoreWriter.own_parts_nbytes
+        return max(gathered, received) + waiting + _SLICES_NBYTES * bool(self.plan.sliced)
 
     def rehearse(self, folder: SaveTarget) -> list[str]:
         """Write the HF assets where saves will go, and remove them. Runs on: rank 0.
@@ -293,7 +294,7 @@ class Saver:
         return [replace(spec, dtype='F32') if spec.has_master and spec.name in wide else spec for spec in specs]
 
     def _make_plan(self, entries: list[ExportEntry], specs: list[TensorSpec], spread: Mapping[str, Spread]) -> None:
-        writer = writer_named(self._writer)
+        who = self._who
         self._source.require_readable({name for entry in entries for name in entry.reads})
         self.plan = make_plan(
             entries,
@@ -301,13 +302,13 @@ class Saver:
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=self._half_bucket,
             n_parameters=self.exporter.n_parameters,
-            n_writers=self._collective.world_size if writer.all_ranks else 1,
-            share_files=writer.writes_local_shards,
-            sliced=spread if writer.writes_local_shards else (),
-            spread=spread if writer.writes_local_shards or writer.receives_local_shards else {},
+            n_writers=self._collective.world_size if who.all_ranks else 1,
+            share_files=who.writes_local_shards,
+            sliced=spread if who.writes_local_shards else (),
+            spread=spread if who.writes_local_shards or who.receives_local_shards else {},
             share_copies=self.in_background,
             round_nbytes=self._round_nbytes,
-            front_to_back=writer.front_to_back,
+            front_to_back=who.front_to_back,
         )
 
     def _begin(
@@ -323,8 +324,7 @@ class Saver:
         """Start all threads of the save before training goes on. The caller closes them."""
         with ExitStack() as to_close:
             with self._collective.stage('threads'):
-                kind = writer_named(self._writer)
-                writer = kind(self._half_bucket, fsync=folder.fsync, beside_training=beside_training)
+                writer = self._who.writer(self._half_bucket, fsync=folder.fsync, beside_training=beside_training)
                 to_close.callback(writer.abort)
                 readers = None
                 if self._options.verify == 'full' and self._collective.rank == 0:
@@ -357,16 +357,17 @@ class Saver:
                 token, files = collective.broadcast(made)
             with clock.stage('write'):
                 place = folder.place(token)
-                records, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
+                tally, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
             with clock.stage('check'):
                 self._look(writer, collective)
-            with clock.stage('receipts'):
-                records = collective.reduce(records, merge)
+            with clock.stage('tally'):
+                tally.numbers = collective.all_reduce(tally.numbers, add_up)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     facts = {'packages': package_versions(), **self._facts(), **job.facts}
-                    tensors = folder.commit(plan, records, job.step, facts, self._options.verify, job.readers)
+                    tensors = tally.written()
+                    folder.commit(plan, tensors, job.step, facts, self._options.verify, job.readers)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
                     free_after = folder.free_nbytes()
         except XhfError:
@@ -399,8 +400,8 @@ class Saver:
         chunks: AbstractContextManager[ChunkStream],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
-    ) -> tuple[np.ndarray, int]:
-        """Returns this rank's records and the number of elements that overflowed."""
+    ) -> tuple[Tally, int]:
+        """Returns what this rank has written and the number of elements that overflowed."""
         done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
@@ -416,12 +417,12 @@ class Saver:
                         on_progress(done_nbytes, total_nbytes)
                 except Exception as error:
                     collective.remember('write', error)
-            return pack(self.plan, [] if collective.is_failing else writer.finish()), some.overflows
+            return Tally(self.plan) if collective.is_failing else writer.finish(), some.overflows
 
     def _look(self, writer: Writer, collective: Collective) -> None:
         """Let other ranks check samples of what each rank wrote; if only rank 0 writes, rank 0 checks them itself."""
         samples = some_samples(writer.samples, collective.rank)
-        if writer.all_ranks:
+        if self._who.all_ranks:
             # The next rank and the one half way round: with several hosts, one of them is on another host
             distances = sorted({1, max(1, collective.world_size // 2)})
             samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
@@ -449,7 +450,7 @@ class Saver:
     def _facts(self) -> dict[str, Any]:
         return {
             'world_size': self._collective.world_size,
-            'writer': self._writer,
+            'writer': self._who.value,
             'dtype': self._options.dtype or 'as trained',
             'weights': 'live',
             **self._facts_of_run,

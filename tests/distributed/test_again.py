@@ -30,7 +30,7 @@ EVERY_STEP = dict(async_save=True, save_strategy='steps', save_steps=1)
 @contextmanager
 def slow_disk() -> Iterator[None]:
     """A save in the background is in flight for some iterations."""
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     write = OutputFile.write
 
@@ -213,7 +213,7 @@ def call_again(root: Path) -> list[Any]:
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
     from xhf_hooks.save import Saver
-    from xhf_hooks.writers.stream import StreamWriter
+    from xhf_hooks.writers.writer import Writer
 
     folder, model, told = root / 'hf_model', odd_llama(), []
     if dist.get_rank() == 0:
@@ -228,7 +228,7 @@ def call_again(root: Path) -> list[Any]:
     if dist.get_rank() == 0:
         (folder / 'thesis.tex').unlink()
     dist.barrier()
-    for owner, name in ((Saver, '__init__'), (Saver, 'prepare'), (Saver, 'save'), (StreamWriter, 'finish')):
+    for owner, name in ((Saver, '__init__'), (Saver, 'prepare'), (Saver, 'save'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=KeyboardInterrupt):
             try:
                 save_hf(model, folder)

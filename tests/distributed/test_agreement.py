@@ -23,15 +23,10 @@ def count_agreements(root: Path) -> dict[str, Any]:
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.registry import WRITERS
     from xhf_hooks.sources import Zero3Source, gather, send
-    from xhf_hooks.writers import ParallelWriter
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.choose import WhoWrites
+    from xhf_hooks.writers.output_file import OutputFile
 
-    class GatherOnAllRanks(ParallelWriter):
-        receives_local_shards = False
-
-    WRITERS.register_module(name='gather on all ranks', module=GatherOnAllRanks, force=True)
     engine = zero_engine(odd_llama(bf16=True), stage=3)
     agreed: list[str] = []
     agree, group_chunks, write, gathered = (
@@ -81,7 +76,7 @@ def count_agreements(root: Path) -> dict[str, Any]:
             'write': mock.patch.object(OutputFile, 'write', fail_to_write),
         },
     }
-    writers = {'gather': 'gather on all ranks', 'send': 'parallel'}
+    are_sent = WhoWrites.receives_local_shards
     with (
         mock.patch.object(Collective, 'agree', note),
         mock.patch.object(Collective, 'post', note_posted),
@@ -89,14 +84,15 @@ def count_agreements(root: Path) -> dict[str, Any]:
         mock.patch.object(gather, 'BUCKETS_PER_AGREEMENT', 8),
         mock.patch.object(send, 'ROUNDS_PER_AGREEMENT', 8),
     ):
-        for road, writer in writers.items():
+        for road in ('gather', 'send'):
             for what, fault in faults[road].items():
                 agreed.clear(), n_collectives.clear(), n_made.clear()
                 message = 'no error'
-                with fault:
+                sending = mock.patch.object(WhoWrites, 'receives_local_shards', are_sent if road == 'send' else False)
+                with fault, sending:
                     try:
                         plan, _ = save_folder(
-                            engine.module, root / 'hf_model', bucket_size=2000, max_shard_size=20_000, writer=writer
+                            engine.module, root / 'hf_model', bucket_size=2000, max_shard_size=20_000, writer='parallel'
                         )
                     except AgreedError as error:
                         message = str(error)

@@ -35,7 +35,7 @@ def slowed(hook: dict[str, Any], work_dir: Path) -> str:
     """A run on a disk that takes several iterations for a save. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     write = OutputFile.write
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def direct(writer: str, root: Path) -> int:
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
-    from xhf_hooks.writers.file_io.direct import DirectWrites
+    from xhf_hooks.writers.direct import DirectWrites
 
     model = zero_engine(larger_llama().to(torch.bfloat16), 3).module
     saver = Saver(model, SaveOptions(), Collective(), writer=writer, in_background=True)
@@ -93,9 +93,9 @@ def failing(on_error: str, work_dir: Path) -> list[Any]:
     import torch.distributed as dist
 
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.writers.positional import PositionalWriter
+    from xhf_hooks.writers.writer import Writer
 
-    finish, calls = PositionalWriter.finish, []
+    finish, calls = Writer.finish, []
 
     def fail_second(self: Any) -> Any:
         calls.append(self)
@@ -104,7 +104,7 @@ def failing(on_error: str, work_dir: Path) -> list[Any]:
         return finish(self)
 
     hook = dict(EVERY, async_save=True, on_error=on_error)
-    with mock.patch.object(PositionalWriter, 'finish', fail_second):
+    with mock.patch.object(Writer, 'finish', fail_second):
         try:
             return ['ended', run(dict(hook=hook, stage=3, max_iters=LAST), work_dir)]
         except AgreedError as error:

@@ -126,9 +126,9 @@ def test_experts_are_unfused_as_the_hook_does(finished, tmp_path):
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('name', [name for name in PLAIN if 'lora' in name])
 def test_lora(finished, name, mode, tmp_path, monkeypatch):
-    from xhf_hooks.writers.file_io import blocks
+    from xhf_hooks.convert import weights
 
-    monkeypatch.setattr(blocks, 'BLOCK_NBYTES', 4096)  # so that what is merged lies across blocks, and between
+    monkeypatch.setattr(weights, 'PART_NBYTES', 4096)  # so that what is merged lies across parts, and between
     check(finished[1], name)
     folder = finished[0] / name
     base = folder / 'hook_adapter'  # its adapter_config.json says what was trained, and names the base model

@@ -82,7 +82,7 @@ def save_overflowing(writer: str, root: Path) -> tuple[str, ...]:
 def save_in_files(root: Path, name: str) -> tuple[set[str], int]:
     """The files that this rank writes into, and how many there are. Runs on: all ranks."""
     from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     engine = zero_engine(odd_llama(bf16=True), 3)
     opened, make = [], OutputFile.__init__

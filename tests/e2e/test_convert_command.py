@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -76,12 +77,12 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
 @pytest.mark.parametrize('dtype', ['keep', 'float16'])
 def test_tensors_larger_than_a_block(trained, tmp_path, capsys, monkeypatch, block_nbytes, dtype):
     """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
-    from xhf_hooks.writers.file_io import blocks
+    from xhf_hooks.convert import weights
 
     checkpoint = str(trained / 'iter_7.pth')
     assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
     assert 'verified' not in capsys.readouterr().out
-    monkeypatch.setattr(blocks, 'BLOCK_NBYTES', block_nbytes)
+    monkeypatch.setattr(weights, 'PART_NBYTES', block_nbytes)
     options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
     assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE
     whole, cut = folder_tensors(tmp_path / 'whole'), folder_tensors(tmp_path / 'cut')
@@ -189,17 +190,19 @@ def test_disk_too_small(trained, tmp_path, capsys):
 HALFWAY = """
 import os, signal, sys, time
 from xhf_hooks.cli.convert import main
-from xhf_hooks.writers.file_io.blocks import BlockFile
+from xhf_hooks.writers.output_file import OutputFile
 
-def halfway(self, block, buffer):
-    self.write(0, memoryview(b'half'))
+write = OutputFile.write
+
+def halfway(self, data, offset):
+    write(self, memoryview(b'half'), 0)
     action = sys.argv.pop(1)
     if action == 'fail':
         raise OSError(28, 'No space left on device')
     os.kill(os.getpid(), getattr(signal, action))
     time.sleep(1)
 
-BlockFile.write_block = halfway
+OutputFile.write = halfway
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -223,12 +226,12 @@ def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, acti
 
 
 def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
-    from xhf_hooks.writers.file_io.blocks import BlockFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     def spoil(self):
-        self.write(self.path.stat().st_size - 1, memoryview(b'\x7f'))
+        os.pwrite(self._fd, b'\x7f', os.fstat(self._fd).st_size - 1)
 
-    monkeypatch.setattr(BlockFile, 'drop_cache', spoil)
+    monkeypatch.setattr(OutputFile, 'fsync', spoil)
     arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
     assert main([*arguments, '--verify']) == FAILED
     assert 'read back' in errors(capsys)

@@ -24,7 +24,7 @@ from tests.helpers.toy_run import run_config, train
 from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.save import Saver
 from xhf_hooks.uploads.to_store import StoreDestination
-from xhf_hooks.writers.file_io.output_file import OutputFile
+from xhf_hooks.writers.output_file import OutputFile
 
 ENDS_AT = 3
 WRITE_SECS = 0.1

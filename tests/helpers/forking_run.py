@@ -26,7 +26,7 @@ from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.model.unwrap import unwrap
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry.log import RunLog
-from xhf_hooks.writers.file_io.output_file import OutputFile
+from xhf_hooks.writers.output_file import OutputFile
 
 PATIENCE_SECS = 60.0
 

@@ -23,7 +23,7 @@ def save_until_death(host: Host, victim: int, parent: Path) -> str:
     import torch.distributed as dist
 
     from xhf_hooks.errors import XhfError
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     model, way = tiny_model(zero3=True), Way('positional', 'call')
     for number in (1, 2):

@@ -6,15 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.commit.completeness import assemble
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.integrity.manifest import describe_folder, write_manifest
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec
-from xhf_hooks.writers.stream import StreamWriter
+from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenTensor
+from xhf_hooks.writers.writer import Writer
 
 N_TENSORS, N_ELEMENTS = 3, 5
 
@@ -26,14 +22,14 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
     return make_plan(entries, specs, max_shard_nbytes=N_ELEMENTS if sharded else 10**6, bucket_nbytes=1)
 
 
-def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> np.ndarray:
+def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WrittenTensor]:
     """Fill the staging folder: every byte of every tensor is ``number``."""
-    writer = StreamWriter(pending_nbytes=1)
+    writer = Writer(pending_nbytes=1)
     made = writer.create(plan, folder.open_staging())
     writer.open(plan, folder.staging, made)
     for placement in plan.placements:
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
-    return pack(plan, writer.finish())
+    return writer.finish().written()
 
 
 def iteration(number: int) -> Step:
@@ -70,8 +66,8 @@ def visible(parent: Path) -> dict[str, int]:
 def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """Make a complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
-    receipts = stage(folder, plan, number)
-    content = describe_folder(folder.staging, plan, assemble(plan, receipts), iteration(number), {})
+    tensors = stage(folder, plan, number)
+    content = describe_folder(folder.staging, plan, tensors, iteration(number), {})
     write_manifest(folder.staging, content)
     path = folder.final.with_name(name)
     os.rename(folder.staging, path)

@@ -126,7 +126,7 @@ def short_writes(parent: Path) -> dict[str, Any]:
 
 def removed(parent: Path) -> dict[str, Any]:
     """Staging, then the newest save, then the whole folder is removed by somebody else. Runs on: all ranks."""
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     run, report = Run(parent), {}
     run.save(1)

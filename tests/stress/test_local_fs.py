@@ -38,7 +38,7 @@ def reserve(folder: Path) -> dict[str, Any]:
     """A file of a known size, and one that is larger than the disk. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.writers.file_io.output_file import create_file
+    from xhf_hooks.writers.output_file import create_file
 
     if dist.get_rank() != 0:
         return {}

@@ -25,7 +25,7 @@ def save_slowly(writer: str, root: Path) -> float:
 
     from tests.helpers.engines import save_folder, zero_engine
     from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.writers.file_io.output_file import OutputFile
+    from xhf_hooks.writers.output_file import OutputFile
 
     deepspeed.init_distributed(dist_backend='gloo', timeout=timedelta(seconds=GROUP_TIMEOUT_SECS))
     model = odd_llama(bf16=True)

@@ -62,12 +62,10 @@ def save_twice(root: Path, writer: str, verify: str, target: str, replacement: A
             fault.stop()
 
 
-_LOST_WRITES = ('xhf_hooks.writers.file_io.output_file.os.pwrite', lambda fd, data, offset: len(data))
+_LOST_WRITES = ('xhf_hooks.writers.output_file.os.pwrite', lambda fd, data, offset: len(data))
 CASES = {
     **{
-        f'other_file_{writer}_{verify}': (
-            *(writer, verify, 'xhf_hooks.writers.stream.StreamWriter.open', another_file),
-        )
+        f'other_file_{writer}_{verify}': (*(writer, verify, 'xhf_hooks.writers.writer.Writer.open', another_file),)
         for writer in WRITERS
         for verify in LEVELS
     },

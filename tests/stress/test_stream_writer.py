@@ -16,13 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import HANG_SECS, start_process
-from xhf_hooks.commit.completeness import assemble
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.files import linux_calls
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
-from xhf_hooks.writers.stream import StreamWriter
+from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -34,8 +32,8 @@ def plan_of(*sizes: int, shard: int = 10**9) -> SavePlan:
     return make_plan(entries, specs, max_shard_nbytes=shard, bucket_nbytes=1)
 
 
-def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int = 10**6) -> StreamWriter:
-    writer = StreamWriter(pending_nbytes)
+def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int = 10**6) -> Writer:
+    writer = Writer(pending_nbytes)
     writer.open(plan, folder, writer.create(plan, folder))
     return writer
 
@@ -129,9 +127,9 @@ def test_bytes_are_right_in_any_order(tmp_path, memory, shard, pending_nbytes):
     random.Random(0).shuffle(placements)
     for number, placement in placements:
         writer.write(memory.chunk(placement, number))
-    receipts = writer.finish()
+    tally = writer.finish()
     writer.abort()  # as a save calls it at its end, whatever happened; it must do no harm
-    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, pack(plan, receipts))} == {
+    assert {t.placement.hf_name: t.placement.nbytes for t in tally.written()} == {
         p.hf_name: p.nbytes for p in plan.placements
     }
     for file in plan.files:
@@ -143,9 +141,9 @@ def test_bytes_are_right_in_any_order(tmp_path, memory, shard, pending_nbytes):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    writer = StreamWriter(1)
+    writer = Writer(1)
     writer.open(plan_of(1), tmp_path, {})
-    assert writer.finish() == []
+    assert not writer.finish().numbers.any()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,7 +202,7 @@ def test_memory_of_a_written_chunk_is_free_while_the_writer_is_open(tmp_path, me
 
 
 def test_full_disk_is_found_before_the_first_byte(small_disk):
-    writer = StreamWriter(10**6)
+    writer = Writer(10**6)
     with pytest.raises(OSError, match='No space left') as caught:
         writer.create(plan_of(200_000), small_disk)
     writer.abort()
@@ -256,7 +254,7 @@ def test_nothing_waits_for_ever_behind_an_error(small_disk, memory, gate, no_res
 def open_beyond_the_limit(folder: Path) -> None:
     """Runs in a process of its own, whose files may not grow beyond 1000 bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    writer = StreamWriter(pending_nbytes=10)
+    writer = Writer(pending_nbytes=10)
     try:
         writer.create(plan_of(5000), folder)
     except OSError as error:
@@ -274,7 +272,7 @@ def test_file_size_limit_surfaces_at_open(tmp_path):
 def test_existing_file_is_not_overwritten(tmp_path):
     plan = plan_of(5, 5, shard=5)
     (tmp_path / plan.files[1].name).write_text('mine')
-    writer = StreamWriter(1)
+    writer = Writer(1)
     with pytest.raises(FileExistsError):
         writer.create(plan, tmp_path)
     writer.abort()

@@ -25,7 +25,7 @@ from bench.ways import (
     FLUSHERS,
     SENDERS,
 )
-from xhf_hooks.writers.file_io.write_behind import WriteBehind
+from xhf_hooks.writers.output_file import WriteBehind
 
 _BLOCK_NBYTES = 16 * 2**20
 _SOCKET_BLOCK_NBYTES = 4 * 2**20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import statistics
 import time
@@ -13,14 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from bench.arguments import add_ranks
-from xhf_hooks.commit.completeness import assemble
-from xhf_hooks.commit.receipts import RECORD, merge
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import ExportEntry, Group, SavePlan, Spread, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, Group, Spread, TensorSpec
 from xhf_hooks.sources.gather import BUCKETS_PER_AGREEMENT
 from xhf_hooks.sources.send import ROUNDS_PER_AGREEMENT
 
@@ -125,9 +119,6 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
     seconds = _median_secs(lambda: make(sliced=spread, share_files=True))
     memory = _peak_nbytes(lambda: make(sliced=spread, share_files=True))
     writes = _writes_of_rank(1, plan.sliced, n_ranks)
-    coming = _records_to_rank0(plan, n_ranks)
-    receipts_secs = _median_secs(lambda: _put_together(plan, coming))
-    receipts_memory = _peak_nbytes(lambda: _put_together(plan, coming))
     # Only sending and gathering need agreement, as in 'parallel'
     sending = make()
     n_rounds, n_buckets = len(sending.rounds), len(sending.buckets)
@@ -148,9 +139,6 @@ def _measure(name: str, shapes: Callable[[], Shapes], n_ranks: int) -> dict[str,
         'opens_per_rank': len({file for file, _ in writes}),
         'median_write_nbytes': statistics.median(nbytes for _, nbytes in writes),
         'nbytes_per_rank': sum(nbytes for _, nbytes in writes),
-        'receipts_sent_nbytes': max(records.nbytes for records in coming),
-        'receipts_secs': receipts_secs,
-        'receipts_memory_mb': receipts_memory / 1e6,
         'writers': len({place.owner for place in sending.placements}),
         'rounds': n_rounds,
         'buckets': n_buckets,
@@ -176,31 +164,6 @@ def _peak_nbytes(work: Callable[[], object]) -> int:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
-
-
-def _records_to_rank0(plan: SavePlan, n_ranks: int) -> list[np.ndarray]:
-    """Records of rank 0, and those that it receives: the joined records of the next 1, 2, 4 ... ranks."""
-    bounds = {0, n_ranks, *(2**power for power in range(n_ranks.bit_length()) if 2**power < n_ranks)}
-    return [_records_of(plan, range(*pair), n_ranks) for pair in itertools.pairwise(sorted(bounds))]
-
-
-def _put_together(plan: SavePlan, coming: list[np.ndarray]) -> None:
-    assemble(plan, functools.reduce(merge, coming))
-
-
-def _records_of(plan: SavePlan, ranks: range, n_ranks: int) -> np.ndarray:
-    """Records of consecutive ranks as rank 0 receives them: one for each tensor of which they have a part."""
-    rows, number = [], 0
-    for group in plan.sliced:
-        each = -(-math.prod(group.reads[0].shape) // n_ranks)
-        start, end = ranks.start * each, ranks.stop * each
-        for place in group.placements:
-            first, last = max(start, place.source_offset), min(end, place.source_offset + math.prod(place.shape))
-            if first < last:
-                width = DTYPE_NBYTES[place.dtype]
-                rows.append((number, number, (first - place.source_offset) * width, (last - first) * width, 0))
-            number += 1
-    return np.array(rows, RECORD)
 
 
 def _unfuse(name: str, tensors: Any) -> Any:

@@ -27,7 +27,7 @@ from bench.ways import (
 )
 
 #: Stages of a save whose costs ``ranks`` shows.
-STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'receipts', 'commit')
+STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'tally', 'commit')
 _STREAM = f'{OURS}stream'
 _CONVERT = 'xhf-convert'
 Runs = dict[str, list[dict[str, float]]]
@@ -276,16 +276,14 @@ def _plan_table(measured: dict[str, Any]) -> str:
         )
     lines += [
         '',
-        'What ranks tell each other, receipts with positional, agreement with parallel:',
+        'How often ranks agree, parallel:',
         '',
-        '| model | receipts sent by a rank, MB | put together on rank 0, s | memory, MB | writers | rounds | buckets '
-        '| agreements | steps of all waits and agreements, one after the other |',
-        '|---|---|---|---|---|---|---|---|---|',
+        '| model | writers | rounds | buckets | agreements | steps of all waits and agreements, one after the other |',
+        '|---|---|---|---|---|---|',
     ]
     for plan in measured['plans']:
         lines.append(
-            f'| {plan["model"]} | {plan["receipts_sent_nbytes"] / 1e6:.2f} | {plan["receipts_secs"]:.2f} | '
-            f'{plan["receipts_memory_mb"]:.0f} | {plan["writers"]} | {plan["rounds"]} | {plan["buckets"]} | '
+            f'| {plan["model"]} | {plan["writers"]} | {plan["rounds"]} | {plan["buckets"]} | '
             f'{plan["agreements"]} | {plan["steps"]} |'
         )
     return '\n'.join([*lines, ''])

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, START_SECS, run_worker
-from bench.ways import OURS, Way, choose, name_of_ours, registered_writers, ways_to_save
+from bench.ways import OURS, WRITERS, Way, choose, name_of_ours, ways_to_save
 from xhf_hooks.config.checks import parse_size
 
 #: Bytes per second that a rank may write if its connection to a share is the limit.
@@ -120,15 +120,15 @@ def measure_stall(args: Namespace) -> dict[str, Any]:
 
 
 def _save_ways(args: Namespace) -> list[Way]:
-    return choose(ways_to_save(registered_writers()), args.ways)
+    return choose(ways_to_save(WRITERS), args.ways)
 
 
 def _throttled_ways(args: Namespace) -> list[Way]:
-    return choose([Way(f'{OURS}{writer}', 4.0) for writer in registered_writers()], args.ways)
+    return choose([Way(f'{OURS}{writer}', 4.0) for writer in WRITERS], args.ways)
 
 
 def _memory_ways(args: Namespace) -> list[Way]:
-    return choose([Way(name_of_ours(writer, True), 2.2) for writer in registered_writers()], args.ways)
+    return choose([Way(name_of_ours(writer, True), 2.2) for writer in WRITERS], args.ways)
 
 
 def _as_dicts(ways: Sequence[Way]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 #: Separates a floor's name from the method that reaches it; the fastest method is the floor.
 BY = ', by '
@@ -22,6 +21,8 @@ DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
 DCP_RANK0 = "PyTorch DCP: FSDP2's shards, consolidated on rank 0"
 DCP_ALL = "PyTorch DCP: FSDP2's shards, consolidated on every rank"
+#: Who writes what.
+WRITERS = ('positional', 'parallel', 'stream', 'gather')
 OURS = 'xhf_hooks '
 SYNC = 'xhf_hooks positional, training waits'
 ASYNC = 'xhf_hooks positional, async'
@@ -49,14 +50,6 @@ class Way:
 def name_of_ours(writer: str, fsync: bool) -> str:
     """The name of the way that saves with a writer."""
     return f'{OURS}{writer}, {FSYNC_WORDS[fsync]}'
-
-
-def registered_writers() -> list[str]:
-    """All writers that a save can use, whoever registered them."""
-    import_module('xhf_hooks.writers')  # registers ours
-    from xhf_hooks.registry import WRITERS
-
-    return list(WRITERS.module_dict)
 
 
 def ways_to_save(writers: Sequence[str]) -> list[Way]:

@@ -14,13 +14,11 @@ import re
 import shutil
 import stat
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from xhf_hooks.commit import retention
-from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.commit.others import others_in, set_apart
@@ -194,14 +192,13 @@ class CheckpointFolder(SaveTarget):
     def commit(
         self,
         plan: SavePlan,
-        records: np.ndarray,
+        tensors: Sequence[WrittenTensor],
         step: Step,
         facts: dict[str, Any],
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
-    ) -> list[WrittenTensor]:
+    ) -> None:
         write_indexes(plan, self.staging)
-        tensors = assemble(plan, records)
         for file in plan.files:
             check_file(self.staging / file.name, file.header, file.nbytes)
         before = self._refuse_foreign()
@@ -217,7 +214,6 @@ class CheckpointFolder(SaveTarget):
         self._publish(Commit(number, step.iteration, step, files=None))
         with contextlib.suppress(OSError):
             self._delete_outdated()
-        return tensors
 
     def abandon(self) -> None:
         if self.staging is None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from xhf_hooks.commit.completeness import assemble
 from xhf_hooks.commit.target import SaveTarget, write_indexes
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
@@ -131,15 +128,14 @@ class StoreFolder(SaveTarget):
     def commit(
         self,
         plan: SavePlan,
-        records: np.ndarray,
+        tensors: Sequence[WrittenTensor],
         step: Step,
         facts: dict[str, Any],
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
-    ) -> list[WrittenTensor]:
+    ) -> None:
         folder, place = self._assets.path, self.place(self.token)
         write_indexes(plan, folder)
-        tensors = assemble(plan, records)
         number = self._number + 1
         manifest = describe_folder(folder, plan, tensors, step, self._numbered(facts, number))
         weights = {file.name for file in plan.files}
@@ -152,7 +148,6 @@ class StoreFolder(SaveTarget):
         self._publish(manifest)
         self._number = number
         self._close_assets()
-        return tensors
 
     def keep(self) -> StoredSave:
         """The save that was just committed, for readers. No save may be committed meanwhile. Runs on: rank 0."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
@@ -111,16 +110,16 @@ class SaveTarget(ABC):
     def commit(
         self,
         plan: SavePlan,
-        records: np.ndarray,
+        tensors: Sequence[WrittenTensor],
         step: Step,
         facts: dict[str, Any],
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
-    ) -> list[WrittenTensor]:
+    ) -> None:
         """Check that the save is complete, make it the newest, and only then delete older ones.
 
         Args:
-            records: The receipts of all ranks (receipts.py).
+            tensors: What all ranks have written.
             verify: One of VERIFY_LEVELS. With 'full', every byte is read back and compared with the checksums taken
                 from memory.
             threads: Threads for reading back; None starts some.

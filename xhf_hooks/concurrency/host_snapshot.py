@@ -22,7 +22,7 @@ class SnapshotMemory:
     asynchronously until :meth:`synchronize`; on the CPU it uses huge pages where available.
 
     Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
-    (writers/file_io/direct.py).
+    (writers/direct.py).
     """
 
     def __init__(self) -> None:

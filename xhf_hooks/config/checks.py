@@ -159,13 +159,6 @@ def library_arguments(option: str, value: Any) -> dict[str, Any] | None:
     }
 
 
-def writer_name(option: str, value: Any) -> str:
-    """'auto' or the name of a registered writer."""
-    from xhf_hooks.registry import WRITERS as REGISTERED
-
-    return one_of(*dict.fromkeys([*WRITERS, *REGISTERED.module_dict]))(option, value)
-
-
 def dotted_path(option: str, value: Any) -> str | None:
     """The dotted path of a submodule; the exporter checks that the model has it."""
     if value is not None and (not isinstance(value, str) or not value):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from xhf_hooks.config.checks import (
+    WRITERS,
     Check,
     anything,
     at_least,
@@ -30,7 +31,6 @@ from xhf_hooks.config.checks import (
     store_url,
     switch,
     tokenizer_like,
-    writer_name,
 )
 from xhf_hooks.errors import OptionError
 
@@ -108,7 +108,7 @@ class SaveOptions(_Options):
         "rank 0 writes everything, and the other ranks send it their slices. 'gather': every rank receives every "
         "tensor, and rank 0 writes. 'auto': 'positional' if all ranks see the folder, else 'stream'. All writers "
         'produce the same files.',
-        writer_name,
+        one_of(*WRITERS),
     )
     verify: str = _option(
         'sizes',

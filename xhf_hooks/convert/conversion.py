@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.commit.completeness import warn_of_non_finite
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import OptionError, TensorError
 from xhf_hooks.exporters import exporter_for
@@ -33,6 +31,7 @@ from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.telemetry.memory import MemoryMeter
 from xhf_hooks.version import package_versions
+from xhf_hooks.writers.tally import warn_of_non_finite
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class Conversion:
         staging = target.open_staging(self.step)
         target.require_room(self.plan.nbytes)
         warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-        receipts, overflows = write_weights(
+        tally, overflows = write_weights(
             target.place(target.token),
             self.plan,
             self.source,
@@ -233,7 +232,8 @@ class Conversion:
             meter=meter,
             on_progress=on_progress,
         )
-        tensors = target.commit(self.plan, pack(self.plan, receipts), self.step, self._facts(), 'sizes')
+        tensors = tally.written()
+        target.commit(self.plan, tensors, self.step, self._facts(), 'sizes')
         warnings += [*warn_of_non_finite(tensors), *target.warnings]
         if overflows:
             warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,21 +12,28 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
+from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.planning.types import Group, Placement, SavePlan, WriteReceipt
+from xhf_hooks.planning.types import Group, Placement, SavePlan
 from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.gather import group_chunks
 from xhf_hooks.telemetry.memory import MemoryMeter
-from xhf_hooks.writers.file_io.blocks import BLOCK_NBYTES, Block, BlockFile, Part, cut_into_blocks
+from xhf_hooks.writers.output_file import OutputFile, create_file
+from xhf_hooks.writers.tally import Tally
+from xhf_hooks.writers.writer import cuts
 
+#: Bytes that a thread reads, casts and writes at once.
+PART_NBYTES = 4 * 2**20
 #: Most bytes that gathered groups hold in memory at once; a larger group runs alone.
 _GROUPS_NBYTES = 64 * 10**6
 
-#: Receipts, and the number of finite elements that became infinite.
-_Result = tuple[list[WriteReceipt], int]
+#: Arguments of :meth:`Tally.add`, and the number of finite elements that became infinite.
+_Result = tuple[list[tuple[Placement, int, int, int, int]], int]
+#: Called with a file, an offset and the bytes that belong there.
+_Use = Callable[[str, int, memoryview], None]
 
 
 def write_weights(
@@ -38,7 +46,7 @@ def write_weights(
     verify: bool,
     meter: MemoryMeter,
     on_progress: Callable[[int, int], None],
-) -> tuple[list[WriteReceipt], int]:
+) -> tuple[Tally, int]:
     """Write and flush every file of the plan.
 
     Args:
@@ -47,7 +55,7 @@ def write_weights(
         on_progress: Called in this thread with bytes done and total bytes.
 
     Returns:
-        Receipts, and the number of finite elements that became infinite.
+        What was written, and the number of finite elements that became infinite.
 
     Raises:
         IncompleteError: The disk returned different bytes.
@@ -56,80 +64,99 @@ def write_weights(
     total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
     done = 0
 
-    def walk(*, verifying: bool) -> _Result:
+    def walk(use: _Use) -> tuple[Tally, int]:
         nonlocal done
-        made: list[WriteReceipt] = []
-        overflows = 0
-        work = _Work(source, plan, files, use_fp32_master=use_fp32_master, verifying=verifying, meter=meter)
+        tally, overflows = Tally(plan), 0
+        work = _Work(source, plan, use, use_fp32_master=use_fp32_master, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
-            for job_made, job_overflows in threads.run(work.jobs()):
+            for made, job_overflows in threads.run(work.jobs()):
                 meter.sample()
-                made += job_made
+                for one in made:
+                    tally.add(*one)
+                    done += one[2]
                 overflows += job_overflows
-                done += sum(receipt.nbytes for receipt in job_made)
                 on_progress(done, total)
-        return made, overflows
+        return tally, overflows
 
     with ExitStack() as opened:
-        files: dict[str, BlockFile] = {}
+        files: dict[str, OutputFile] = {}
         for planned in plan.files:
-            files[planned.name] = BlockFile(staging / planned.name, planned.nbytes)
+            identity = create_file(staging / planned.name, planned.header, planned.nbytes)
+            files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
-        result = walk(verifying=False)
+        result = walk(lambda name, offset, data: files[name].write(data, offset))
         for file in files.values():
-            file.finish(fsync=True)
-        if verify:
-            for file in files.values():
-                file.drop_cache()
-            walk(verifying=True)
+            file.fsync()
+    if verify:
+        with _ReadBack(staging, plan) as read_back:
+            walk(read_back.require)
     return result
+
+
+class _ReadBack:
+    """Compares bytes with what files hold on the disk. Used by: any number of threads."""
+
+    def __init__(self, staging: Path, plan: SavePlan) -> None:
+        self._staging, self._plan = staging, plan
+        self._opened = ExitStack()
+        self._fds: dict[str, int] = {}
+
+    def __enter__(self) -> _ReadBack:
+        with ExitStack() as opened:
+            for file in self._plan.files:
+                fd = self._fds[file.name] = os.open(self._staging / file.name, os.O_RDONLY)
+                opened.callback(os.close, fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that reads come from the disk
+                self.require(file.name, 0, memoryview(file.header))
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()
+
+    def require(self, name: str, offset: int, data: memoryview) -> None:
+        """Compare bytes, a part at a time.
+
+        Raises:
+            IncompleteError: They differ.
+        """
+        for start, end in cuts(data.nbytes, offset, PART_NBYTES):
+            if os.pread(self._fds[name], end - start, offset + start) != data[start:end]:
+                raise IncompleteError(
+                    f'{self._staging / name}: read back, bytes {offset + start} to {offset + end} are not those that '
+                    f'were written; the disk may be failing. Convert again, to another disk'
+                )
 
 
 class _Work:
     """The jobs of the threads."""
 
     def __init__(
-        self,
-        source: FileSource,
-        plan: SavePlan,
-        files: dict[str, BlockFile],
-        *,
-        use_fp32_master: bool,
-        verifying: bool,
-        meter: MemoryMeter,
+        self, source: FileSource, plan: SavePlan, use: _Use, *, use_fp32_master: bool, meter: MemoryMeter
     ) -> None:
-        self._source, self._plan, self._files = source, plan, files
-        self._use_fp32_master, self._verifying, self._meter = use_fp32_master, verifying, meter
-        self._headers = {file.name: file.header for file in plan.files}
+        self._source, self._plan, self._use = source, plan, use
+        self._use_fp32_master, self._meter = use_fp32_master, meter
         self._own = threading.local()
         self._budget = _Budget(_GROUPS_NBYTES)
 
     def jobs(self) -> Iterator[Callable[[], _Result]]:
         """All jobs, the longest first."""
         yield from (partial(self._make_group, group) for group in self._plan.gathered)
-        yield from (partial(self._make_block, block) for block in cut_into_blocks(self._plan))
+        for group in self._plan.sliced:
+            for place in group.placements:
+                for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
+                    yield partial(self._make_part, place, group.reads[0].name, start, end)
 
-    def _make_block(self, block: Block) -> _Result:
-        buffer = self._buffer()
-        made: list[WriteReceipt] = []
-        overflows = 0
-        for part in block.parts:
-            out = buffer[part.start - block.start : part.end - block.start]
-            if part.placement is None:
-                out[:] = self._headers[block.file][part.start : part.end]
-                continue
-            overflows += read_part(self._source, part, out, use_fp32_master=self._use_fp32_master)
-            made.append(_receipt(part.placement, part.start - part.placement.offset, out))
-        file = self._files[block.file]
-        if self._verifying:
-            file.require_block(block, buffer)
-        else:
-            file.write_block(block, buffer)
-        return made, overflows
+    def _make_part(self, place: Placement, read: str, start: int, end: int) -> _Result:
+        out = self._buffer()[: end - start]
+        first = (place.source_offset or 0) + start // DTYPE_NBYTES[place.dtype]
+        overflows = self._source.read_into(read, first, out, place.dtype, use_fp32_master=self._use_fp32_master)
+        self._use(place.file, place.offset + start, out)
+        return [_entry(place, start, out)], overflows
 
     def _make_group(self, group: Group) -> _Result:
         names = [spec.name for spec in group.reads]
-        made: list[WriteReceipt] = []
+        made = []
         overflows = 0
         with (
             self._budget.taken(group.read_nbytes),
@@ -137,32 +164,20 @@ class _Work:
             torch.no_grad(),
         ):
             for chunk in group_chunks(group, tensors, 0, host_bytes, self._meter):
-                file = self._files[chunk.placement.file]
-                if self._verifying:
-                    file.require(chunk.placement.offset, chunk.data)
-                else:
-                    file.write(chunk.placement.offset, chunk.data)
-                made.append(_receipt(chunk.placement, 0, chunk.data))
+                self._use(chunk.placement.file, chunk.placement.offset, chunk.data)
+                made.append(_entry(chunk.placement, 0, chunk.data))
                 overflows += chunk.overflows
         return made, overflows
 
     def _buffer(self) -> memoryview:
-        """This thread's buffer of one block."""
+        """This thread's buffer of one part."""
         if not hasattr(self._own, 'buffer'):
-            self._own.buffer = memoryview(bytearray(BLOCK_NBYTES))
+            self._own.buffer = memoryview(bytearray(PART_NBYTES))
         return self._own.buffer
 
 
-def read_part(source: FileSource, part: Part, out: memoryview, *, use_fp32_master: bool) -> int:
-    """Read and cast one part of a block; returns how many finite elements became infinite."""
-    place = part.placement
-    first = place.source_offset + (part.start - place.offset) // DTYPE_NBYTES[place.dtype]
-    return source.read_into(part.read, first, out, place.dtype, use_fp32_master=use_fp32_master)
-
-
-def _receipt(place: Placement, start: int, data: memoryview) -> WriteReceipt:
-    bad = count_non_finite(data, place.dtype)
-    return WriteReceipt(place.file, place.hf_name, start, data.nbytes, crc32(data), bad)
+def _entry(place: Placement, start: int, data: memoryview) -> tuple[Placement, int, int, int, int]:
+    return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
 
 
 class _Budget:

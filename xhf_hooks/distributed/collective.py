@@ -145,33 +145,6 @@ class Collective:
             dist.broadcast(merged, 0, group=self._group)
         return merged.numpy()
 
-    def reduce(self, records: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        """Merge all ranks' records pairwise; rank 0 gets the result, other ranks a partial one. Runs on: all ranks.
-
-        An error of ``merge`` is remembered.
-
-        Args:
-            records: Any number of records, of the same type on all ranks.
-            merge: Called with the records of consecutive ranks, lower ranks first.
-        """
-        if self.world_size == 1:
-            return records
-        children, parent = self._tree()
-        with self._in_touch('exchange'):
-            for child in children:
-                length = np.empty(1, np.int64)
-                self._receive(length, child)
-                theirs = np.empty(length[0], records.dtype)
-                self._receive(theirs, child)
-                try:
-                    records = merge(records, theirs)
-                except Exception as error:  # ranks above in the tree wait for this one
-                    self.remember('exchange', error)
-            if parent is not None:
-                self._send(np.array([len(records)], np.int64), parent)
-                self._send(records, parent)
-        return records
-
     def broadcast(self, value: T) -> T:
         """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
         if self.world_size == 1:

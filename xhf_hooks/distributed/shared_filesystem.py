@@ -12,8 +12,8 @@ from xhf_hooks.errors import TargetError
 def is_shared(probe: Path, collective: Collective) -> bool:
     """Rank 0 writes the file ``probe``, and all ranks look for it. Runs on: all ranks.
 
-    The inode number must be equal on all ranks: writers identify files by it (writers/file_io). NFS, Lustre, CephFS,
-    MooseFS and others use the server's number on every host; some FUSE file systems make up their own.
+    The inode number must be equal on all ranks: writers identify files by it (writers/output_file.py). NFS, Lustre,
+    CephFS, MooseFS and others use the server's number on every host; some FUSE file systems make up their own.
 
     Args:
         probe: A name that was never used before; rank 0's is used.

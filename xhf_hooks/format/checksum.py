@@ -33,6 +33,11 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
     return _combine(first, second, second_nbytes)
 
 
+def shift(crc: int, nbytes: int) -> int:
+    """What bytes with this checksum add (by XOR) to that of a text in which ``nbytes`` more bytes follow them."""
+    return _combine(crc, 0, nbytes)
+
+
 def combine_in_python(first: int, second: int, second_nbytes: int) -> int:
     """What :func:`combine` is without isal; Python's zlib lacks it.
 
@@ -43,13 +48,18 @@ def combine_in_python(first: int, second: int, second_nbytes: int) -> int:
 
 @lru_cache(maxsize=1024)  # many tensors of a model have one size
 def _power(exponent: int) -> int:
-    """x to the ``exponent``, modulo the polynomial, by repeated squaring."""
-    product, square = 1 << 31, 1 << 30  # 1 and x
-    while exponent:
-        if exponent & 1:
-            product = _multiply(square, product)
-        square, exponent = _multiply(square, square), exponent >> 1
+    """x to the ``exponent``, modulo the polynomial."""
+    product = 1 << 31  # 1
+    for number in range(exponent.bit_length()):
+        if exponent >> number & 1:
+            product = _multiply(_square(number), product)
     return product
+
+
+@lru_cache(maxsize=64)
+def _square(number: int) -> int:
+    """x, squared ``number`` times."""
+    return _multiply(_square(number - 1), _square(number - 1)) if number else 1 << 30
 
 
 def _multiply(a: int, b: int) -> int:

@@ -392,24 +392,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class WriteReceipt:
-    """Consecutive bytes of one tensor that one rank has written.
-
-    Attributes:
-        start: Offset of the first byte in the tensor.
-        crc32: Checksum of the bytes, taken from memory before they were written.
-        non_finite: Number of NaN and infinite values.
-    """
-
-    file: str
-    hf_name: str
-    start: int
-    nbytes: int
-    crc32: int
-    non_finite: int
-
-
-@dataclass(frozen=True)
 class WrittenTensor:
     """A completely written placement: CRC-32 of its bytes and number of its NaN and infinite values."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.writers.file_io.output_file import FileIdentity
+from xhf_hooks.writers.output_file import FileIdentity
 
 _SAMPLE_NBYTES = 64
 #: Most files in which one rank checks samples.

@@ -10,23 +10,21 @@ from xhf_hooks.distributed.collective import rank_and_world_size
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.planning.types import SavePlan
-from xhf_hooks.registry import STORE_WRITERS
 from xhf_hooks.stores.senders import Senders
 from xhf_hooks.stores.store import PART_NBYTES
 from xhf_hooks.stores.stored_folder import StoredFolder
 from xhf_hooks.stores.stored_object import PARTS_IN_MEMORY
 from xhf_hooks.writers.evidence import Sample
 from xhf_hooks.writers.file_io.file_in_store import FileInStore
-from xhf_hooks.writers.file_io.output_file import FileIdentity
-from xhf_hooks.writers.stream import StreamWriter
+from xhf_hooks.writers.output_file import FileIdentity
+from xhf_hooks.writers.tally import Tally
+from xhf_hooks.writers.writer import Writer
 
 
-@STORE_WRITERS.register_module(name='store')
-class StoreWriter(StreamWriter):
+class StoreWriter(Writer):
     """Each file is one object, which its owner sends from the first byte to the last. Used if ``out_dir`` is a URL."""
 
-    all_ranks = True
-    front_to_back = True
+    #: Memory for parts, in addition to waiting chunks.
     own_parts_nbytes = PARTS_IN_MEMORY * PART_NBYTES
 
     def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
@@ -41,7 +39,7 @@ class StoreWriter(StreamWriter):
     ) -> None:
         rank = rank_and_world_size()[0]
         own = {placement.file for placement in plan.placements if placement.owner == rank}
-        self._place = place
+        self._place, self._tally = place, Tally(plan)
         self._planned = {file.name: file for file in plan.files if file.name in own}
         self._sums: dict[str, int] = {}
 
@@ -83,10 +81,3 @@ class StoreWriter(StreamWriter):
     def _flush(self) -> None:
         for name in self._planned:
             self._sums[name] = self._file(name).require_whole()
-
-
-@STORE_WRITERS.register_module(name='store_from_rank0')
-class StoreStreamWriter(StoreWriter):
-    """The same, but only rank 0 sends (``writer='stream'``)."""
-
-    all_ranks = False

@@ -12,7 +12,7 @@ from bench.floors import Floors
 from bench.page_cache import PageCacheSampler, cached_nbytes
 from bench.progress import Progress, time_words
 from bench.throttle import limited_writes
-from bench.ways import FLOOR_GATHER, SENDERS, choose, name_of_ours, registered_writers, ways_to_save
+from bench.ways import FLOOR_GATHER, SENDERS, WRITERS, choose, name_of_ours, ways_to_save
 from bench.wire import sent_nbytes
 
 from tests.conftest import NOT_TESTED
@@ -86,18 +86,12 @@ def test_progress_tells_what_is_left():
     assert time_words(30) == 'about 30 s' and time_words(600) == 'about 10 min'
 
 
-def test_a_writer_that_is_registered_is_measured():
-    from xhf_hooks.registry import WRITERS
+def test_every_writer_is_measured():
+    from xhf_hooks.writers.choose import WhoWrites
 
-    class NewWriter:
-        pass
-
-    WRITERS.register_module(name='new', module=NewWriter)
-    try:
-        names = [way.name for way in ways_to_save(registered_writers())]
-    finally:
-        del WRITERS.module_dict['new']
-    assert {name_of_ours(writer, fsync) for writer in ('new', 'positional') for fsync in (False, True)} <= set(names)
+    assert list(WRITERS) == [who.value for who in WhoWrites if not who.front_to_back]
+    names = {way.name for way in ways_to_save(WRITERS)}
+    assert {name_of_ours(writer, fsync) for writer in WRITERS for fsync in (False, True)} <= names
 
 
 def test_ways_are_chosen_by_a_part_of_their_name():

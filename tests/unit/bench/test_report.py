@@ -12,7 +12,7 @@ import pytest
 from bench.charts import chart_of
 from bench.report import fastest, table
 from bench.svg import Chart, Column, Row, Section, svg
-from bench.ways import BY, FLOOR, FLOOR_FSYNC, XTUNER, registered_writers, ways_to_save
+from bench.ways import BY, FLOOR, FLOOR_FSYNC, WRITERS, XTUNER, ways_to_save
 
 ROOT = Path(__file__).parents[3]
 MEASURED = sorted((ROOT / 'docs' / 'bench').glob('*.json'))
@@ -106,7 +106,7 @@ def test_a_bar_is_as_long_as_its_figure_and_a_line_lies_at_its_value():
 
 def test_names_leave_room_for_the_bars():
     """About, of letters of 13 and 11.5 pixels."""
-    ways = ways_to_save(registered_writers())
+    ways = ways_to_save(WRITERS)
     runs = {way.name: [{'seconds': 1.0, 'peak_extra_mb': 1.0}] for way in ways}
     sizes = [{'parameters': 1, 'nbytes': 1, 'runs': runs}]
     chart = chart_of('save', {'machine': {'cpu': '', 'cores': 2}, 'ranks': 2, 'repeats': 1, 'sizes': sizes})

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.errors import IncompleteError, StoreError
 from xhf_hooks.files.memory_folder import MemoryFolder
@@ -53,14 +52,14 @@ def write(folder: StoreFolder, number: int):
     place, writer = folder.place(folder.token), StoreWriter(1)
     writer.open(PLAN, place, writer.create(PLAN, place))
     writer.write(Chunk(PLAN.placements[0], memoryview(bytes([number]) * 1000)))
-    records = pack(PLAN, writer.finish())
+    tensors = writer.finish().written()
     writer.abort()
-    return records
+    return tensors
 
 
 def save(folder: StoreFolder, number: int) -> None:
-    records = write(folder, number)
-    folder.commit(PLAN, records, Step('iter', number, number), {}, 'full')
+    tensors = write(folder, number)
+    folder.commit(PLAN, tensors, Step('iter', number, number), {}, 'full')
 
 
 def newest(url: str) -> str | None:

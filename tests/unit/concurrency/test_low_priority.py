@@ -10,7 +10,7 @@ import pytest
 
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
-from xhf_hooks.writers.stream import StreamWriter
+from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -49,8 +49,8 @@ def test_where_it_is_refused_the_thread_goes_on():
 @pytest.mark.parametrize('beside_training', [False, True])
 def test_a_writer_gives_way_beside_training_alone(beside_training):
     lowered = threading.Event()
-    with mock.patch('xhf_hooks.writers.stream.lower_priority', lambda: (lower_priority(), lowered.set())):
-        writer = StreamWriter(pending_nbytes=1, beside_training=beside_training)
+    with mock.patch('xhf_hooks.writers.writer.lower_priority', lambda: (lower_priority(), lowered.set())):
+        writer = Writer(pending_nbytes=1, beside_training=beside_training)
         assert not beside_training or lowered.wait(60)
         found = nice_value(writer._thread.native_id)
         writer.abort()

@@ -8,8 +8,6 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from tests.helpers.zoo import build
-from xhf_hooks.commit.completeness import assemble
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
@@ -265,11 +263,11 @@ def test_describe_plan():
 @pytest.mark.parametrize('max_shard_size', ['20KB', '5GB'])
 @pytest.mark.parametrize('family', ['llama', 'qwen2'])
 def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
-    """Files, their bytes and the index of a real model, written through a plan and a StreamWriter."""
+    """Files, their bytes and the index of a real model, written through a plan and a Writer."""
     from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.format.dtypes import host_bytes
     from xhf_hooks.sources.replicated import ModuleSource
-    from xhf_hooks.writers.stream import StreamWriter
+    from xhf_hooks.writers.writer import Writer
 
     model = build(family)
     model.save_pretrained(tmp_path / 'expected', max_shard_size=max_shard_size)
@@ -284,16 +282,16 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
         bucket_nbytes=9_000,
         n_parameters=exporter.n_parameters,
     )
-    writer = StreamWriter(pending_nbytes=10_000)
+    writer = Writer(pending_nbytes=10_000)
     writer.open(plan, tmp_path / 'found', writer.create(plan, tmp_path / 'found'))
     for chunk in gather(plan, source, Collective(), meter=MemoryMeter(), to_host=host_bytes):
         writer.write(chunk)
-    receipts = writer.finish()
+    tally = writer.finish()
 
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}
     found = {path.name: path.read_bytes() for path in (tmp_path / 'found').iterdir()}
     assert found == expected
-    assert {t.placement.hf_name: t.placement.nbytes for t in assemble(plan, pack(plan, receipts))} == {
+    assert {t.placement.hf_name: t.placement.nbytes for t in tally.written()} == {
         p.hf_name: p.nbytes for p in plan.placements
     }
     indexes = {path.name: path.read_text() for path in (tmp_path / 'expected').glob('*.index.json')}

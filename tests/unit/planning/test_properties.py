@@ -9,7 +9,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +20,17 @@ from safetensors import deserialize
 
 from tests.helpers.assert_intact import assert_whole
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.commit.receipts import pack
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec
-from xhf_hooks.registry import WRITERS
-from xhf_hooks.writers import Writer
+from xhf_hooks.writers.choose import WhoWrites
+from xhf_hooks.writers.tally import Tally, add_up
+from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
+TO_FILES = [who for who in WhoWrites if not who.front_to_back]
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
 TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=30)
@@ -58,7 +59,7 @@ class Saved:
         self,
         parent: Path,
         tensors: dict[str, tuple[tuple[int, ...], str]],
-        writer: str,
+        who: WhoWrites,
         world_size: int,
         shard_nbytes: int = 2_000,
         bucket_nbytes: int = 1_000,
@@ -67,7 +68,6 @@ class Saved:
         seed: int = 0,
     ) -> None:
         dice = random.Random(seed)
-        kind = WRITERS.get(writer)
         entries, specs = _entries_and_specs(tensors, fused, dice)
         self.data = {entry.hf_name: dice.randbytes(entry.nbytes) for entry in entries}
         self.spread = {spec.name: _spread(spec, world_size, dice) for spec in specs if dice.random() < sliced}
@@ -76,19 +76,21 @@ class Saved:
             specs,
             max_shard_nbytes=shard_nbytes,
             bucket_nbytes=bucket_nbytes,
-            n_writers=world_size if kind.all_ranks else 1,
-            sliced=self.spread if kind.writes_local_shards else (),
-            spread=self.spread if kind.receives_local_shards else {},
+            n_writers=world_size if who.all_ranks else 1,
+            sliced=self.spread if who.writes_local_shards else (),
+            spread=self.spread if who.receives_local_shards else {},
             round_nbytes=bucket_nbytes // 2 or 1,
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
-        ranks = [kind(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
+        ranks = [Writer(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
         made = ranks[0].create(self.plan, folder.open_staging())
         for rank in ranks:
             rank.open(self.plan, folder.staging, made)
         self._write(ranks, dice)
-        receipts = [receipt for rank in ranks for receipt in rank.finish()]
-        self.written = folder.commit(self.plan, pack(self.plan, receipts), Step('iter', 1, 1), {})
+        tally = Tally(self.plan)
+        tally.numbers = reduce(add_up, [rank.finish().numbers for rank in ranks])
+        self.written = tally.written()
+        folder.commit(self.plan, self.written, Step('iter', 1, 1), {})
         self.path = folder.final
 
     def _write(self, ranks: list[Writer], dice: random.Random) -> None:
@@ -209,7 +211,7 @@ def _count_non_finite(data: bytes, dtype: str) -> int:
 
 @given(
     tensors=TENSORS,
-    writer=st.sampled_from(sorted(WRITERS.module_dict)),
+    writer=st.sampled_from(TO_FILES),
     world_size=st.integers(1, 8),
     shard_nbytes=st.integers(1, 5_000),
     bucket_nbytes=st.integers(1, 5_000),
@@ -239,7 +241,7 @@ def test_any_tensors(folder, tensors, writer, world_size, shard_nbytes, bucket_n
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_writer_writes_the_same(folder, tensors, world_size, shard_nbytes, seed):
     found = []
-    for writer in sorted(WRITERS.module_dict):
+    for writer in TO_FILES:
         with folder() as parent:
             saved = Saved(Path(parent), tensors, writer, world_size, shard_nbytes, seed=seed)
             content = {path.name: path.read_bytes() for path in saved.path.iterdir()}
@@ -249,15 +251,14 @@ def test_every_writer_writes_the_same(folder, tensors, world_size, shard_nbytes,
     assert all(one == found[0] for one in found)
 
 
-@pytest.mark.parametrize('writer', sorted(WRITERS.module_dict))
+@pytest.mark.parametrize('writer', TO_FILES)
 def test_very_many_small_ones(folder, writer):
     tensors = {f'model.layers.{i}.bias': ((i % 5,), 'BF16' if i % 2 else 'F32') for i in range(5_000)}
     with folder() as parent:
         check(Saved(Path(parent), tensors, writer, 3), tensors, 2_000)
 
 
-@pytest.mark.parametrize('writer', sorted(WRITERS.module_dict))
+@pytest.mark.parametrize('writer', TO_FILES)
 def test_one_larger_than_a_shard_and_a_bucket(tmp_path, writer):
-    """Large enough, too, to go to the disk past the page cache."""
     tensors = {'a': ((), 'F32'), 'big': ((1025, 2049), 'BF16'), 'z': ((3, 0), 'I64'), 'y': ((7,), 'BOOL')}
     check(Saved(tmp_path, tensors, writer, 3, 10_000), tensors, 10_000)

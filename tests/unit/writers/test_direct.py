@@ -14,9 +14,9 @@ import pytest
 
 from tests.unit.writers.test_output_file import MB, answer, cached_nbytes, random_bytes
 from xhf_hooks.files import linux_calls
-from xhf_hooks.writers.file_io import direct
-from xhf_hooks.writers.file_io.direct import AlignedBuffer, DirectWrites
-from xhf_hooks.writers.file_io.output_file import PART_NBYTES, OutputFile, create_file
+from xhf_hooks.writers import direct
+from xhf_hooks.writers.direct import AlignedBuffer, DirectWrites
+from xhf_hooks.writers.output_file import PART_NBYTES, OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -6,7 +6,7 @@ import pytest
 
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.writers.evidence import SampleTaker, require_samples, some_samples
-from xhf_hooks.writers.file_io.output_file import FileIdentity, OutputFile, create_file
+from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

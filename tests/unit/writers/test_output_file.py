@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from xhf_hooks.files import linux_calls
-from xhf_hooks.writers.file_io.output_file import OutputFile, create_file
+from xhf_hooks.writers.output_file import OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from xhf_hooks.writers.file_io.pieces import PIECE_NBYTES, pieces
+from xhf_hooks.writers.writer import PIECE_NBYTES, cuts
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+
+def pieces(data: memoryview, offset: int) -> list[memoryview]:
+    return [data[start:end] for start, end in cuts(data.nbytes, offset)]
 
 
 @pytest.mark.parametrize('nbytes', [0, 8, 4096, PIECE_NBYTES - 8, PIECE_NBYTES, 3 * PIECE_NBYTES + 16])
 @pytest.mark.parametrize('offset', [0, 8, 1234 * 8, PIECE_NBYTES - 8, 5 * PIECE_NBYTES, 7 * PIECE_NBYTES + 24])
 def test_all_of_it_cut_at_the_files_boundaries(nbytes, offset):
     data = memoryview(bytes(range(256)) * (nbytes // 256 + 1))[:nbytes]
-    found = list(pieces(data, offset))
+    found = pieces(data, offset)
     assert b''.join(found) == data
     assert all(0 < piece.nbytes <= PIECE_NBYTES for piece in found)
     inner_ends = [offset + sum(piece.nbytes for piece in found[:n]) for n in range(1, len(found))]
@@ -23,6 +27,6 @@ def test_all_of_it_cut_at_the_files_boundaries(nbytes, offset):
 @pytest.mark.parametrize('offset', [1, 7, 9, PIECE_NBYTES - 1, PIECE_NBYTES - 7, PIECE_NBYTES + 3])
 def test_a_tensor_at_an_odd_offset_is_cut_between_elements(offset):
     data = memoryview(bytes(3 * PIECE_NBYTES))
-    found = list(pieces(data, offset))
+    found = pieces(data, offset)
     assert sum(piece.nbytes for piece in found) == data.nbytes
     assert all(0 < piece.nbytes <= PIECE_NBYTES and piece.nbytes % 8 == 0 for piece in found)

@@ -1,0 +1,194 @@
+"""Checksums and counts of a tensor do not depend on how its bytes were cut, or on who wrote them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from dataclasses import replace
+from functools import reduce
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xhf_hooks.errors import IncompleteError
+from xhf_hooks.format import checksum
+from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.format.nonfinite import count_non_finite
+from xhf_hooks.format.safetensors import FLOAT_DTYPES
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, TensorSpec, WrittenTensor
+from xhf_hooks.writers.tally import Tally, add_up
+from xhf_hooks.writers.writer import Writer
+
+pytestmark = pytest.mark.modern_only  # it does not depend on the stack
+
+NBYTES = 5000
+LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)
+
+
+@pytest.mark.parametrize('n_ranks', [1, 2, 5])
+@pytest.mark.parametrize('seed', range(5))
+def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
+    order = random.Random(seed)
+    spec = TensorSpec('w', (NBYTES // 4,), 'F32')
+    plan = make_plan(
+        [ExportEntry('w', spec.shape, 'F32', ('w',))],
+        [spec],
+        max_shard_nbytes=10**6,
+        bucket_nbytes=1,
+        n_writers=n_ranks,
+        sliced={'w'},
+    )
+    (place,) = plan.placements
+    values = torch.randn(NBYTES // 4, generator=torch.Generator().manual_seed(seed))
+    values[[3, 700]] = torch.tensor([float('nan'), float('-inf')])
+    content = host_bytes(values)
+    cuts = [0, *sorted(4 * order.randrange(NBYTES // 4) for _ in range(7)), NBYTES]
+    writers = [Writer(pending_nbytes=100, fsync=False) for _ in range(n_ranks)]
+    made = writers[0].create(plan, tmp_path)
+    for writer in writers:
+        writer.open(plan, tmp_path, made)
+    for start, end in itertools.pairwise(cuts):
+        order.choice(writers).write(Chunk(place, content[start:end], start))
+    tallies = [writer.finish() for writer in writers]
+    order.shuffle(tallies)
+    (tensor,) = together(tallies).written()
+    assert tensor.crc32 == zlib.crc32(content)
+    assert tensor.non_finite == 2
+    assert (tmp_path / place.file).read_bytes()[place.offset :] == bytes(content)
+
+
+def together(tallies: list[Tally]) -> Tally:
+    """As save.py adds up what ranks have written."""
+    tallies[0].numbers = reduce(add_up, [tally.numbers for tally in tallies])
+    return tallies[0]
+
+
+def plan_of(*sizes: int) -> SavePlan:
+    specs = [TensorSpec(f'w{number}', (size,), 'U8') for number, size in enumerate(sizes)]
+    return make_plan([ExportEntry(s.name, s.shape, 'U8', (s.name,)) for s in specs], specs, **LIMITS)
+
+
+def tally_of(plan: SavePlan, content: bytes, parts: list[tuple[int, int]]) -> Tally:
+    """What a rank has that wrote these parts of the first tensor, from start to end."""
+    tally = Tally(plan)
+    for start, end in parts:
+        tally.add(plan.placements[0], start, end - start, zlib.crc32(content[start:end]), 0)
+    return tally
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300)), st.integers(1, 5), st.randoms())
+@pytest.mark.parametrize('is_isal', [True, False])
+def test_any_parts_on_any_ranks_have_the_checksum_of_the_whole(is_isal, content, cuts, n_ranks, order):
+    plan = plan_of(len(content))
+    ends = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
+    parts = list(itertools.pairwise(ends))
+    order.shuffle(parts)
+    with mock.patch.object(checksum, '_combine', checksum._combine if is_isal else checksum.combine_in_python):
+        tallies = [tally_of(plan, content, parts[rank::n_ranks]) for rank in range(n_ranks)]
+    (tensor,) = together(tallies).written()
+    assert tensor.crc32 == zlib.crc32(content)
+
+
+def test_sizes_that_32_bits_do_not_hold():
+    """Zeros leave what is shifted by them alone, so a checksum of zeros is a matter of their number."""
+    half = 2**40
+    plan = plan_of(2 * half)
+    zeros, step = zlib.crc32(bytes(2**20)), 2**20
+    while step < half:
+        zeros, step = checksum.combine(zeros, zeros, step), 2 * step
+    tallies = [Tally(plan), Tally(plan)]
+    for tally, start in zip(tallies, (half, 0), strict=True):
+        tally.add(plan.placements[0], start, half, zeros, half // 2)
+    (tensor,) = together(tallies).written()
+    assert (tensor.crc32, tensor.non_finite) == (checksum.combine(zeros, zeros, half), half)
+
+
+@pytest.mark.parametrize(
+    ('parts', 'found'),
+    [
+        ([], 'expected 10 bytes, ranks wrote 0'),
+        ([(0, 9)], 'expected 10 bytes, ranks wrote 9'),
+        ([(0, 10), (0, 10)], 'expected 10 bytes, ranks wrote 20'),
+        ([(0, 1), (2, 10)], 'expected 10 bytes, ranks wrote 9'),
+        ([(0, 6), (4, 10)], 'expected 10 bytes, ranks wrote 12'),
+        ([(0, 5), (0, 5)], 'expected each of 10 bytes once'),
+        ([(0, 4), (2, 4), (6, 10)], 'expected each of 10 bytes once'),
+    ],
+)
+def test_what_is_missing_or_written_twice_is_refused(parts, found):
+    plan = plan_of(10, 3)
+    tallies = [tally_of(plan, bytes(10), [part]) for part in parts] or [Tally(plan)]
+    with pytest.raises(IncompleteError, match=f'^model.safetensors: w0: {found}'):
+        together(tallies).written()
+
+
+def test_empty_tensors_need_no_part():
+    plan = plan_of(0)
+    expected = [WrittenTensor(plan.placements[0], zlib.crc32(b''), 0)]
+    assert Tally(plan).written() == expected
+    assert tally_of(plan, b'', [(0, 0)]).written() == expected
+
+
+@pytest.mark.parametrize('changed', [dict(file='other.safetensors'), dict(nbytes=11), dict(hf_name='other')])
+def test_what_is_not_planned_is_refused(changed):
+    plan = plan_of(10)
+    place = replace(plan.placements[0], **changed)
+    with pytest.raises(IncompleteError, match='written, but not in the plan'):
+        Tally(plan).add(place, 0, place.nbytes, 0, 0)
+
+
+def test_its_size_is_that_of_the_plan_not_of_the_ranks():
+    """Nothing that a rank does grows with ranks times tensors."""
+    plan = plan_of(*[1000] * 50)
+    tallies = [Tally(plan) for _ in range(100)]
+    for rank, tally in enumerate(tallies):
+        for place in plan.placements:
+            tally.add(place, 10 * rank, 10, zlib.crc32(bytes([rank]) * 10), 1)
+    assert {tally.numbers.nbytes for tally in tallies} == {50 * 32}
+    whole = zlib.crc32(b''.join(bytes([rank]) * 10 for rank in range(100)))
+    assert [(t.placement, t.crc32, t.non_finite) for t in together(tallies).written()] == [
+        (place, whole, 100) for place in plan.placements
+    ]
+
+
+@pytest.mark.parametrize('code', sorted(FLOAT_DTYPES))
+def test_non_finite_values_are_counted(code):
+    dtype = TORCH_DTYPES[code]
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([0.0, -0.0, 1.0, largest, -largest, torch.finfo(dtype).tiny], dtype=dtype)
+    assert count_non_finite(host_bytes(values), code) == 0
+    for bad in ('nan', '-nan', 'inf', '-inf'):
+        found = torch.cat([values, torch.tensor([float(bad)], dtype=dtype)])
+        assert count_non_finite(host_bytes(found), code) == 1, bad
+    everything = torch.tensor([float('nan'), float('inf'), float('-inf')], dtype=dtype)
+    assert count_non_finite(host_bytes(everything), code) == 3
+    assert count_non_finite(host_bytes(values[:0]), code) == 0
+
+
+@pytest.mark.parametrize('code', ['F8_E4M3', 'F8_E5M2', 'F16', 'BF16'])
+def test_every_number_of_a_format_is_counted_as_torch_sees_it(code):
+    dtype = TORCH_DTYPES[code]
+    words = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int64).to(
+        {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
+    )
+    numbers = words.view(dtype)
+    expected = int((~numbers.float().isfinite()).sum())
+    assert count_non_finite(host_bytes(numbers), code) == expected > 0
+    for place in (~numbers.float().isfinite()).nonzero()[:8, 0].tolist():  # one alone, too
+        number = numbers[place]
+        assert count_non_finite(host_bytes(number.reshape(1)), code) == 1
+
+
+def test_non_finite_values_far_apart_are_counted():
+    numbers = torch.ones(3 * 2**20 + 1, dtype=torch.bfloat16)
+    numbers[[0, 2**19, -1]] = torch.tensor([float('nan'), float('-inf'), float('inf')], dtype=torch.bfloat16)
+    assert count_non_finite(host_bytes(numbers), 'BF16') == 3
+
+
+def test_integers_are_all_finite():
+    assert count_non_finite(host_bytes(torch.tensor([-1, 2**31 - 1], dtype=torch.int32)), 'I32') == 0

@@ -1,0 +1,91 @@
+"""What was written of each tensor, in numbers that all ranks can add up in any order.
+
+CRC-32 is linear: the checksum of a concatenation is the XOR of the checksums of its parts, each shifted by the bytes
+that follow it (format/checksum.py). So a rank needs a few numbers per tensor, however many ranks wrote parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xhf_hooks.errors import IncompleteError
+from xhf_hooks.format.checksum import shift
+from xhf_hooks.format.text import some
+from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
+
+#: Rows of the numbers. The spans are sums of ``end**2 - start**2``, modulo a prime: a part that was written twice and
+#: a missing part of the same size cancel out in the bytes, but not there.
+_NBYTES, _SPANS, _NON_FINITE, _CRC32 = range(4)
+_PRIME = 2**31 - 1
+
+
+class Tally:
+    """What one rank has written, or what all ranks have. Used by: one thread.
+
+    Attributes:
+        numbers: A column for each of ``plan.placements``; see :func:`add_up`.
+    """
+
+    def __init__(self, plan: SavePlan) -> None:
+        self._placements = plan.placements
+        self._number_of = {(place.file, place.hf_name): number for number, place in enumerate(self._placements)}
+        self.numbers = np.zeros((4, len(self._placements)), np.int64)
+
+    def add(self, place: Placement, start: int, nbytes: int, crc32: int, non_finite: int) -> None:
+        """Count consecutive bytes of one tensor.
+
+        Args:
+            start: Offset of the first byte in the tensor.
+            crc32: Checksum of the bytes, taken from memory before they were written.
+            non_finite: Number of NaN and infinite values.
+
+        Raises:
+            IncompleteError: They are not in the plan.
+        """
+        number, end = self._number_of.get((place.file, place.hf_name)), start + nbytes
+        if number is None or not 0 <= start <= end <= self._placements[number].nbytes:
+            raise IncompleteError(f'written, but not in the plan: {place.file}: {place.hf_name}, {start} to {end}')
+        self.numbers[:_CRC32, number] += (nbytes, _span(start, end), non_finite)
+        self.numbers[_CRC32, number] ^= shift(crc32, self._placements[number].nbytes - end)
+
+    def written(self) -> list[WrittenTensor]:
+        """The tensors with their checksums, if these are the numbers of all ranks.
+
+        Raises:
+            IncompleteError: Bytes of a tensor are missing or were written twice.
+        """
+        found = zip(self._placements, *self.numbers.tolist(), strict=True)
+        return [_whole(*one) for one in found]
+
+
+def add_up(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The numbers of two ranks together."""
+    total = one + other
+    total[_CRC32] = one[_CRC32] ^ other[_CRC32]
+    return total
+
+
+def warn_of_non_finite(tensors: Sequence[WrittenTensor]) -> list[str]:
+    """Warnings about NaN and infinite values in the written tensors."""
+    bad = [tensor for tensor in tensors if tensor.non_finite]
+    if not bad:
+        return []
+    shown = some([f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad], 5)
+    return [f'NaN or infinite values in {len(bad)} tensors: {shown}']
+
+
+def _span(start: int, end: int) -> int:
+    return (end * end - start * start) % _PRIME
+
+
+def _whole(place: Placement, nbytes: int, spans: int, non_finite: int, crc32: int) -> WrittenTensor:
+    if nbytes != place.nbytes:
+        raise IncompleteError(f'{place.file}: {place.hf_name}: expected {place.nbytes} bytes, ranks wrote {nbytes}')
+    if spans % _PRIME != _span(0, nbytes):
+        raise IncompleteError(
+            f'{place.file}: {place.hf_name}: expected each of {nbytes} bytes once; ranks wrote some twice and some not '
+            f'at all'
+        )
+    return WrittenTensor(place, crc32, non_finite)
