@@ -23,7 +23,7 @@ from typing import Any
 # For what bench shares with tests/helpers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import convert, out_dir, plan, ranks, saves, upload, verify
+from bench import convert, out_dir, plan, ranks, saves, upload
 from bench.charts import chart_of
 from bench.progress import time_words
 from bench.report import describe_machine, table
@@ -123,13 +123,6 @@ BENCHES = {
         ranks.expected_secs,
         ranks.measure,
         is_quoted=False,
-    ),
-    'verify': Bench(
-        'verification of folders, compared with only reading them',
-        'From the disk and from memory.',
-        verify.add_options,
-        verify.expected_secs,
-        verify.measure,
     ),
     'upload': Bench(
         'uploads to an object store by all ranks, compared with rank 0 alone',

@@ -136,7 +136,7 @@ def each_case(only: Collection[str] = CASES) -> Any:
 
 @each_case()
 def test_the_same_files_as_in_a_folder(saved, name, case):
-    from xhf_hooks.integrity.against_manifest import check_folder
+    from xhf_hooks.integrity.check import check_folder
     from xhf_hooks.integrity.manifest import MANIFEST_NAME
 
     server, root, ranks = of_case(saved, name, case)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import pty
 import re
@@ -12,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import warnings
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,14 @@ from safetensors.torch import save_file
 
 from tests.helpers.zoo import build
 from xhf_hooks.cli import convert, verify
-from xhf_hooks.cli.output import MOST_CHARACTERS, complain, lacks_memory, libraries_print_lines, one_line, say
-from xhf_hooks.cli.progress import Progress, duration_text
+from xhf_hooks.cli.output import (
+    MOST_CHARACTERS,
+    Progress,
+    complain,
+    lacks_memory,
+    one_line,
+    say,
+)
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.text import size_text
 
@@ -49,29 +53,6 @@ def test_every_terminal_can_take_it():
     command = [sys.executable, '-c', code, 'é\udcff']
     done = subprocess.run(command, env={**os.environ, 'PYTHONIOENCODING': 'ascii'}, capture_output=True, cwd=ROOT)
     assert done.stdout == done.stderr == b'\\xe9\\udcff\n', done.stderr
-
-
-def test_what_libraries_log_is_lines_too(caplog, capsys):
-    logger = logging.getLogger('a.library')
-    handler = logging.StreamHandler(sys.stderr)
-    logger.addHandler(handler)
-    try:
-        with libraries_print_lines():
-            logger.warning('value %s', HOSTILE)
-            logger.warning('many %s', 'x\n' * 500_001)
-            try:
-                raise ValueError(HOSTILE)
-            except ValueError:
-                logger.exception('failed')
-            with warnings.catch_warnings():
-                warnings.simplefilter('always')
-                assert is_plain(warnings.formatwarning(UserWarning(HOSTILE), UserWarning, 'a.py', 1, 'line'))
-        said = capsys.readouterr().err
-        assert is_plain(said) and PLAIN in said and len(said) < 10_000 and said.count('\n') < 10
-        logger.warning('as ever\n%s', 'x')
-        assert capsys.readouterr().err == 'as ever\nx\n'
-    finally:
-        logger.removeHandler(handler)
 
 
 def test_say_and_complain(capsys):
@@ -107,38 +88,6 @@ def test_convert_of_a_hostile_config(root, tmp_path, capsys, base):
     said = capsys.readouterr()
     lines = said.err.splitlines()
     assert said.out == '' and len(lines) == 1 and is_plain(said.err) and len(said.err) < 2 * MOST_CHARACTERS
-
-
-def test_convert_of_hostile_names(root, tmp_path, capfd):
-    """Of folders, files and tensors; of thousands in one message."""
-    folder = tmp_path / f'run{CLEAR}'
-    folder.mkdir()
-    more = {f'{CLEAR}{i}': torch.zeros(1) for i in range(3000)}
-    arguments = [str(checkpoint(folder / 'iter_7.pth', **more)), str(folder / 'out'), '--base', str(root / 'base')]
-    convert.main(arguments)
-    said = ''.join(capfd.readouterr())
-    assert r'runx\x1b[2J\ny\u202e' in said and is_plain(said) and len(said) < 20 * MOST_CHARACTERS
-    capfd.readouterr()
-    assert convert.main([*arguments[:1], str(folder / 'out2'), '--base', str(tmp_path / CLEAR)]) == convert.BAD_INPUT
-    said = ''.join(capfd.readouterr())
-    assert is_plain(said) and said.count('\n') == 1
-
-
-def test_convert_logs_of_libraries(root, tmp_path, capfd):
-    """transformers logs values of config.json and of generation_config.json as they are."""
-    (tmp_path / 'base').mkdir()
-    for path in (root / 'base').iterdir():
-        (tmp_path / 'base' / path.name).write_bytes(path.read_bytes())
-    for name, more in (
-        ('config.json', {'rope_scaling': {'rope_type': 'linear', 'factor': 2.0, CLEAR: LONG}, CLEAR: CLEAR}),
-        ('generation_config.json', {CLEAR: LONG, 'temperature': 0.1, 'do_sample': False}),
-    ):
-        path = tmp_path / 'base' / name
-        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
-    arguments = [str(checkpoint(tmp_path / 'iter_7.pth')), str(tmp_path / 'out'), '--base', str(tmp_path / 'base')]
-    convert.main(arguments)
-    said = ''.join(capfd.readouterr())
-    assert is_plain(said) and said.count('\n') < 40 and len(said) < 40 * MOST_CHARACTERS
 
 
 def test_verify_of_hostile_names(tmp_path, capfd):
@@ -183,14 +132,12 @@ def test_lack_of_memory_has_many_names():
 
     for error in (
         MemoryError(),
-        SystemError('returned NULL without setting an exception'),
         OSError(12, 'Cannot allocate memory'),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-        RuntimeError("can't start new thread"),
         because(MemoryError()),
     ):
         assert lacks_memory(error), error
-    assert not lacks_memory(ValueError('x')) and not lacks_memory(CheckpointError('tensor bad_alloc'))
+    assert not lacks_memory(ValueError('x')) and not lacks_memory(CheckpointError('x: cannot allocate memory'))
 
 
 @pytest.mark.parametrize(
@@ -211,12 +158,6 @@ def test_sizes(nbytes, text):
     assert size_text(nbytes) == text
 
 
-def test_durations():
-    assert [duration_text(secs) for secs in (0.2, 40, 99, 100, 720, 12000)] == [
-        *('0 s', '40 s', '99 s', '2 min', '12 min', '3 h 20 min')
-    ]
-
-
 def test_progress_in_a_log(capsys):
     with Progress('reading', line_every_secs=0.0) as progress:
         progress(25 * 10**9, 100 * 10**9)
@@ -233,7 +174,7 @@ def test_progress_on_a_terminal():
 
 
 def on_a_terminal(lines: str) -> str:
-    code = f'import time\nfrom xhf_hooks.cli.progress import Progress\n{lines}'
+    code = f'import time\nfrom xhf_hooks.cli.output import Progress\n{lines}'
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 100, 0, 0))  # tqdm draws nothing on no columns
     os.set_blocking(ours, False)  # what was never written is an error then

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
-MEASURED = ['save', 'floors', 'throttled', 'memory', 'stall', 'plan', 'convert', 'verify', 'upload', 'out_dir']
+MEASURED = ['save', 'floors', 'throttled', 'memory', 'stall', 'plan', 'convert', 'upload', 'out_dir']
 LONG_RUNS = ['python tools/kill_test.py --kills 240', 'python tools/network_fs_test.py --saves 200']
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
 ENTER = 'source tools/env.sh && use_env .venv'

@@ -1,4 +1,4 @@
-"""The command xhf-verify: exit status, what it prints where, its picture, and loading."""
+"""The command xhf-verify: exit status, what it prints where, and loading."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_json_of_a_folder(copy, capsys):
     content = json.loads(capsys.readouterr().out)
     assert content['good'] is True and content['n_tensors'] == len(load_file(copy / WEIGHTS))
     flip(copy / WEIGHTS, -1)
-    assert run(copy, '--json', '--no-model') == DIFFERENT
+    assert run(copy, '--json') == DIFFERENT
     content = json.loads(capsys.readouterr().out)
     assert content['good'] is False
     assert [finding['check'] for finding in content['findings'] if finding['kind'] == 'problem'] == ['checksums']
@@ -97,6 +97,58 @@ def test_load(model, copy, capsys):
     assert 'problem    load' in capsys.readouterr().out
 
 
+def test_load_tells_what_the_model_misses(copy, capsys):
+    """What transformers would only warn about."""
+    (copy / 'xhf_manifest.json').unlink()
+    tensors = load_file(copy / WEIGHTS)
+    tensors['model.norm2.weight'] = tensors.pop('model.norm.weight')
+    tensors['lm_head.weight'] = tensors['lm_head.weight'][:-1].contiguous()
+    save_file(tensors, copy / WEIGHTS, {'format': 'pt'})
+    assert run(copy) == SAME
+    capsys.readouterr()
+    assert run(copy, '--load') == DIFFERENT
+    said = capsys.readouterr().out
+    for words in (
+        '1 missing keys: model.norm.weight',
+        '1 unexpected keys: model.norm2.weight',
+        '1 mismatched keys: lm_',
+    ):
+        assert f'LlamaForCausalLM: {words}' in said
+
+
+def test_load_an_adapter(model, tmp_path, capsys):
+    """With peft, on the base model that its config names, or on another one."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter = tmp_path / 'adapter'
+    lora = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM')
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(adapter)
+    assert run(adapter, '--load') == SAME
+    assert 'ok         load        PeftModelForCausalLM' in capsys.readouterr().out
+    edit_json(adapter / 'adapter_config.json', base_model_name_or_path=str(tmp_path / 'none'))
+    assert run(adapter, '--load') == DIFFERENT
+    assert run(adapter, '--load', '--base', model) == SAME
+    capsys.readouterr()
+    tensors = load_file(adapter / 'adapter_model.safetensors')
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, adapter / 'adapter_model.safetensors')
+    assert run(adapter, '--load', '--base', model) == DIFFERENT
+    assert '1 missing keys: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' in capsys.readouterr().out
+
+
+def test_code_in_a_folder_is_not_run(copy, capsys):
+    """Neither that of the config nor that of the tokenizer."""
+    auto_map = {'AutoConfig': 'configuration_x.XConfig', 'AutoModelForCausalLM': 'someone/else--modeling_x.XModel'}
+    edit_json(copy / 'config.json', auto_map=auto_map)
+    edit_json(copy / 'tokenizer_config.json', auto_map={'AutoTokenizer': ['tokenization_x.XTokenizer', None]})
+    for kind in ('configuration', 'modeling', 'tokenization'):
+        (copy / f'{kind}_x.py').write_text('open(__file__ + ".ran", "w")')
+    (copy / 'xhf_manifest.json').unlink()
+    assert run(copy, '--load') == SAME
+    assert 'ok         load' in capsys.readouterr().out and not list(copy.rglob('*.ran'))
+
+
 @pytest.mark.parametrize('args', [[], ['a', 'b', '--load'], ['a', 'b', 'c'], ['a', '--workers', '0']])
 def test_bad_options(args):
     with pytest.raises(SystemExit) as ended:
@@ -111,4 +163,4 @@ def test_the_script_alone(copy):
     finished = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert finished.returncode == DIFFERENT, finished.stderr
     checks = {f['check'] for f in json.loads(finished.stdout)['findings'] if f['kind'] == 'problem'}
-    assert checks == {'files', 'config'}
+    assert checks == {'files'}

@@ -205,14 +205,13 @@ def judged(parent: Path, number: int) -> Seen:
 
 def _other_bytes(folder: Path, number: int) -> Iterator[str]:
     """Differences from the weights of save ``number``, as found by xhf-verify and by comparing bytes."""
-    from xhf_hooks.integrity.findings import PROBLEM
     from xhf_hooks.verify.folder import verify_folder
 
     wanted = number if folder.name == NAME else int(folder.name.rpartition('_')[2])
     step = json.loads((folder / MANIFEST).read_text())['step']['number']
     if step != wanted:
         yield f'the manifest is of save {step}, not {wanted}'
-    yield from (found.text for found in verify_folder(folder, model=False, workers=1).findings if found.kind == PROBLEM)
+    yield from verify_folder(folder, workers=1).problems()
     tensors = folder_tensors(folder)
     expected = {name: parameter.shape for name, parameter in tiny_model(zero3=False).named_parameters()}
     if set(tensors) != set(expected):

@@ -120,7 +120,7 @@ def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
     from safetensors.torch import load_file
 
     from tests.helpers.stored_saves import download_newest
-    from xhf_hooks.integrity.against_manifest import check_folder
+    from xhf_hooks.integrity.check import check_folder
     from xhf_hooks.integrity.manifest import MANIFEST_NAME
     from xhf_hooks.stores import open_store
     from xhf_hooks.stores.publication import read_pointer

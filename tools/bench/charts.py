@@ -31,7 +31,6 @@ def chart_of(what: str, measured: dict[str, Any]) -> Chart:
         'stall': _stall,
         'plan': _plan,
         'ranks': _ranks,
-        'verify': _verify,
         'upload': _upload,
         'out_dir': _upload,
         'convert': _convert,
@@ -119,19 +118,6 @@ def _plan(measured: dict[str, Any]) -> Chart:
 def _ranks(measured: dict[str, Any]) -> Chart:
     rows = [Row(f'{run["ranks"]} ranks', (run['later']['seconds'],), is_ours=True) for run in measured['runs']]
     return Chart('save_hf of many small tensors', (Column('seconds per call'),), [Section('', rows)], _notes(measured))
-
-
-def _verify(measured: dict[str, Any]) -> Chart:
-    sections = []
-    for where, runs in measured['runs'].items():
-        found = medians(runs)
-        rows = [
-            _row(way, is_ours=True, figures=(figures['verifying'], figures['reading']))
-            for way, figures in found.items()
-        ]
-        sections.append(Section(where, rows))
-    columns = (Column('seconds of verifying'), Column('seconds of reading alone'))
-    return Chart('Verifying folders', columns, sections, _notes(measured))
 
 
 def _upload(measured: dict[str, Any]) -> Chart:

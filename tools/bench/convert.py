@@ -25,7 +25,6 @@ from bench import launch
 from bench.arguments import add_billions, add_number
 from bench.launch import torchrun
 from bench.progress import Progress, end_of_progress, tell_on_stderr
-from bench.verify import read
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name('convert_worker.py')
@@ -212,8 +211,16 @@ def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
     turns = [name for _ in range(repeats) for name in order.sample(list(commands), len(commands))]
     progress = Progress([_run_secs(billions, name) for name in turns], tell_on_stderr)
     for name in turns:
-        read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
+        _read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
         results[name].append(measure_command(commands[name], folder / 'out'))
         progress.done(name, results[name][-1]['seconds'])
     end_of_progress()
     return {**size, 'runs': results}
+
+
+def _read(files: list[Path]) -> None:
+    """Bring files into the page cache."""
+    for file in files:
+        with file.open('rb') as opened:
+            while opened.read(2**20):
+                pass

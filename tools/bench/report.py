@@ -41,7 +41,6 @@ def table(what: str, measured: dict[str, Any]) -> str:
     whole = {
         'plan': _plan_table,
         'ranks': _ranks_table,
-        'verify': _verify_table,
         'memory': _memory_table,
         'upload': _upload_table,
         'out_dir': _upload_table,
@@ -248,17 +247,6 @@ def _upload_table(measured: dict[str, Any]) -> str:
             f'{processor:.1%} of a core.',
         ]
     return '\n'.join([head, '', *_rows(found, columns), *beside, ''])
-
-
-def _verify_table(measured: dict[str, Any]) -> str:
-    lines = ['| verify.py | GB | reading alone, s | verifying, s | of the speed of reading |', '|---|---|---|---|---|']
-    for where, runs in measured['runs'].items():
-        for way, figures in medians(runs).items():
-            lines.append(
-                f'| {way}, {where} | {measured["nbytes"][way] / 1e9:.2f} | {figures["reading"]:.2f} | '
-                f'{figures["verifying"]:.2f} | {figures["reading"] / figures["verifying"]:.0%} |'
-            )
-    return '\n'.join([*lines, ''])
 
 
 def _plan_table(measured: dict[str, Any]) -> str:

@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.arguments import CommandParser, count, folder
-from xhf_hooks.cli.collector import without_collector
-from xhf_hooks.cli.ending import explain
-from xhf_hooks.cli.output import (
-    complain,
-    descriptors_silenced,
-    lacks_memory,
-    libraries_print_lines,
-    say,
-)
-from xhf_hooks.cli.progress import Progress
+from xhf_hooks.cli.output import Progress, complain, explain, lacks_memory, say
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
@@ -132,42 +123,40 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     args = parse_args(argv, prog)
     try:
         require_usable('torch', 'transformers')
-        with _ended_by_sigterm(), libraries_print_lines():
+        with _ended_by_sigterm():
             return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error, left='; OUT was not written', memory='. --workers 1 needs the least memory')
+        explain(prog, error, left='; OUT was not written')
         is_bad_input = isinstance(error, XhfError) and not isinstance(error, _FAILURES)
         return BAD_INPUT if is_bad_input and not lacks_memory(error) else FAILED
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:
     _require_new(args.out, args.overwrite)
-    with without_collector(freeze=True):
-        from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
+    from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
 
-        options = ConvertOptions(
-            config=args.config,
-            base=args.base,
-            module=args.module,
-            lora=args.lora,
-            llava_format=args.llava_format,
-            ema=args.ema,
-            dtype=_DTYPES[args.dtype],
-            max_shard_nbytes=args.max_shard_size,
-            workers=args.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0))),
-            verify=args.verify,
-            trust_remote_code=args.trust_remote_code,
-            optimizer_restarted=args.optimizer_restarted,
-        )
-        conversion = Conversion(args.checkpoint, options)
+    options = ConvertOptions(
+        config=args.config,
+        base=args.base,
+        module=args.module,
+        lora=args.lora,
+        llava_format=args.llava_format,
+        ema=args.ema,
+        dtype=_DTYPES[args.dtype],
+        max_shard_nbytes=args.max_shard_size,
+        workers=args.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0))),
+        verify=args.verify,
+        trust_remote_code=args.trust_remote_code,
+        optimizer_restarted=args.optimizer_restarted,
+    )
+    conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
     _warn([*filter(None, [untested_set()]), *conversion.warnings], prog)
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE
-    with descriptors_silenced():
-        conversion.load_tokenizer()
+    conversion.load_tokenizer()
     with Progress('converting') as progress:
         committed = conversion.run(args.out, progress)
     _warn(committed.warnings, prog)

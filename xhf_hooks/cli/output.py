@@ -1,32 +1,34 @@
-"""Prints the commands' output as single lines of plain text, since names and values may come from untrusted files."""
+"""What the commands print: lines of plain text, progress, and why a command failed."""
 
 from __future__ import annotations
 
 import errno
-import logging
-import os
 import sys
+import time
 import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
+from xhf_hooks.format.text import size_text
 
 #: Longest line. Longer ones are cut in the middle, since the end says what to do.
 MOST_CHARACTERS = 1000
 _AT_THE_END = 300
-_MOST_TRACEBACK_LINES = 60
+#: Package that is not required to the extra that installs it.
+_EXTRAS = {'mmengine': 'mmengine', 'deepspeed': 'deepspeed', 'accelerate': 'trainer', 'peft': 'peft'}
+_EXTRAS |= dict.fromkeys(('transformers', 'safetensors', 'huggingface_hub', 'tokenizers', 'tqdm'), 'convert')
+#: Required packages (install_requires of setup.py). They may be missing when a script of tools/ runs uninstalled.
+_REQUIRED = ('torch', 'numpy')
 
 
-def one_line(text: object, limit: int = MOST_CHARACTERS) -> str:
-    """The text with unprintable characters (line ends, terminal codes, bidi controls) escaped, cut to ``limit``."""
+def one_line(text: object) -> str:
+    """The text with unprintable characters (line ends, terminal codes) escaped, and shortened.
+
+    Names of tensors and files come from anybody's files.
+    """
     whole = str(text)
-    if len(whole) > limit:
-        whole = f'{whole[: limit - _AT_THE_END]} [...] {whole[-_AT_THE_END:]}'
-    if whole.isprintable():
-        return whole
+    if len(whole) > MOST_CHARACTERS:
+        whole = f'{whole[: MOST_CHARACTERS - _AT_THE_END]} [...] {whole[-_AT_THE_END:]}'
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in whole)
 
 
@@ -42,68 +44,82 @@ def complain(line: object) -> None:
     say(line, sys.stderr)
 
 
-def print_traceback() -> None:
-    """Print the current exception as a bug of this program."""
-    for line in traceback.format_exc().splitlines()[-_MOST_TRACEBACK_LINES:]:
-        complain(line)
+def explain(prog: str, error: BaseException, *, left: str = '') -> None:
+    """Print why a command failed; with a traceback if it is a bug. Called in the ``except`` block.
 
-
-@contextmanager
-def libraries_print_lines() -> Iterator[None]:
-    """Make log records and warnings of libraries single lines, too: they quote files without escaping."""
-    make, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
-
-    def record(*args: Any, **options: Any) -> logging.LogRecord:
-        made = make(*args, **options)
-        try:
-            made.msg, made.args = one_line(made.getMessage()), ()
-        except Exception:  # the message does not fit its arguments; logging will report that
-            made.msg, made.args = one_line(made.msg), ()
-        if made.exc_info and made.exc_info[0] is not None:
-            made.exc_text = '\n'.join(one_line(part) for part in traceback.format_exception_only(*made.exc_info[:2]))
-        return made
-
-    def formatted(message: Warning | str, *args: Any, **options: Any) -> str:
-        return format_warning(one_line(message), *args, **options)
-
-    logging.setLogRecordFactory(record)
-    warnings.formatwarning = formatted
-    try:
-        yield
-    finally:
-        logging.setLogRecordFactory(make)
-        warnings.formatwarning = format_warning
-
-
-@contextmanager
-def descriptors_silenced() -> Iterator[None]:
-    """Discard what native code prints; tokenizers, for example, quotes its files."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        for number, descriptor in enumerate(kept, 1):
-            os.dup2(descriptor, number)
-        for descriptor in (*kept, nowhere):
-            os.close(descriptor)
+    Args:
+        prog: The command's name in messages.
+        left: Added for interrupts and lack of memory: what is left on disk.
+    """
+    package = (error.name or '').partition('.')[0] if isinstance(error, ModuleNotFoundError) else ''
+    if isinstance(error, KeyboardInterrupt):
+        complain(f'{prog}: interrupted{left}')
+    elif lacks_memory(error):
+        complain(f'{prog}: out of memory{left}. --workers 1 needs the least memory')
+    elif isinstance(error, (XhfError, OSError)):
+        complain(f'{prog}: {error}')
+    elif package in _REQUIRED:
+        remedy = 'pip install xhf_hooks, or in a clone pip install .'
+        complain(f'{prog}: {package} is needed for this and not installed: {remedy}')
+    elif package in _EXTRAS:
+        complain(f"{prog}: {package} is not installed: pip install 'xhf_hooks[{_EXTRAS[package]}]'")
+    else:
+        for line in traceback.format_exc().splitlines():
+            complain(line)
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error is due to lack of memory, which libraries report in many ways."""
+    """Whether an error, or what caused it, is lack of memory; torch raises a RuntimeError of its allocator."""
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, (MemoryError, SystemError)) or getattr(found, 'errno', None) == errno.ENOMEM:
+        if isinstance(found, MemoryError) or getattr(found, 'errno', None) == errno.ENOMEM:
             return True
-        text = str(found)[:MOST_CHARACTERS].lower()
-        quotes_a_file = isinstance(found, XhfError)
-        if not quotes_a_file and any(
-            sign in text for sign in ('allocate memory', "can't start new thread", 'bad_alloc', 'out of memory')
-        ):
+        if isinstance(found, RuntimeError) and 'allocate memory' in str(found):
             return True
         found = found.__cause__ or found.__context__
     return False
+
+
+class Progress:
+    """Shows progress when called with the bytes done and the total. A context manager, which closes the bar.
+
+    A bar on a terminal, else a line every ten seconds.
+
+    Args:
+        label: A word such as ``'converting'``.
+        line_every_secs: Seconds between lines without a terminal.
+    """
+
+    def __init__(self, label: str, line_every_secs: float = 10.0) -> None:
+        self._label, self._line_every_secs = label, line_every_secs
+        self._bar: Any | None = None
+        self._told, self._done_then = time.monotonic(), 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            if self._bar is None:
+                self._bar = tqdm(total=total, desc=self._label, unit='B', unit_scale=True, leave=False)
+            self._bar.update(done - self._bar.n)
+        elif time.monotonic() - self._told >= self._line_every_secs:
+            self._tell(done, total)
+
+    def _tell(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        rate = (done - self._done_then) / max(now - self._told, 1e-9)  # the recent rate
+        self._told, self._done_then = now, done
+        if rate > 0:
+            secs = (total - done) / rate
+            left = f'{secs:.0f} s left' if secs < 100 else f'{secs / 60:.0f} min left'
+        else:
+            left = 'waiting for the disk'
+        share = f'{100 * done // max(total, 1)} % of {size_text(total)}'
+        print(f'{self._label}: {share}, {size_text(int(rate))}/s, {left}', file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

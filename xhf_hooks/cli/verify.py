@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.cli.arguments import CommandParser, count, folder
-from xhf_hooks.cli.ending import explain
-from xhf_hooks.cli.output import complain, libraries_print_lines, say
-from xhf_hooks.cli.progress import Progress
+from xhf_hooks.cli.output import Progress, complain, explain, say
 from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.installed import require_usable
 
@@ -34,7 +32,7 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
         prog=prog,
         examples=_EXAMPLES,
         description='One path: check that a Hugging Face folder is complete, consistent and, if it has an\n'
-        'xhf_manifest.json, unchanged. Two paths: compare two models, each a Hugging Face folder or a\n'
+        'xhf_manifest.json, unchanged. Two paths: compare two models: two Hugging Face folders, or one and a\n'
         'checkpoint that xhf-convert reads.',
         epilog='Exit status: 0 good, or the same model (identical or rounding only); 1 damaged or different;\n'
         '2 unusable input.',
@@ -42,21 +40,24 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     parser.add_argument('a', metavar='A', type=folder, help='a model folder')
     parser.add_argument('b', metavar='B', type=folder, nargs='?', help='the model to compare A with')
     add = parser.add_argument_group('one path').add_argument
-    add('--load', action='store_true', help='also load A with transformers, run it and generate text')
+    add('--load', action='store_true', help='also load A with transformers or peft, run it and generate text')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
-    add('--no-model', action='store_true', help='do not build the model and tokenizer of transformers')
     add = parser.add_argument_group('both').add_argument
     add('--json', action='store_true', help='print the result as JSON')
     add('--workers', type=count, metavar='N', help='threads; default: number of cores + 1, at most 8')
     add('--trust-remote-code', action='store_true', help='allow custom code of the model to run')
+    add(
+        '--base',
+        metavar='DIR',
+        help='the base model, of a checkpoint or, with --load, of an adapter',
+    )
     add = parser.add_argument_group('if A or B is a checkpoint, as in xhf-convert').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config")
-    add('--base', metavar='DIR', help='the model that training started from')
     add('--module', metavar='PATH', help='path of the submodule to compare, such as llm')
     add('--lora', choices=LORA_MODES, help='for a LoRA run: compare the adapter, the merged model, or both')
     args = parser.parse_args(argv)
-    if args.b is not None and (args.load or args.no_read or args.no_model):
-        parser.error('--load, --no-read and --no-model are for one path')
+    if args.b is not None and (args.load or args.no_read):
+        parser.error('--load and --no-read are for one path')
     return args
 
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     args = parse_args(argv, prog)
     try:
         require_usable('torch', 'transformers')
-        with redirect_stdout(sys.stderr), libraries_print_lines():  # standard output is for the result alone
+        with redirect_stdout(sys.stderr):  # standard output is for the result alone
             status, result = _check(args, prog) if args.b is None else _compare(args)
         if isinstance(result, dict):
             print(json.dumps(result, indent=2))
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
                 say(line)
         return status
     except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error, memory='. --workers 1 needs the least memory')
+        explain(prog, error)
         return UNUSABLE
 
 
@@ -90,18 +91,16 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
             args.a,
             workers=args.workers,
             read=not args.no_read,
-            model=not args.no_model,
-            trust_remote_code=args.trust_remote_code,
             on_progress=progress,
         )
     loaded = None
     if args.load and report.is_good:
         from xhf_hooks.verify.load import load_and_run
 
-        loaded = load_and_run(args.a, trust_remote_code=args.trust_remote_code)
+        loaded = load_and_run(args.a, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
         complain(f'{prog}: the folder is damaged, so it was not loaded')
-    good = report.is_good and (loaded is None or loaded.error is None)
+    good = report.is_good and (loaded is None or loaded.is_good)
     status = SAME if good else DIFFERENT
     if args.json:
         return status, {**report.as_json(), 'loaded': loaded and vars(loaded), 'good': good}
@@ -113,7 +112,7 @@ def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
     from xhf_hooks.convert import ConvertOptions
     from xhf_hooks.verify import comparison
     from xhf_hooks.verify.compare import compare_models
-    from xhf_hooks.verify.open_models import open_models
+    from xhf_hooks.verify.models import open_models
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)

@@ -28,7 +28,7 @@ from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
-from xhf_hooks.integrity.against_manifest import check_folder
+from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import Commit, describe_folder, read_commit, write_manifest
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 

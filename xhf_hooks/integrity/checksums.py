@@ -1,10 +1,10 @@
-"""CRC-32 of files and of the tensors in them, in one pass by several threads."""
+"""CRC-32 of a file and of the tensors in it, in one pass by several threads."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,9 @@ from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.format import checksum
 from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import Header
-from xhf_hooks.integrity.file_reader import FileReader
 
-#: Bytes per read, a multiple of every element size; a job reads several windows.
-WINDOW_NBYTES = 1 << 20
-_WINDOWS_PER_JOB = 16
+_WINDOW_NBYTES = 1 << 20  # per read, a multiple of every element size
+_JOB_NBYTES = 16 * _WINDOW_NBYTES
 
 
 @dataclass
@@ -25,31 +23,18 @@ class FileSums:
     """The checksums of one file.
 
     Attributes:
-        crc32: CRC-32 of the file.
-        tensors: CRC-32 of each tensor.
+        tensors: CRC-32 of each tensor; {} for a file without a header.
         non_finite: Number of infinite and NaN elements, for tensors that have any; {} if not counted.
-        error: Why the file could not be read; the other fields are then empty.
     """
 
     crc32: int = 0
     tensors: dict[str, int] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class FileToRead:
-    """A file to read; with a header, each tensor gets a checksum of its own."""
-
-    path: Path
-    nbytes: int
-    header: Header | None = None
-    count_non_finite: bool = False
 
 
 @dataclass
 class _Part:
-    """At most a window of consecutive bytes: of one tensor, of the header, or of a file without header."""
+    """Consecutive bytes, at most those of one job: of one tensor, of the header, or of a file without header."""
 
     tensor: str | None
     dtype: str
@@ -59,116 +44,97 @@ class _Part:
     non_finite: int = 0
 
 
-def sum_files(
-    files: Sequence[FileToRead],
-    threads: WorkerThreads,
-    *,
-    drop_cache: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> list[FileSums]:
-    """Read all files and compute their checksums.
-
-    Args:
-        threads: Each has a buffer of one window.
-        drop_cache: Read from the disk; see ``from_disk`` of :class:`.FileReader`.
-        on_progress: Called in this thread with bytes done and total bytes.
-
-    Returns:
-        The checksums, in the order of ``files``.
-    """
-    summings = [_Summing(file) for file in files]
-    total, done = sum(file.nbytes for file in files), 0
-    with ExitStack() as opened:
-        for nbytes in threads.run(_jobs(summings, opened, drop_cache)):
-            done += nbytes
-            if on_progress is not None:
-                on_progress(done, total)
-    return [summing.finish() for summing in summings]
-
-
-def _jobs(summings: Sequence[_Summing], opened: ExitStack, drop_cache: bool) -> Iterator[Callable[[], int]]:
-    buffers = _Buffers()
-    for summing in summings:
-        windows = summing.open(opened, drop_cache)
-        for first in range(0, len(windows), _WINDOWS_PER_JOB):
-            yield partial(summing.read, windows[first : first + _WINDOWS_PER_JOB], buffers)
-
-
-class _Buffers(threading.local):
-    """Per thread: the buffer for one window."""
+class _Buffer(threading.local):
+    """One window per thread."""
 
     def __init__(self) -> None:
-        self.window = memoryview(bytearray(WINDOW_NBYTES))
+        self.window = memoryview(bytearray(_WINDOW_NBYTES))
 
 
-class _Summing:
-    """The state of one file."""
+def sum_file(
+    path: Path,
+    header: Header | None,
+    threads: WorkerThreads,
+    *,
+    count: bool,
+    from_disk: bool,
+    on_read: Callable[[int], None],
+) -> FileSums:
+    """Read a file once.
 
-    def __init__(self, file: FileToRead) -> None:
-        self._file, self.sums = file, FileSums()
-        self._parts: list[_Part] = []
-        self._reader: FileReader | None = None
+    Args:
+        header: Each of its tensors gets a checksum of its own.
+        count: Count infinite and NaN values.
+        from_disk: Drop the file's clean pages from the page cache first, to see what the disk has.
+        on_read: Called in this thread with the bytes of each finished job.
 
-    def open(self, opened: ExitStack, drop_cache: bool) -> list[list[_Part]]:
-        """Open the file and cut it into windows of consecutive parts; [] if it cannot be opened."""
-        try:
-            self._reader = FileReader(self._file.path, self._file.nbytes, from_disk=drop_cache)
-        except OSError as error:
-            self.sums.error = error.strerror
-            return []
-        opened.callback(self._reader.close)
-        self._parts = list(_parts(self._file))
-        windows: list[list[_Part]] = []
-        room = 0
-        for part in self._parts:
-            nbytes = part.end - part.start
-            if nbytes > room:
-                windows.append([])
-                room = WINDOW_NBYTES
-            windows[-1].append(part)
-            room -= nbytes
-        return windows
-
-    def read(self, windows: Sequence[Sequence[_Part]], buffers: _Buffers) -> int:
-        """Read some windows; returns the bytes done. Runs on: a worker thread."""
-        nbytes = 0
-        try:
-            for window in windows:
-                first, end = window[0].start, window[-1].end
-                with self._reader.view(first, end, buffers.window) as view:
-                    for part in window:
-                        with view[part.start - first : part.end - first] as data:
-                            part.crc32 = checksum.crc32(data)
-                            if self._file.count_non_finite:
-                                part.non_finite = count_non_finite(data, part.dtype)
-                nbytes += end - first
-            self._reader.forget(windows[0][0].start, windows[-1][-1].end)
-        except OSError as error:
-            self.sums.error = self.sums.error or error.strerror or str(error)
-        return nbytes
-
-    def finish(self) -> FileSums:
-        """Combine the checksums of the parts, after all were read."""
-        sums, header = self.sums, self._file.header
-        if sums.error is not None:
-            return sums
-        sums.tensors = {entry.name: 0 for entry in header.entries} if header is not None else {}
-        for part in self._parts:
-            nbytes = part.end - part.start
-            sums.crc32 = checksum.combine(sums.crc32, part.crc32, nbytes)
-            if part.tensor is not None:
-                sums.tensors[part.tensor] = checksum.combine(sums.tensors[part.tensor], part.crc32, nbytes)
-            if part.tensor is not None and part.non_finite:
+    Raises:
+        OSError: It cannot be read, or is shorter than its header says.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if from_disk:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        parts = list(_parts(os.fstat(fd).st_size, header))
+        buffer = _Buffer()
+        for nbytes in threads.run(partial(_read, fd, job, buffer, count=count) for job in _jobs(parts)):
+            on_read(nbytes)
+    finally:
+        os.close(fd)
+    sums = FileSums(tensors={entry.name: 0 for entry in header.entries} if header is not None else {})
+    for part in parts:
+        nbytes = part.end - part.start
+        sums.crc32 = checksum.combine(sums.crc32, part.crc32, nbytes)
+        if part.tensor is not None:
+            sums.tensors[part.tensor] = checksum.combine(sums.tensors[part.tensor], part.crc32, nbytes)
+            if part.non_finite:
                 sums.non_finite[part.tensor] = sums.non_finite.get(part.tensor, 0) + part.non_finite
-        return sums
+    return sums
 
 
-def _parts(file: FileToRead) -> Iterator[_Part]:
+def _parts(nbytes: int, header: Header | None) -> Iterator[_Part]:
     """The parts in file order, none of them empty."""
-    header = file.header
-    segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else file.nbytes)]
-    if header is not None:
-        segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in header.entries]
+    segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else nbytes)]
+    segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in (header.entries if header else ())]
     for name, dtype, start, end in segments:
-        for at in range(start, end, WINDOW_NBYTES):
-            yield _Part(name, dtype, at, min(at + WINDOW_NBYTES, end))
+        for at in range(start, end, _JOB_NBYTES):
+            yield _Part(name, dtype, at, min(at + _JOB_NBYTES, end))
+
+
+def _jobs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Consecutive parts that are read together, since many tensors are tiny."""
+    job: list[_Part] = []
+    for part in parts:
+        if job and part.end - job[0].start > _JOB_NBYTES:
+            yield job
+            job = []
+        job.append(part)
+    if job:
+        yield job
+
+
+def _read(fd: int, job: list[_Part], buffer: _Buffer, *, count: bool) -> int:
+    """Sum the parts of one job; returns its bytes. Runs on: a worker thread."""
+    first, end = job[0].start, job[-1].end
+    os.posix_fadvise(fd, first, end - first, os.POSIX_FADV_WILLNEED)
+    for part in job:
+        for at in range(part.start, part.end, _WINDOW_NBYTES):
+            window = buffer.window[: part.end - at]
+            read_into(fd, window, at)
+            part.crc32 = checksum.crc32(window, part.crc32)
+            if count:
+                part.non_finite += count_non_finite(window, part.dtype)
+    return end - first
+
+
+def read_into(fd: int, out: memoryview, start: int) -> None:
+    """Fill ``out`` with the bytes of a file from ``start`` on.
+
+    Raises:
+        OSError: They cannot be read, or the file is too short.
+    """
+    while len(out):
+        nbytes = os.preadv(fd, [out], start)
+        if not nbytes:
+            raise OSError(f'the file ends at byte {start}: it was truncated while it was read')
+        out, start = out[nbytes:], start + nbytes

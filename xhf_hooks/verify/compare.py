@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,21 +14,19 @@ from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.verify.comparison import DIFFERENT, IDENTICAL, ROUNDING, Comparison, TensorVerdict
-from xhf_hooks.verify.model_reader import ModelReader
+from xhf_hooks.verify.models import Model
 from xhf_hooks.verify.rounding import (
     Difference,
     compare,
     has_precision,
     narrower,
-    same_bits,
     ways_through,
     went_through,
 )
 
 _JOB_ELEMENTS = 1 << 22
-_WINDOW_ELEMENTS = 1 << 19  # per read
-#: Per call of torch or NumPy: large enough that threads seldom wait for the GIL.
-_PIECE_ELEMENTS = 1 << 17
+#: Per read and call of torch: large enough that threads seldom wait for the GIL, small enough for a core's cache.
+_WINDOW_ELEMENTS = 1 << 17
 _WIDEST = max(DTYPE_NBYTES.values())
 
 
@@ -47,83 +44,66 @@ class _Pair:
         names: The tensor's name in A and in B.
     """
 
-    def __init__(self, a: ModelReader, b: ModelReader, names: tuple[str, str]) -> None:
-        self.readers, self.names = (a, b), names
-        self._tensors = (a.tensors[names[0]], b.tensors[names[1]])
-        self.shapes = tuple(tensor.shape for tensor in self._tensors)
-        self.dtypes = (self._tensors[0].dtype, self._tensors[1].dtype)
+    def __init__(self, a: Model, b: Model, names: tuple[str, str]) -> None:
+        self.names, self._sides = names, list(zip((a, b), names, strict=True))
+        tensors = [model.tensors[name] for model, name in self._sides]
+        self.shapes = tuple(tensor.shape for tensor in tensors)
+        self.dtypes = (tensors[0].dtype, tensors[1].dtype)
         self.is_alike = self.shapes[0] == self.shapes[1]
+        self.is_computed = any(model.is_computed(name) for model, name in self._sides)
         self.n_elements = math.prod(self.shapes[0])
-        self.has_precision = all(map(has_precision, self.dtypes))
+        self.nbytes = sum(tensor.nbytes for tensor in tensors) if self.is_alike else 0
         self.found = Difference()
-
-    @property
-    def made_together(self) -> set[str]:
-        """Names of all tensors that are computed together with this one, in A or in B."""
-        (a, b), (one, two) = self.readers, self.names
-        return {*a.made_together(one), *b.made_together(two)}
-
-    def nbytes_to_read(self) -> int:
-        return self.n_elements * sum(DTYPE_NBYTES[dtype] for dtype in self.dtypes)
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Element ranges to read."""
-        for start in range(0, self.n_elements, _JOB_ELEMENTS):
+        for start in range(0, self.n_elements if self.is_alike else 0, _JOB_ELEMENTS):
             yield start, min(start + _JOB_ELEMENTS, self.n_elements)
 
     def windows(self, start: int, end: int, buffers: _Buffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Read-only views of both tensors; each pair is valid until the next is requested."""
+        """Both tensors, piece by piece; each pair is valid until the next is requested."""
         for first in range(start, end, _WINDOW_ELEMENTS):
-            last = min(first + _WINDOW_ELEMENTS, end)
-            sides = list(zip(self.readers, self.names, self.dtypes, buffers.pair, strict=True))
-            one, two = (
-                torch.frombuffer(
-                    reader.view(name, first * DTYPE_NBYTES[dtype], last * DTYPE_NBYTES[dtype], buffer),
-                    dtype=TORCH_DTYPES[dtype],
-                )
-                for reader, name, dtype, buffer in sides
-            )
-            yield one, two
-            for reader, name, dtype, _ in sides:
-                reader.forget(name, first * DTYPE_NBYTES[dtype], last * DTYPE_NBYTES[dtype])
+            pieces = []
+            for (model, name), dtype, buffer in zip(self._sides, self.dtypes, buffers.pair, strict=True):
+                width = DTYPE_NBYTES[dtype]
+                out = buffer[: (min(first + _WINDOW_ELEMENTS, end) - first) * width]
+                model.read(name, first * width, out)
+                pieces.append(torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]))
+            yield pieces[0], pieces[1]
 
-    def differences(self, start: int, end: int, buffers: _Buffers) -> Difference:
-        """Compare one range of elements."""
+    def compare(self, start: int, end: int, buffers: _Buffers) -> tuple[_Pair, Difference, int]:
+        """The pair, the differences in one range of elements, and the bytes read."""
         found = Difference()
         for x, y in self.windows(start, end, buffers):
-            if x.dtype == y.dtype and same_bits(x, y):
-                found += Difference(len(x))
-                continue
-            for pieces in zip(x.split(_PIECE_ELEMENTS), y.split(_PIECE_ELEMENTS), strict=True):
-                found += compare(*pieces)
-        return found
+            found += compare(x, y)
+        return self, found, (end - start) * sum(DTYPE_NBYTES[dtype] for dtype in self.dtypes)
 
-    def went_through(self, buffers: _Buffers) -> str | None:
+    def _went_through(self, buffers: _Buffers) -> str | None:
         """The narrower dtype that one whole tensor was rounded to, if any. Rereads it, usually only one window."""
         ways = ways_through(*self.dtypes)
-        with _held([self]):
-            for start, end in self.parts() if ways else ():
-                for x, y in self.windows(start, end, buffers):
-                    wide = torch.promote_types(x.dtype, y.dtype)
-                    ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
-                    if not ways:
-                        return None
+        for start, end in self.parts() if ways else ():
+            for x, y in self.windows(start, end, buffers):
+                wide = torch.promote_types(x.dtype, y.dtype)
+                ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
+                if not ways:
+                    return None
         return min(ways)[0] if ways else None
 
     def verdict(self, buffers: _Buffers) -> TensorVerdict:
         """The result. Call it once all parts have been compared."""
         found, (first, second) = self.found, self.dtypes
+        has_ulps = has_precision(first) and has_precision(second)
         through, reason = None, ''
         if not self.is_alike:
             verdict, reason = DIFFERENT, 'shapes {} and {}'.format(*self.shapes)
         elif found.same_bytes and first == second:
             verdict = IDENTICAL
-        elif not self.has_precision and first != second:
+        elif not has_ulps and first != second:
             verdict, reason = DIFFERENT, f'dtypes {first} and {second}'
         elif found.n_beyond == 0:
             verdict, through = ROUNDING, narrower(first, second)
         else:
-            through = self.went_through(buffers)
+            through = self._went_through(buffers)
             verdict = DIFFERENT if through is None else ROUNDING
         return TensorVerdict(
             name=self.names[0] if self.names[0] == self.names[1] else '{} and {}'.format(*self.names),
@@ -134,19 +114,20 @@ class _Pair:
             n_differ=found.n_differ,
             max_abs=found.max_abs,
             mean_abs=found.sum_abs / self.n_elements if self.n_elements else 0.0,
-            max_ulps=found.max_ulps if self.has_precision else None,
-            ulp_of=narrower(first, second) if self.has_precision else None,
+            max_ulps=found.max_ulps if has_ulps else None,
+            ulp_of=narrower(first, second) if has_ulps else None,
             through=through,
             reason=reason,
         )
 
 
 def compare_models(
-    a: ModelReader, b: ModelReader, workers: int, on_progress: Callable[[int, int], None] | None = None
+    a: Model, b: Model, workers: int, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Comparison:
     """Read both models once and compare them.
 
-    Memory: a few MB per worker. Tensors that are computed together, such as fused experts, are held in full.
+    Memory: a few MB per worker. Tensors that are computed together, such as fused experts, are held in full, and
+    compared one after the other.
 
     Args:
         on_progress: Called in this thread with bytes done and total bytes.
@@ -157,26 +138,38 @@ def compare_models(
     started, threads = time.perf_counter(), torch.get_num_threads()
     result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
     pairs, buffers = _pairs(a, b, result), _Buffers()
-    total = sum(pair.nbytes_to_read() for pair in pairs if pair.is_alike)
+    total = sum(pair.nbytes for pair in pairs)
+
+    def add(pair: _Pair, found: Difference, nbytes: int) -> None:
+        pair.found += found
+        result.read_nbytes += nbytes
+        on_progress(result.read_nbytes, total)
+
+    stored = [pair for pair in pairs if not pair.is_computed]
+    jobs = (partial(pair.compare, *part, buffers) for pair in stored for part in pair.parts())
     torch.set_num_threads(1)  # parallelism comes from the workers
     try:
         with WorkerThreads(workers) as pool:
-            for parts in pool.run(_jobs(pairs, buffers)):
-                for pair, difference, nbytes in parts:
-                    pair.found += difference
-                    result.read_nbytes += nbytes
-                if on_progress is not None:
-                    on_progress(result.read_nbytes, total)
-        result.tensors = [pair.verdict(buffers) for pair in pairs]
+            for done in pool.run(jobs):
+                add(*done)
     finally:
         torch.set_num_threads(threads)
+    result.tensors = [pair.verdict(buffers) for pair in stored]
+    for pair in pairs:
+        if pair.is_computed:
+            for part in pair.parts():
+                add(*pair.compare(*part, buffers))
+            result.tensors.append(pair.verdict(buffers))
     result.tensors.sort(key=lambda t: ([DIFFERENT, ROUNDING, IDENTICAL].index(t.verdict), -t.max_abs, -t.n_differ))
     result.seconds = time.perf_counter() - started
     return result
 
 
-def _pairs(a: ModelReader, b: ModelReader, result: Comparison) -> list[_Pair]:
-    """Match tensors by name. A tied tensor may be stored under any of its names, or under all."""
+def _pairs(a: Model, b: Model, result: Comparison) -> list[_Pair]:
+    """Match tensors by name. A tied tensor may be stored under any of its names, or under all.
+
+    Those that are computed together are neighbours.
+    """
     names = [(name, name) for name in a.tensors if name in b.tensors]
     for name in a.tensors:
         if name not in b.tensors:
@@ -184,41 +177,7 @@ def _pairs(a: ModelReader, b: ModelReader, result: Comparison) -> list[_Pair]:
     for name in b.tensors:
         if name not in a.tensors:
             (names.append((a.ties[name], name)) if name in a.ties else result.extra.append(name))
-    return [_Pair(a, b, pair) for pair in dict.fromkeys(names)]
-
-
-_Part = tuple[_Pair, Difference, int]  # and bytes read
-
-
-def _jobs(pairs: Sequence[_Pair], buffers: _Buffers) -> Iterator[Callable[[], list[_Part]]]:
-    """Jobs: parts of plain tensors, and whole groups of tensors that are computed together, one at a time."""
-    done: set[_Pair] = set()
-    alone = threading.Lock()
-    for pair in pairs:
-        if pair in done or not pair.is_alike:
-            continue
-        together = pair.made_together
-        if not together:
-            yield from (partial(_compare_parts, pair, [part], buffers) for part in pair.parts())
-            continue
-        group = [other for other in pairs if other.is_alike and not together.isdisjoint(other.names)]
-        done.update(group)
-        yield partial(_compare_group, group, buffers, alone)
-
-
-def _compare_group(group: Sequence[_Pair], buffers: _Buffers, alone: threading.Lock) -> list[_Part]:
-    with alone, _held(group):
-        return [part for pair in group for part in _compare_parts(pair, pair.parts(), buffers)]
-
-
-def _compare_parts(pair: _Pair, parts: Iterable[tuple[int, int]], buffers: _Buffers) -> list[_Part]:
-    width = sum(DTYPE_NBYTES[dtype] for dtype in pair.dtypes)
-    return [(pair, pair.differences(start, end, buffers), (end - start) * width) for start, end in parts]
-
-
-@contextmanager
-def _held(pairs: Sequence[_Pair]) -> Iterator[None]:
-    """Inside the block, tensors that are computed together are computed only once."""
-    (a, b), (in_a, in_b) = pairs[0].readers, zip(*(pair.names for pair in pairs), strict=True)
-    with a.held(in_a), b.held(in_b):
-        yield
+    place_in_a, place_in_b = ({name: i for i, name in enumerate(model.tensors)} for model in (a, b))
+    order = place_in_a if any(map(a.is_computed, a.tensors)) else place_in_b
+    side = 0 if order is place_in_a else 1
+    return [_Pair(a, b, pair) for pair in sorted(dict.fromkeys(names), key=lambda pair: order[pair[side]])]

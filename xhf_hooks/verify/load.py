@@ -1,16 +1,17 @@
-"""Loads a folder with transformers or peft, runs a forward pass and generates text."""
+"""Loads a folder with transformers or peft, tells what they miss, runs a forward pass and generates text."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.format import strict_json
-from xhf_hooks.integrity.findings import OK, PROBLEM, Finding
+from xhf_hooks.format.text import some
+from xhf_hooks.integrity.report import OK, PROBLEM, Finding
 from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
 from xhf_hooks.model.quiet_transformers import quiet
 
@@ -21,41 +22,65 @@ _GENERATION = {'max_new_tokens': 8, 'do_sample': False, 'num_beams': 1, 'num_ret
 
 @dataclass
 class LoadReport:
-    """The outcome of loading; ``error`` is None if it worked. Times in seconds."""
+    """The outcome of loading.
+
+    Attributes:
+        load_secs, forward_secs: Times in seconds.
+        written: The generated text.
+        keys: What the library told of names: ``'missing'``, ``'unexpected'`` and ``'mismatched'``, without empty ones.
+        error: Why it failed; None if it worked.
+    """
 
     class_name: str = ''
     load_secs: float = 0.0
     forward_secs: float = 0.0
     written: str = ''
+    keys: dict[str, list[str]] = field(default_factory=dict)
     error: str | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return self.error is None and not self.keys
 
     def lines(self) -> list[str]:
         """The report as text."""
+        found = [
+            Finding(PROBLEM, 'load', f'{self.class_name}: {len(names)} {kind} keys: {some(names)}')
+            for kind, names in self.keys.items()
+        ]
         if self.error is not None:
-            return [Finding(PROBLEM, 'load', f'{self.class_name or "transformers"}: {self.error}').line()]
-        times = f'in {self.load_secs:.1f} s, forward {self.forward_secs:.2f} s'
-        found = [Finding(OK, 'load', f'{self.class_name} {times}')]
-        if self.written:
+            found.append(Finding(PROBLEM, 'load', f'{self.class_name or "transformers"}: {self.error}'))
+        elif self.is_good:
+            times = f'in {self.load_secs:.1f} s, forward {self.forward_secs:.2f} s'
+            found.append(Finding(OK, 'load', f'{self.class_name} {times}'))
+        if self.written and self.is_good:
             found.append(Finding(OK, 'generation', self.written))
         return [finding.line() for finding in found]
 
 
-def load_and_run(folder: Path, *, trust_remote_code: bool) -> LoadReport:
-    """Load it with transformers (an adapter with peft), run one forward pass and a short greedy generation. Offline."""
+def load_and_run(folder: Path, *, base: str | None, trust_remote_code: bool) -> LoadReport:
+    """Load it with transformers (an adapter with peft), run one forward pass and a short greedy generation. Offline.
+
+    Args:
+        base: The base model of an adapter; None: the one that adapter_config.json names.
+    """
     report = LoadReport()
     try:
         with quiet():
-            _run(folder, trust_remote_code, report)
+            _run(folder, base, trust_remote_code, report)
     except Exception as error:  # a model's own code may raise anything
         report.error = f'{type(error).__name__}: {" ".join(str(error)[:500].split())}'
     return report
 
 
-def _run(folder: Path, trust_remote_code: bool, report: LoadReport) -> None:
+def _run(folder: Path, base: str | None, trust_remote_code: bool, report: LoadReport) -> None:
     import torch
 
     started = time.perf_counter()
-    model = _load(folder, trust_remote_code).eval()
+    load = _load_adapter if (folder / 'adapter_config.json').is_file() else _load_model
+    model, keys = load(folder, base, trust_remote_code)
+    model.eval()
+    report.keys = {kind: sorted(map(str, names)) for kind, names in keys.items() if names}
     report.class_name, report.load_secs = type(model).__name__, time.perf_counter() - started
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -70,21 +95,45 @@ def _run(folder: Path, trust_remote_code: bool, report: LoadReport) -> None:
         raise DamagedError('the forward pass returns infinite or NaN values')
     if hasattr(model, 'generate') and model.can_generate():
         with torch.no_grad():
-            answer = model.generate(ids, **_GENERATION)[0].tolist()
+            answer = model.generate(input_ids=ids, **_GENERATION)[0].tolist()
         report.written = str(answer) if tokenizer is None else repr(tokenizer.decode(answer))
 
 
-def _load(folder: Path, trust_remote_code: bool) -> Any:
+def _load_model(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """The model, and the names that transformers reports."""
     import transformers
 
-    if (folder / 'adapter_config.json').is_file():
-        from peft import AutoPeftModelForCausalLM
-
-        return AutoPeftModelForCausalLM.from_pretrained(
-            str(folder), torch_dtype='auto', local_files_only=True, trust_remote_code=trust_remote_code
-        )
     name = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
-    kind = class_named(name, str(folder), auto=False)
-    return (kind or transformers.AutoModelForCausalLM).from_pretrained(
-        str(folder), torch_dtype='auto', local_files_only=True, trust_remote_code=trust_remote_code
+    model, told = (class_named(name, str(folder), auto=False) or transformers.AutoModelForCausalLM).from_pretrained(
+        str(folder),
+        torch_dtype='auto',
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported instead
     )
+    mismatched = [f'{name} {tuple(found)}, expected {tuple(wanted)}' for name, found, wanted in told['mismatched_keys']]
+    return model, {
+        'missing': told['missing_keys'],
+        'unexpected': told['unexpected_keys'],
+        'mismatched': mismatched,
+    }
+
+
+def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """The adapted model, and the names that peft reports; it refuses other shapes."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
+    from transformers import AutoModelForCausalLM
+
+    lora = PeftConfig.from_pretrained(str(folder))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(
+            base or lora.base_model_name_or_path,
+            torch_dtype='auto',
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        ),
+        str(folder),
+    )
+    wanted, found = get_peft_model_state_dict(model).keys(), load_peft_weights(str(folder), device='cpu').keys()
+    return model, {'missing': wanted - found, 'unexpected': found - wanted}

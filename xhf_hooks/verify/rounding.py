@@ -17,8 +17,6 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import FLOAT_DTYPES, HALF_DTYPES
 
 _FINFO = {TORCH_DTYPES[code]: torch.finfo(TORCH_DTYPES[code]) for code in (*sorted(FLOAT_DTYPES), 'F8_E4M3', 'F8_E5M2')}
-#: The integer dtype of the same width, and the mask of the exponent bits.
-_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 
 def has_precision(dtype: str) -> bool:
@@ -28,12 +26,7 @@ def has_precision(dtype: str) -> bool:
 
 def narrower(a_dtype: str, b_dtype: str) -> str:
     """The dtype with fewer fraction bits."""
-    return max(a_dtype, b_dtype, key=_eps)
-
-
-def _eps(dtype: str) -> float:
-    """Machine epsilon."""
-    return _FINFO[TORCH_DTYPES[dtype]].eps
+    return max(a_dtype, b_dtype, key=lambda dtype: _FINFO[TORCH_DTYPES[dtype]].eps)
 
 
 @dataclass
@@ -57,83 +50,60 @@ class Difference:
     max_ulps: float = 0.0
 
     def __iadd__(self, other: Difference) -> Difference:
-        self.n_elements += other.n_elements
-        self.n_differ += other.n_differ
-        self.n_beyond += other.n_beyond
+        for name in ('n_elements', 'n_differ', 'n_beyond', 'sum_abs'):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ('max_abs', 'max_ulps'):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
         self.same_bytes &= other.same_bytes
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.sum_abs += other.sum_abs
-        self.max_ulps = max(self.max_ulps, other.max_ulps)
         return self
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> Difference:
     """Compare two flat tensors of equal length."""
-    if a.dtype == b.dtype and same_bits(a, b):
+    if a.dtype == b.dtype and np.array_equal(a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy()):
         return Difference(n_elements=a.numel())
     if {a.dtype, b.dtype} <= _FINFO.keys():
         return _compare_floats(a, b)
     return _compare_exact(a, b)
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bytes are equal."""
-    one, two = a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy()
-    whole = len(one) // 8 * 8
-    words = np.array_equal(one[:whole].view(np.uint64), two[:whole].view(np.uint64))
-    return words and np.array_equal(one[whole:], two[whole:])
-
-
 def _compare_floats(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Compare floats. Each step uses torch or NumPy, whichever was measured to be faster."""
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     x, y = a.to(wide), b.to(wide)
+    differ = (x != y) & ~(x.isnan() & y.isnan())
+    result = Difference(a.numel(), n_differ=int(differ.sum()), same_bytes=False)
+    if not result.n_differ:
+        return result
     distance = (x - y).abs_()
-    differ = np.not_equal(x.numpy(), y.numpy())
+    finite = distance.isfinite()
+    has_infinite = bool((differ & ~finite).any())
+    distance.masked_fill_(~(differ & finite), 0)
+    result.max_abs, result.sum_abs = float(distance.max()), float(distance.sum())
+    narrow = max(a.dtype, b.dtype, key=lambda dtype: _FINFO[dtype].eps)
     left = differ  # not yet explained by rounding
-    if a.dtype != b.dtype:
-        left = differ & (_bits_differ(y.to(a.dtype), a) if _narrower(a, b) is a else _bits_differ(x.to(b.dtype), b))
-    result = Difference(a.numel(), same_bytes=False, max_abs=float(distance.numpy().max(initial=0)))
-    if not math.isfinite(result.max_abs):
-        differ &= ~(x.isnan() & y.isnan()).numpy()
-        infinite = ~distance.isfinite()
-        result.max_ulps = math.inf if (differ & infinite.numpy()).any() else 0.0
-        left = differ & (left | infinite.numpy())
-        distance = torch.where(infinite, 0, distance)
-        result.max_abs = float(distance.max())
-    result.n_differ = int(np.count_nonzero(differ))
-    if result.n_differ:
-        result.sum_abs = float(distance.sum())
-        ulps = _max_ulps(x, y, distance, _FINFO[_narrower(a, b).dtype]) if left.any() else 0.5
-        result.max_ulps = max(result.max_ulps, ulps)
-        result.n_beyond = result.n_differ if a.dtype == b.dtype else _count_beyond(a, b, left)
+    if a.dtype != b.dtype and not has_infinite:
+        left = differ & (x.to(narrow).to(wide) != y.to(narrow).to(wide))
+    if has_infinite:
+        result.max_ulps = math.inf
+    else:
+        result.max_ulps = _max_ulps(x, y, distance, _FINFO[narrow]) if left.any() else 0.5
+    result.n_beyond = _count_beyond(a[left].double(), b[left].double(), a.dtype, b.dtype)
     return result
-
-
-def _narrower(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return max(a, b, key=lambda tensor: _FINFO[tensor.dtype].eps)
-
-
-def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
-    words = f'u{a.element_size()}'
-    return np.not_equal(*(tensor.view(torch.uint8).numpy().view(words) for tensor in (a, b)))
 
 
 def _max_ulps(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, narrow: torch.finfo) -> float:
     """The largest distance, in ULPs of the larger of the two values."""
-    kind, mask = _EXPONENT[x.dtype]
-    exponent = x.view(kind) & mask
-    torch.maximum(exponent, y.view(kind) & mask, out=exponent)
-    power = exponent.view(x.dtype)  # the value rounded down to a power of two; infinite if not finite
-    units = distance.div_(power.clamp_(min=narrow.smallest_normal))
-    return float(units.numpy().max()) / narrow.eps
+    larger = torch.where(distance > 0, torch.maximum(x.abs(), y.abs()), 1)
+    mantissa, exponent = torch.frexp(larger)  # larger = mantissa * 2**exponent, mantissa in [0.5, 1)
+    power = torch.ldexp(torch.ones_like(mantissa), exponent - 1).clamp_(min=narrow.smallest_normal)
+    return float((distance / power).max()) / narrow.eps
 
 
-def _count_beyond(a: torch.Tensor, b: torch.Tensor, left: np.ndarray) -> int:
-    """Test the remaining elements exactly: halfway between two values, rounding to either is right."""
-    places = torch.from_numpy(np.flatnonzero(left))
-    x, y = a[places].double(), b[places].double()
-    return int((~(_is_nearest(x, y, b.dtype) | _is_nearest(y, x, a.dtype))).sum())
+def _count_beyond(x: torch.Tensor, y: torch.Tensor, x_dtype: torch.dtype, y_dtype: torch.dtype) -> int:
+    """Test exactly, in fp64: halfway between two values, rounding to either is right."""
+    if x_dtype == y_dtype:
+        return len(x)
+    return int((~(_is_nearest(x, y, y_dtype) | _is_nearest(y, x, x_dtype))).sum())
 
 
 def _is_nearest(values: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -161,8 +131,9 @@ def ways_through(a_dtype: str, b_dtype: str) -> set[tuple[str, bool]]:
     """Narrower dtypes that one of the tensors may have been rounded to: (dtype, whether it is the first tensor)."""
     if not (has_precision(a_dtype) and has_precision(b_dtype)):
         return set()
-    eps = _eps(narrower(a_dtype, b_dtype))
-    return {(dtype, first) for dtype in HALF_DTYPES if _eps(dtype) > eps for first in (True, False)}
+    eps = _FINFO[TORCH_DTYPES[narrower(a_dtype, b_dtype)]].eps
+    narrow = [dtype for dtype in HALF_DTYPES if _FINFO[TORCH_DTYPES[dtype]].eps > eps]
+    return {(dtype, first) for dtype in narrow for first in (True, False)}
 
 
 def went_through(a: torch.Tensor, b: torch.Tensor, way: tuple[str, bool]) -> bool:

@@ -112,6 +112,35 @@ def test_a_vocabulary_with_an_id_beyond_all(trained, tmp_path, capsys):
     assert 'loading and saving the tokenizer takes more than' in line and not (tmp_path / 'out').exists()
 
 
+#: Values of the wrong kind in the base model's config.json, or names of something else than the field requires.
+WRONG: tuple[dict[str, Any], ...] = (
+    *({'model_type': value} for value in (['llama'], 5, None)),
+    *({'architectures': value} for value in (['pipeline'], ['Trainer'], ['PreTrainedModel'], 'LlamaForCausalLM', [5])),
+    *({'hidden_act': value} for value in ('nope', ['silu'], 5)),
+    *({'rope_scaling': value} for value in ({'rope_type': 'nope', 'factor': 2.0}, 'linear')),
+    *({'auto_map': 5}, {'auto_map': {'AutoConfig': 5}}, {'torch_dtype': 'nope'}, {'quantization_config': 'x'}),
+    *(
+        {'vocab_size': '131'},
+        {'vocab_size': 1.5},
+        {'num_hidden_layers': '2'},
+        {'id2label': ['a']},
+        {'text_config': 'x'},
+    ),
+)
+
+
+@pytest.mark.parametrize('changed', WRONG, ids=str)
+def test_a_config_that_no_model_has(trained, tmp_path, capsys, changed):
+    """One line, or a conversion that does not need the field; never a fault of this program."""
+    base = base_model(trained, tmp_path / 'base', **changed)
+    status = main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('xhf-convert: ')]
+    if status:
+        assert status == 2 and len(lines) == 1 and not (tmp_path / 'out').exists()
+    else:
+        assert set(changed) & {'auto_map', 'torch_dtype', 'model_type'}
+
+
 def run_with_a_hook(trained: Path, work_dir: Path) -> Path:
     """A work_dir whose config has a model that only its own code knows, and what HFCheckpointHook left in it."""
     saved = work_dir / '20261122_101010' / 'hf_model'

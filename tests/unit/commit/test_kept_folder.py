@@ -13,7 +13,7 @@ from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.commit.kept_folder import KeptFolder
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format import strict_json
-from xhf_hooks.integrity.against_manifest import check_folder
+from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit, read_manifest
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.model_folder import edit_json, save_model
 from xhf_hooks.convert import ConvertOptions
+from xhf_hooks.errors import CheckpointError
 from xhf_hooks.verify.compare import compare_models
 from xhf_hooks.verify.comparison import DIFFERENT, IDENTICAL, ROUNDING, Comparison
-from xhf_hooks.verify.open_models import open_models
+from xhf_hooks.verify.models import open_models
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -202,18 +203,9 @@ def test_a_checkpoint_whose_base_is_gone(trained, tmp_path, prefix):
     assert found.verdict == IDENTICAL and len(found.tensors) == 26, found.lines()
 
 
-def test_a_checkpoint_of_a_model_that_nobody_knows(trained, tmp_path):
-    """By names alone, and it says so."""
-    shutil.copytree(trained / 'model', tmp_path / 'model')
-    edit_json(tmp_path / 'model' / 'config.json', architectures=['Nobody'], model_type='nobody')
-    save_checkpoint(trained, tmp_path / 'iter_7.pth', base='no such folder')
-    found = compared(tmp_path / 'model', tmp_path / 'iter_7.pth')
-    assert found.verdict == IDENTICAL and any('by name alone' in note for note in found.notes)
-
-
-def test_two_checkpoints(trained, tmp_path):
-    save_checkpoint(trained, tmp_path / 'iter_8.pth', 'module.')
-    assert compared(trained / 'iter_7.pth', tmp_path / 'iter_8.pth').verdict == IDENTICAL
+def test_two_checkpoints_are_refused(trained):
+    with pytest.raises(CheckpointError, match='convert one of them with xhf-convert first'):
+        compared(trained / 'iter_7.pth', trained / 'iter_7.pth')
 
 
 def test_experts_that_are_made_of_one_tensor(tmp_path):
