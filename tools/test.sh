@@ -100,7 +100,7 @@ measure_coverage() {
     # Nearly free if Python reports each line only once
     python -c 'import sys; sys.exit(sys.version_info < (3, 12))' && export COVERAGE_CORE=sysmon
     echo '== line coverage of the unit tests, without fully covered files'
-    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/concurrency --ignore=tests/unit/on_demand
+    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/concurrency --ignore=tests/unit/background
     python -m coverage report
 }
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from xhf_hooks import preflight
+from xhf_hooks.background.on_saved import AfterSaves, Result, after_saves_of_run, wait_for_all
+from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, new_name
 from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.commit.target import SaveTarget
@@ -23,8 +25,6 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.model.unwrap import Unwrapped
-from xhf_hooks.on_demand.save_requests import SaveRequests
-from xhf_hooks.on_saved.after_saves import AfterSaves, Result, after_saves_of_run, wait_for_all
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
@@ -195,10 +195,8 @@ class CheckpointManager:
                 self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
                 self._ending.callback(ExitWait(self._wait_at_exit).close)
             if self._after_saves is not None:
-                self._after_saves.start()
                 weakref.finalize(self, self._after_saves.close).atexit = False
-                if self._uploads is not None:  # called first: no command starts while saves and uploads are awaited
-                    self._ending.callback(ExitWait(self._after_saves.close).close)
+                self._ending.callback(ExitWait(self._after_saves.close).close)  # called first: it takes a few seconds
             self._accept_requests()
             untested = untested_set()
             if untested is not None:
@@ -269,12 +267,12 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
-        if self._requests is not None and self._requests.is_due(step.iteration, validated=validated):
+        if self._requests is not None and self._requests.is_due(at_once=validated):
             self._save_asked(step)
 
     def finish(self, step: Step) -> None:
         """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved``."""
-        if self._requests is not None and self._requests.is_due_at_end():
+        if self._requests is not None and self._requests.is_due(at_once=True):
             self._save_asked(step)
         if self._options.on_saved is None:
             return
@@ -349,7 +347,7 @@ class CheckpointManager:
     def _accept_requests(self) -> None:
         if signals := self._options.save_on_signal:
             wait_secs = self._options.exit_wait_secs
-            self._requests = SaveRequests(self.collective, self._log, signals=signals, wait_secs=wait_secs)
+            self._requests = SaveRequests(self._log, signals=signals, wait_secs=wait_secs)
             self._ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 

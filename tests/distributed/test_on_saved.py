@@ -1,13 +1,11 @@
-"""What is done after each save: commands as processes, alone and in real runs."""
+"""What is done after each save, in real runs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,109 +17,14 @@ from tests.distributed.test_frontends import trainer_run
 from tests.distributed.test_hook_runs import run, saves
 from tests.helpers import on_saved_family, on_saved_program
 from tests.helpers.frontends import verify_folder
-from tests.helpers.ranks import HANG_SECS, run_ranks, start_process
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
+from tests.unit.background.test_on_saved_command import FAMILY, alive, members, until
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
-FAMILY = [sys.executable, on_saved_family.__file__]
 EVERY_TWO = dict(interval=2, by_epoch=False)
 NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
-
-
-def running(command: list[str], folder: Path, timeout_secs: float = HANG_SECS) -> Any:
-    from xhf_hooks.on_saved.command import RunningCommand
-
-    return RunningCommand(command, folder / 'output.log', timeout_secs)
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + HANG_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def members(folder: Path) -> list[int]:
-    return [int(path.stem) for path in folder.glob('*.pid')]
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those that have not ended; one that nobody has waited for has."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].split()[0] != b'Z':
-                found.append(pid)
-    return found
-
-
-def test_the_last_line_is_the_result(tmp_path):
-    script = 'import sys; print("{}"); print("e", file=sys.stderr); print("[]\\n", chr(123), "\\"a\\": 1}\\n\\n")'
-    assert running([sys.executable, '-c', script], tmp_path).wait() == {'a': 1.0}
-    assert running([sys.executable, '-c', script], tmp_path).wait() == {'a': 1.0}
-    log = (tmp_path / 'output.log').read_text()
-    assert log.count('"a": 1}\n') == log.count('e\n') == 2, 'appended'
-
-
-def test_much_output_is_no_result(tmp_path):
-    script = 'print("{" + " " * 3_000_000 + "}"); print("x" * 5_000_000, end="")'
-    assert running([sys.executable, '-c', script], tmp_path).wait() == {}
-    assert (tmp_path / 'output.log').stat().st_size == 8_000_003
-
-
-@pytest.mark.parametrize(
-    ('command', 'message'),
-    [
-        (['sh', '-c', 'echo the reason; exit 3'], 'exit status 3; last line: the reason'),
-        (['sh', '-c', 'kill -9 $$'], 'killed by signal 9'),
-        (['/dev/null'], 'could not be started: .*Permission denied'),
-    ],
-)
-def test_a_command_that_fails(tmp_path, command, message):
-    from xhf_hooks.on_saved.command import CommandError
-
-    with pytest.raises(CommandError, match=message):
-        running(command, tmp_path).wait()
-
-
-def test_nothing_is_left_of_a_command_that_has_ended(tmp_path):
-    running([*FAMILY, str(tmp_path), '0'], tmp_path).wait()
-    assert len(members(tmp_path)) == on_saved_family.MEMBERS
-    assert alive(members(tmp_path)) == []
-
-
-@pytest.mark.modern_only
-def test_nothing_is_left_when_the_time_is_over(tmp_path):
-    from xhf_hooks.on_saved.command import CommandError
-
-    started = running([*FAMILY, str(tmp_path), '10000'], tmp_path, timeout_secs=5.0)
-    with pytest.raises(CommandError, match='ended: out of time'):
-        started.wait()
-    assert members(tmp_path) and alive(members(tmp_path)) == []
-
-
-def test_nothing_is_left_when_training_ends(tmp_path):
-    from xhf_hooks.on_saved.command import CommandError
-
-    started = running([*FAMILY, str(tmp_path), '10000'], tmp_path)
-    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
-    started.end()
-    with pytest.raises(CommandError, match='ended: training has ended'):
-        started.wait()
-    assert alive(members(tmp_path)) == []
-
-
-def _run_family(folder: Path) -> None:
-    running([*FAMILY, str(folder), '10000'], folder).wait()
-
-
-def test_nothing_is_left_when_the_run_is_killed(tmp_path):
-    rank = start_process(_run_family, tmp_path)
-    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
-    rank.kill()
-    rank.join()
-    until(lambda: alive(members(tmp_path)) == [])
 
 
 def program(step_to_wait_for: int, loads: bool) -> list[str]:
@@ -270,7 +173,6 @@ def killed(work_dir: Path) -> None:
     ended_run(dict(on_saved=[*FAMILY, '{output}', '10000']), work_dir, hooks=[dict(type='KillHook')])
 
 
-@pytest.mark.modern_only
 def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
     from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 
@@ -285,7 +187,6 @@ def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
     assert list(log_dir.glob('.hf_model.kept-*')) == []
 
 
-@pytest.mark.modern_only
 def test_the_log_of_trainer_has_the_numbers(tmp_path):
     stored = dict(out_dir=(tmp_path / 'stored').as_uri())
     scenarios = {

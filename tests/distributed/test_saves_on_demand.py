@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.distributed.test_frontends import trainer_run
 from tests.distributed.test_hook_runs import run, saves
 from tests.helpers.frontends import verify_folder
 from tests.helpers.ranks import run_ranks
-from tests.helpers.requesting_run import Preempted, RandomSignals, fast_agreement
+from tests.helpers.requesting_run import Preempted, RandomSignals
 from tests.helpers.scenarios import check, run_scenarios
 
 N_SIGNALS = 5
@@ -42,11 +41,10 @@ def random_signals(name: str, n_signals: int, work_dir: Path) -> Any:
     stage, hook, options = RANDOM[name]
     signals = dict(type='RandomSignals', n_signals=n_signals, seed=stage)
     hook = {**NEVER_DUE, 'save_last': True, **hook}
-    with fast_agreement():
-        log_dir = run(
-            dict(hook=hook, stage=stage, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals], **options),
-            work_dir,
-        )
+    log_dir = run(
+        dict(hook=hook, stage=stage, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals], **options),
+        work_dir,
+    )
     asked = RandomSignals.newest
     return log_dir, asked.saved, asked.sent
 
@@ -59,18 +57,12 @@ def every_iteration(stage: int, max_iters: int, work_dir: Path) -> str:
 def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, max_iters: int = LAST, **more: Any) -> str:
     """Training goes on after the save. Runs on: all ranks."""
     hooks = [dict(type='AtIteration', **ask)]
-    with fast_agreement():
-        return run(
-            dict(
-                hook={**NEVER_DUE, **options},
-                stage=3,
-                max_iters=max_iters,
-                checkpoint=NO_CHECKPOINTS,
-                hooks=hooks,
-                **more,
-            ),
-            work_dir,
-        )
+    return run(
+        dict(
+            hook={**NEVER_DUE, **options}, stage=3, max_iters=max_iters, checkpoint=NO_CHECKPOINTS, hooks=hooks, **more
+        ),
+        work_dir,
+    )
 
 
 def with_handler(handler: Any, options: dict[str, Any], work_dir: Path) -> Any:
@@ -106,12 +98,8 @@ def _release(work_dir: Path) -> None:
 
 def too_late(work_dir: Path) -> None:
     """No time for a save. Ranks end one after another; one that waits for an ended one fails. Runs on: all ranks."""
-    options = dict(exit_wait_secs=0, interval=4, save_on_signal='SIGTERM')
-    with (
-        mock.patch('xhf_hooks.on_demand.agreement.SaveAgreement._agree', lambda self, name: time.sleep(1)),
-        contextlib.suppress(RuntimeError),
-    ):
-        asked(options, dict(iteration=6, ask='SIGTERM'), work_dir)
+    with contextlib.suppress(RuntimeError):
+        asked(dict(exit_wait_secs=0, interval=4, save_on_signal='SIGTERM'), dict(iteration=6, ask='SIGTERM'), work_dir)
 
 
 def callback(work_dir: Path) -> list[str]:
@@ -128,7 +116,7 @@ def callback(work_dir: Path) -> list[str]:
             os.kill(os.getpid(), signal.SIGUSR2)
 
     options = dict(save_strategy='no', save_on_signal='SIGUSR2', max_keep_ckpts=-1)
-    with fast_agreement(), mock.patch.object(HFCheckpointCallback, 'on_train_begin', on_train_begin):
+    with mock.patch.object(HFCheckpointCallback, 'on_train_begin', on_train_begin):
         return trainer_run(options, dict(save_strategy='no', max_steps=LAST), 3, False, work_dir)
 
 
@@ -196,7 +184,8 @@ def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
     assert len(saved) == N_SIGNALS and saved == sorted(saved)
     sent = {number: iteration for *_, own in ranks for number, iteration in own.items()}
     assert sorted(sent) == list(range(N_SIGNALS))
-    assert all(saved[number] >= iteration for number, iteration in sent.items()), 'saved before it was asked for'
+    for number, iteration in sent.items():
+        assert iteration <= saved[number] <= iteration + 5, 'saved before it was asked for, or much later'
     found = {iteration: folder for folder, iteration in saves(Path(log_dir)).items()}
     assert set(saved) <= set(found)
     for folder in found.values():

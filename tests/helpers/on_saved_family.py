@@ -1,4 +1,4 @@
-"""A command that tries hard to survive: children in its process group and in their own, all ignoring SIGTERM.
+"""A command that tries hard to survive: children and orphans, all ignoring SIGTERM.
 
 python on_saved_family.py FOLDER SECS: each process writes a file with its id there; the first ends after SECS seconds.
 """
@@ -17,14 +17,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     first = os.getpid()
-    os.fork()  # both processes fork again, and some of the four start their own sessions
+    os.fork()  # both processes fork again
     os.fork()
-    if os.getpid() % 2 and os.getpid() != first:
-        os.setsid()
-    if not os.fork():
-        os.setsid()
-        if os.fork():
-            os._exit(0)  # its child has no parent then
+    if not os.fork() and os.fork():
+        os._exit(0)  # its child has no parent then
     (folder / f'{os.getpid()}.new').touch()
     (folder / f'{os.getpid()}.new').rename(folder / f'{os.getpid()}.pid')
     time.sleep(secs if os.getpid() == first else 10_000)

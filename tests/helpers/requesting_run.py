@@ -8,14 +8,12 @@ import signal
 import threading
 import time
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 SIGNAL = signal.SIGUSR2  # the test harness uses SIGUSR1
-POLL_SECS = 0.02
 
 
 class Preempted(Exception):
@@ -111,10 +109,3 @@ class AtIteration(Hook):
             return
         time.sleep(0.05 * dist.get_rank())
         os.kill(os.getpid(), getattr(signal, self._ask))
-
-
-def fast_agreement() -> Any:
-    """Make threads poll often, so that many requests take little time."""
-    from xhf_hooks.on_demand.agreement import SaveAgreement
-
-    return mock.patch.dict(SaveAgreement.__init__.__kwdefaults__, poll_secs=POLL_SECS)

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 #: Far less than two hours, and far more than what a busy machine needs.
 BOUND_SECS = 60
+#: What a rank that leaves gives the others to answer, and more.
+ENDING_SECS = 8
 
 
 def call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
@@ -112,3 +114,45 @@ def test_all_others_learn_of_a_death_at_once_not_its_neighbours_alone():
         assert f'rank {rank} lost contact with the other ranks' in message, message
         assert 'the connection broke earlier' in message, message
         assert seconds < BOUND_SECS
+
+
+def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
+    """Lose a rank, or have one that never answers, between two iterations; returns what the others got."""
+    import logging
+
+    import torch.distributed as dist
+
+    from xhf_hooks.background.save_on_signal import SaveRequests
+    from xhf_hooks.errors import RankLostError
+    from xhf_hooks.telemetry.log import RunLog
+
+    requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals=['SIGUSR2'], wait_secs=60)
+    assert [requests.is_due() for _ in range(3)] == [False] * 3
+    dist.barrier()
+    if dist.get_rank() == dead_rank:
+        if is_hung:
+            time.sleep(3 * ENDING_SECS)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started, outcome = time.monotonic(), 'no error'
+    try:
+        for _ in range(1 if is_hung else 3):
+            requests.is_due()
+    except RankLostError as error:
+        outcome = str(error)
+    requests.close()
+    return outcome, time.monotonic() - started
+
+
+@pytest.mark.parametrize('dead_rank', [0, 1, 2])
+def test_a_rank_that_died_is_missed_at_the_end_of_the_next_iteration(dead_rank):
+    found = run_ranks(ask_without, 3, dead_rank, False, expected_deaths={dead_rank}, init='torch')
+    for rank in {0, 1, 2} - {dead_rank}:
+        message, seconds = found[rank]
+        assert f"rank {rank} lost contact with the other ranks in stage 'save_on_signal'" in message, message
+        assert seconds < BOUND_SECS
+
+
+def test_a_rank_that_fails_does_not_wait_for_one_that_hangs():
+    """Its question is still in flight, and torch would wait for that."""
+    found = run_ranks(ask_without, 2, 1, True, expected_deaths={1}, init='torch')
+    assert found[0][0] == 'no error' and found[0][1] < 2 * ENDING_SECS

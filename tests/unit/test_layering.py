@@ -21,7 +21,7 @@ PURE = ('planning/', 'errors.py', 'config/', 'format/safetensors.py', 'files/', 
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'preflight', 'verify', 'convert', 'save',
-    'meta_model', 'on_saved', 'uploads', 'commit', 'integrity', 'sources', 'exporters', 'writers', 'on_demand',
+    'meta_model', 'background', 'uploads', 'commit', 'integrity', 'sources', 'exporters', 'writers',
     'concurrency', 'telemetry', 'config', 'registry', 'planning', 'distributed', 'format', 'stores', 'files', 'model',
     'version', 'installed', 'errors',
 )  # fmt: skip

@@ -194,15 +194,15 @@ class RunOptions(SaveOptions):
     save_on_signal: str | Sequence[str] | None = _option(
         None,
         'A signal, or a list of signals, that requests a save. Sent to any rank, it makes all ranks save at the end of '
-        "the current iteration or validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' (preemption), "
-        "'SIGINT', 'SIGHUP' and 'SIGXCPU' end the process once the save is committed.",
+        "the next iteration, or of the current validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' "
+        "(preemption), 'SIGINT', 'SIGHUP' and 'SIGXCPU' end the process once the save is committed.",
         signal_names,
     )
     on_saved: str | Sequence[str] | None = _option(
         None,
         'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder (with a '
         'URL as ``out_dir``, the URL of the save), ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, '
-        'and ``{output}`` a local folder for results. Numbers in a JSON object that it prints as its last line go to '
+        'and ``{output}`` a local folder for results. Numbers in the last line that it prints as a JSON object go to '
         'the visualizer. When saves come faster than it finishes, it runs for the newest one next.',
         command,
     )

@@ -10,7 +10,9 @@ gloo's own all-reduce takes 2 (N - 1).
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +31,9 @@ from xhf_hooks.files.open_files import allow_open_files
 T = TypeVar('T')
 #: Time limit for creating a group. All ranks are about to start: one that has not come by then never will.
 CONNECT_TIMEOUT_SECS = 120.0
+_LOOK_SECS = 0.0005
+#: How long a rank that leaves waits for what it has started and not awaited.
+_END_SECS = 5.0
 
 
 class Collective:
@@ -50,6 +55,7 @@ class Collective:
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_shared = False
+        self._in_flight: dist.Work | None = None
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._group = self._connect(connect_timeout_secs)
@@ -122,6 +128,23 @@ class Collective:
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
         """Whether the flag is set on any rank. Runs on: all ranks."""
         return bool(self.all_reduce(np.array([flag], np.uint8), np.maximum, stage)[0])
+
+    def start_any(self, flag: bool, stage: str) -> Callable[[], bool]:
+        """As :meth:`any`, but returns a function that waits for the answer. One at a time. Runs on: all ranks."""
+        if self.world_size == 1:
+            return lambda: flag
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        with self._in_touch(stage):
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._in_flight = work
+
+        def answer() -> bool:
+            _completed(work, math.inf)  # handles signals meanwhile, unlike work.wait()
+            with self._in_touch(stage):
+                work.wait()
+            return bool(flags)
+
+        return answer
 
     def all_reduce(
         self, values: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray], stage: str = 'exchange'
@@ -251,6 +274,8 @@ class Collective:
         """
         if self._group is not None:
             group, self._group = self._group, None
+            if self._in_flight is not None and not _completed(self._in_flight, _END_SECS):
+                return  # of start_any(): torch would wait for it as long as the time-out, if a rank hangs
             # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
             # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
             backend = group._get_backend(torch.device('cpu'))
@@ -315,6 +340,13 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
 def _as_tensor(values: np.ndarray) -> torch.Tensor:
     """A view of the array's bytes."""
     return torch.from_numpy(values.view(np.uint8))
+
+
+def _completed(work: dist.Work, secs: float) -> bool:
+    deadline = time.monotonic() + secs
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECS)
+    return work.is_completed()
 
 
 def _pickled(value: object) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
+from xhf_hooks.background.on_saved import Result
 from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import HookOptions
@@ -23,7 +24,6 @@ from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_sc
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import unwrap
-from xhf_hooks.on_saved.after_saves import Result
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry.log import RunLog, scalars
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from xhf_hooks.background.on_saved import Result
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import CallbackOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model.unwrap import Unwrapped, unwrap
-from xhf_hooks.on_saved.after_saves import Result
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry.log import RunLog
 

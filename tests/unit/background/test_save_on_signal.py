@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from unittest import mock
 
 import pytest
 
+from xhf_hooks.background.save_on_signal import SignalRequests
 from xhf_hooks.errors import OptionError
-from xhf_hooks.on_demand.signals import SignalRequests
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -34,7 +35,7 @@ def send(number: signal.Signals) -> None:
 
 def test_training_goes_on_after_sigusr2():
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # which would kill
-    requests = SignalRequests(['SIGUSR2'], 60)
+    requests = SignalRequests(['SIGUSR2'], 60, lambda: None)
     assert requests.asked is None
     send(signal.SIGUSR2)
     assert requests.asked == 'SIGUSR2' and not requests.must_end
@@ -47,7 +48,7 @@ def test_training_goes_on_after_sigusr2():
 def test_the_users_handler_of_sigusr2_is_called_too():
     called = []
     signal.signal(signal.SIGUSR2, lambda *args: called.append(args))
-    requests = SignalRequests(['SIGUSR2'], 60)
+    requests = SignalRequests(['SIGUSR2'], 60, lambda: None)
     send(signal.SIGUSR2)
     assert len(called) == 1 and requests.asked == 'SIGUSR2'
     requests.close()
@@ -58,7 +59,7 @@ def test_sigterm_takes_its_effect_after_the_save():
         raise Ended
 
     signal.signal(signal.SIGTERM, end)
-    requests = SignalRequests(['SIGTERM'], 60)
+    requests = SignalRequests(['SIGTERM'], 60, lambda: None)
     send(signal.SIGTERM)
     send(signal.SIGTERM)  # a scheduler sends it to torchrun, which sends it on
     assert requests.asked == 'SIGTERM' and requests.must_end
@@ -70,7 +71,7 @@ def test_sigterm_takes_its_effect_after_the_save():
 
 def test_a_default_handler_gets_the_signal_again():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    requests = SignalRequests(['SIGTERM'], 60)
+    requests = SignalRequests(['SIGTERM'], 60, lambda: None)
     send(signal.SIGTERM)
     with mock.patch.object(os, 'kill') as kill:
         requests.end()
@@ -81,7 +82,7 @@ def test_a_default_handler_gets_the_signal_again():
 def test_a_handler_that_lets_training_go_on_is_kept():
     called = []
     signal.signal(signal.SIGTERM, lambda *args: called.append('user'))
-    requests = SignalRequests(['SIGTERM'], 60)
+    requests = SignalRequests(['SIGTERM'], 60, lambda: None)
     for _ in range(2):
         send(signal.SIGTERM)
         requests.take()
@@ -97,27 +98,40 @@ def test_no_save_in_time_ends_the_process_without():
         raise Ended
 
     signal.signal(signal.SIGTERM, end)
-    requests = SignalRequests(['SIGTERM'], 0)
-    assert not requests.end_when_late()
-    send(signal.SIGTERM)
+    late = []
+    requests = SignalRequests(['SIGTERM'], 0.1, lambda: late.append(1))
     with pytest.raises(Ended):
-        while not requests.end_when_late():
-            pass
+        send(signal.SIGTERM)
+        assert requests.must_end and not late
+        time.sleep(60)
+    assert late == [1]
+    requests.close()
+
+
+def test_a_save_in_time_is_not_late():
+    called, late = [], []
+    signal.signal(signal.SIGTERM, lambda *args: called.append(args))
+    requests = SignalRequests(['SIGTERM'], 0.2, lambda: late.append(1))
+    send(signal.SIGTERM)
+    requests.take()
+    requests.end()
+    time.sleep(0.4)
+    assert len(called) == 1 and late == []
     requests.close()
 
 
 def test_signals_take_their_effect_at_once_where_there_will_be_no_save():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    requests = SignalRequests(['SIGINT'], 60)
+    requests = SignalRequests(['SIGINT'], 60, lambda: None)
     send(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        requests.stop_waiting()
     requests.close()
+    with pytest.raises(KeyboardInterrupt):
+        requests.end()
 
 
 def test_a_forked_child_ends_as_ever():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    requests = SignalRequests(['SIGTERM', 'SIGUSR2'], 60)
+    requests = SignalRequests(['SIGTERM', 'SIGUSR2'], 60, lambda: None)
     with mock.patch.object(os, 'getpid', return_value=1):
         send(signal.SIGUSR2)
         assert requests.asked is None
@@ -131,7 +145,7 @@ def test_training_outside_of_the_main_thread_is_refused():
 
     def build() -> None:
         try:
-            SignalRequests(['SIGTERM'], 60)
+            SignalRequests(['SIGTERM'], 60, lambda: None)
         except OptionError as error:
             found.append(error)
 

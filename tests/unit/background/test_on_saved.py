@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from typing import ClassVar
 
 import pytest
 
+from xhf_hooks.background import on_saved
+from xhf_hooks.background.on_saved import AfterSaves, after_saves_of_run, fill_in, numbers_in, without_ranks
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.config.checks import PLACEHOLDERS
 from xhf_hooks.config.options import RunOptions
 from xhf_hooks.errors import OptionError, TargetError
-from xhf_hooks.on_saved import after_saves
-from xhf_hooks.on_saved.after_saves import AfterSaves, after_saves_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.telemetry.log import RunLog
 
@@ -29,7 +31,8 @@ class FakeKept:
     kept: ClassVar[list[str]] = []
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.parent / f'kept_{path.name}'
+        self.path.mkdir(exist_ok=True)
 
     @classmethod
     def keep(cls, folder: Path) -> FakeKept:
@@ -39,7 +42,7 @@ class FakeKept:
         return cls(folder)
 
     def release(self) -> None:
-        FakeKept.kept.remove(self.path.name)
+        FakeKept.kept.remove(self.path.name.removeprefix('kept_'))
 
 
 class Command:
@@ -58,7 +61,7 @@ class Command:
     def calls(self) -> list[tuple[str, int]]:
         file = self._folder / 'calls'
         words = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-        return [(path.rpartition('/')[2], int(step)) for path, step in words]
+        return [(path.rpartition('/')[2].removeprefix('kept_'), int(step)) for path, step in words]
 
     def wait_for_calls(self, count: int) -> None:
         deadline = time.monotonic() + SECS
@@ -82,10 +85,9 @@ def log() -> RunLog:
 
 @pytest.fixture
 def looking(monkeypatch, tmp_path, command, log):
-    monkeypatch.setattr(after_saves, 'KeptFolder', FakeKept)
+    monkeypatch.setattr(on_saved, 'KeptFolder', FakeKept)
     monkeypatch.setattr(FakeKept, 'kept', [])
     made = AfterSaves(command.words, log, timeout_secs=SECS)
-    made.start()
     yield made
     made.close()
 
@@ -156,7 +158,7 @@ def test_a_forked_child_leaves_it_alone(looking, commit, command, monkeypatch):
     commit(1)
     command.wait_for_calls(1)
     with monkeypatch.context() as child:
-        child.setattr(after_saves.os, 'getpid', lambda: -1)
+        child.setattr(on_saved.os, 'getpid', lambda: -1)
         looking.close()
     assert FakeKept.kept == ['hf_model']
     command.may_end()
@@ -168,3 +170,34 @@ def test_the_program_is_looked_for_before_training(log, tmp_path):
     assert after_saves_of_run(RunOptions(on_saved='sh -c x'), log, tmp_path) is not None
     with pytest.raises(OptionError, match=r"on_saved: expected a program .*'no_such_program'"):
         after_saves_of_run(RunOptions(on_saved='no_such_program x'), log, tmp_path)
+
+
+def test_placeholders():
+    values = dict(zip(PLACEHOLDERS, ['/a b/{step}', 5, 'iter_5', '/out'], strict=True))
+    command = ['x', 'pretrained={path},step={step}', '{label}{label}', '{"json": 1}', '${HOME}', '{output}/{}']
+    assert fill_in(command, values) == [
+        *('x', 'pretrained=/a b/{step},step=5', 'iter_5iter_5', '{"json": 1}', '${HOME}', '/out/{}'),
+    ]
+
+
+def test_a_command_is_no_rank():
+    kept = {'PATH': '/bin', 'CUDA_VISIBLE_DEVICES': '7', 'HF_HOME': '/hf', 'OMP_NUM_THREADS': '1', 'RANKING': 'x'}
+    of_a_rank = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID']
+    of_a_rank += ['ACCELERATE_USE_DEEPSPEED', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'SLURM_PROCID', 'GROUP_RANK']
+    assert without_ranks(kept | dict.fromkeys(of_a_rank, '1')) == kept
+
+
+@pytest.mark.parametrize(
+    ('lines', 'numbers'),
+    [
+        (
+            [json.dumps({'arc': {'acc,none': 0.5, 'alias': 'arc', 'n': 7}, 'ok': True, 'list': [1], 'none': None})],
+            {'arc/acc,none': 0.5, 'arc/n': 7.0, 'ok': 1.0},
+        ),
+        (['{"a": NaN, "b": Infinity, "c": 1e999, "d": 2, "e": "3"}'], {'d': 2.0}),
+        (['{"a": 1}', '{"a": 2}', '{', 'a warning while Python ends'], {'a': 2.0}),
+        (['', 'done', '[1]', '0.5', '{"a": 1} and more', '"a"', '{"a":' * 100_000, '{"f": 1' + '0' * 400 + '}'], {}),
+    ],
+)
+def test_the_last_object_is_the_result(lines, numbers):
+    assert numbers_in(lines) == numbers

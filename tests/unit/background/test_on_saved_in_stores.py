@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from tests.unit.background.test_on_saved import command  # noqa: F401
 from tests.unit.commit.test_store_folder import folder, newest, prefixes, save, url  # noqa: F401
-from tests.unit.on_saved.test_after_saves import command  # noqa: F401
-from xhf_hooks.on_saved.after_saves import AfterSaves
+from xhf_hooks.background.on_saved import AfterSaves
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.telemetry.log import RunLog
 
@@ -39,7 +39,6 @@ def make(tmp_path):
     def one(words) -> AfterSaves:
         log = RunLog(logging.getLogger('on_saved'), 'test')
         made.append(AfterSaves(words, log, timeout_secs=SECS, run_dir=tmp_path / 'run'))
-        made[-1].start()
         return made[-1]
 
     yield one

@@ -1,0 +1,1 @@
+"""What goes on beside training: saves that a signal requests, and the command after each save."""

@@ -1,1 +1,0 @@
-"""Saves that a signal, a file or an exception requests, and how ranks agree on the iteration of the save."""

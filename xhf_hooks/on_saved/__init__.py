@@ -1,1 +1,0 @@
-"""Runs a command or a function after each save, while training goes on."""
