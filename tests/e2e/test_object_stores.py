@@ -9,12 +9,12 @@ import random
 import time
 
 import pytest
+from xhf_hooks.stores.store_lock import StoreLock
 
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, s3_server
 from xhf_hooks.errors import StoreError
-from xhf_hooks.stores import Store, open_store
-from xhf_hooks.stores.publication import Publication, read_pointer
-from xhf_hooks.stores.store_lock import StoreLock
+from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.store import Publication, read_pointer
 
 pytestmark = pytest.mark.modern_only
 

@@ -22,8 +22,8 @@ from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.stored_saves import download_newest
 from xhf_hooks.cli import verify
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.stores import open_store
-from xhf_hooks.stores.publication import read_pointer
+from xhf_hooks.places.objects import open_store
+from xhf_hooks.places.store import read_pointer
 
 pytestmark = pytest.mark.modern_only
 

@@ -6,16 +6,16 @@ import logging
 import threading
 
 import pytest
+from xhf_hooks.uploads import upload_thread
 
 from tests.helpers.hub_server import TOKEN, hub_server
 from tests.helpers.tiny_checkpoint import commit_one, iteration
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import StoreError
+from xhf_hooks.places.hub import HubDestination
+from xhf_hooks.places.upload import RunUploads
 from xhf_hooks.telemetry.log import RunLog
-from xhf_hooks.uploads import upload_thread
-from xhf_hooks.uploads.run_uploads import RunUploads
-from xhf_hooks.uploads.to_hub import HubDestination
 
 pytestmark = pytest.mark.modern_only
 

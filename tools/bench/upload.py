@@ -266,13 +266,14 @@ def _our_upload(
     """
     import logging
 
-    from xhf_hooks.concurrency.low_priority import lower_priority
-    from xhf_hooks.planning.types import Step
-    from xhf_hooks.stores import open_store
-    from xhf_hooks.telemetry.log import RunLog
     from xhf_hooks.uploads.job import UploadJob
     from xhf_hooks.uploads.to_store import StoreDestination
     from xhf_hooks.uploads.upload_thread import UploadThread
+
+    from xhf_hooks.concurrency.low_priority import lower_priority
+    from xhf_hooks.places.objects import open_store
+    from xhf_hooks.planning.types import Step
+    from xhf_hooks.telemetry.log import RunLog
 
     store = open_store(url, {'endpoint_url': endpoint}, prepare_thread=lower_priority)
     destination = StoreDestination(store, 'hf_model', -1)

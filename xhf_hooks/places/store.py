@@ -163,7 +163,9 @@ class StoredSaves:
             StoreError: The store cannot be read.
         """
         pointer = read_pointer(self.store, self.name)
-        return pointer and pointer.newest and self.store.get(f'{pointer.newest}/{MANIFEST_NAME}')
+        if pointer is None or pointer.newest is None:
+            return None
+        return self.store.get(f'{pointer.newest}/{MANIFEST_NAME}')
 
     def begin(self, label: str, files: Collection[str], number: int = 0) -> str:
         """Take an unused prefix for a save, such as ``hf_model_iter_500``, and list its files in the pointer.
@@ -372,7 +374,7 @@ class StoreFolder(SaveTarget):
             threading.Thread(target=self.release, name='xhf-store-release', daemon=True).start()
 
     def open_staging(self, step: Step | None = None) -> Path:
-        self.warnings = self._claimed.warnings = []
+        self.warnings, self._claimed.warnings = [], []
         self.end_save()
         return self.place('')
 

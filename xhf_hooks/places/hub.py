@@ -1,0 +1,108 @@
+"""Uploads to the Hugging Face Hub: one commit for each save, and a tag with its name."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from xhf_hooks.errors import StoreError
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.places.objects import again_if_it_fails, without_secrets
+from xhf_hooks.places.upload import UploadJob
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+PREFIX = 'hf://'
+#: Files that the Hub creates in a new repository or that users edit there. A save does not delete them.
+_NOT_OURS = ('.gitattributes', 'README.md')
+
+
+class HubDestination:
+    """A :class:`.Destination` that is a model repository of the Hub. huggingface_hub retries and resumes by itself.
+
+    Commits are atomic, so a branch holds the old or the new save. The newest save is on ``main``; saves of another name
+    are on a branch of that name.
+
+    Args:
+        url: ``hf://organization/name``.
+        name: Name of the saves.
+        is_first: Whether this is the name of the newest saves.
+        warn: Called when a request fails and will be repeated.
+    """
+
+    takes_from_all_ranks = False
+    run = ''
+
+    def __init__(
+        self, url: str, name: str, *, is_first: bool, warn: Callable[[str], object] = lambda said: None
+    ) -> None:
+        self.where, self._repository, self._name = url, url.removeprefix(PREFIX), name
+        self._branch, self._warn = 'main' if is_first else name, warn
+        self._tags: set[str] = set()
+
+    def claim(self) -> None:
+        """Create a private repository if there is none; check access by creating and deleting a branch."""
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise StoreError(f'{self.where}: there is no token for the Hub; run "hf auth login", or set HF_TOKEN')
+        if self._repository.count('/') != 1:
+            raise StoreError(f'{self.where}: expected hf://organization/name; set upload_to to that')
+        with self._told():
+            api, probe = self._api(), f'xhf-probe-{uuid.uuid4().hex[:12]}'
+            api.create_repo(self._repository, private=True, exist_ok=True)
+            api.create_branch(self._repository, branch=probe)
+            api.delete_branch(self._repository, branch=probe)
+            if self._branch != 'main':
+                api.create_branch(self._repository, branch=self._branch, exist_ok=True)
+            self._tags = {tag.name for tag in api.list_repo_refs(self._repository).tags}
+
+    def require_usable(self) -> None:
+        """Does nothing: only rank 0 uploads."""
+
+    def newest_manifest(self) -> None:
+        """Not read: the score of the best save is known from the resumed checkpoint."""
+        return None
+
+    def upload(self, job: UploadJob) -> str:
+        """Commit all files at once, remove those of the previous save, and tag the commit."""
+        tag = name = f'{self._name}_{job.step.label}'
+        count = 1
+        while tag in self._tags:
+            count += 1
+            tag = f'{name}_{count}'
+        self._tags.add(tag)
+        again_if_it_fails(lambda: self._commit(job, tag), self._warn)
+        return tag
+
+    def release(self) -> None:
+        """Does nothing: there is no lock."""
+
+    def _commit(self, job: UploadJob, tag: str) -> None:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        names = [*job.manifest.files, MANIFEST_NAME]
+        with self._told():
+            api = self._api()
+            there = api.list_repo_files(self._repository, revision=self._branch)
+            others = [name for name in there if name not in names and name not in _NOT_OURS]
+            added = [CommitOperationAdd(name, str(job.folder / name)) for name in names]
+            removed = [CommitOperationDelete(name) for name in others]
+            api.create_commit(self._repository, [*added, *removed], commit_message=tag, revision=self._branch)
+            api.create_tag(self._repository, tag=tag, revision=self._branch, exist_ok=True)
+
+    def _api(self) -> HfApi:
+        from huggingface_hub import HfApi
+
+        return HfApi(library_name='xhf_hooks')
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            said = without_secrets(f'{type(error).__name__}: {error}')
+            raise StoreError(f'{self.where}: cannot write: {said}; check upload_to and your token') from None
