@@ -187,6 +187,14 @@ class StoredSaves:
         self._write(replace(pointer, writing=prefix, number=number, unfinished=unfinished))
         return prefix
 
+    def require_ours(self) -> None:
+        """Check that no other run has taken the place.
+
+        Raises:
+            StoreError: One has, or the pointer cannot be read.
+        """
+        self._read()
+
     def publish(self, prefix: str, manifest: bytes, step: Step) -> None:
         """Make a save whose other objects are all there the newest one. :meth:`clean` then deletes older ones.
 
@@ -430,7 +438,9 @@ class StoreFolder(SaveTarget):
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> None:
-        saves, sizes = self._claimed, self._store.sizes(self._prefix)
+        saves = self._claimed
+        saves.require_ours()
+        sizes = self._store.sizes(self._prefix)
         wrong = [name for name, record in self._records().items() if sizes.get(name) != record.nbytes]
         if wrong:
             raise IncompleteError(
