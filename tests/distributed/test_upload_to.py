@@ -96,6 +96,13 @@ def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
         return run(options, work_dir)
 
 
+def best_of_two_runs(hook: dict[str, Any], root: Path) -> str:
+    """The second run begins on a fresh disk, and its scores are worse. Runs on: all ranks."""
+    how = dict(hook={**EVERY, 'save_best': 'acc', **hook}, stage=3)
+    run({**how, 'max_iters': 4, 'scores': [0.5, 0.7]}, root / 'first')
+    return run({**how, 'max_iters': 2, 'scores': [0.6]}, root / 'second')
+
+
 def lost_rank(hook: dict[str, Any], work_dir: Path) -> str:
     """Rank 1 uploads nothing, as if its thread had died. Runs on: all ranks."""
     import torch.distributed as dist
@@ -184,6 +191,8 @@ def results(servers, root):
     scenarios['never_there'] = partial(upload, 'never_there', never, root / 'never_there')
     scenarios['lost_rank'] = partial(lost_rank, place('lost_rank', 'moto', servers, root), root / 'lost_rank')
     scenarios['two_runs'] = partial(two_runs, place('two_runs', 'moto', servers, root), root / 'two_runs')
+    where = place('best_again', 'moto', servers, root)
+    scenarios['best_again'] = partial(best_of_two_runs, where, root / 'best_again')
     for name, hook in REFUSED.items():
         if hook['upload_to'] == 'proxy':
             hook = place(name, 'proxy', servers, root)
@@ -250,6 +259,14 @@ def test_best_folders_have_a_pointer_of_their_own(results, servers, root):
     assert pointer.newest == 'hf_model_best_iter_4'
     local = bytes_in(folder / 'hf_model_best')
     assert {*store.sizes(pointer.newest)} == {*local}
+
+
+def test_a_worse_model_of_a_run_on_a_fresh_disk_is_not_the_best(results, servers, root):
+    log = next(Path(check(results, 'best_again')[0]).rglob('*.log')).read_text()
+    where = place('best_again', 'moto', servers, root)
+    store = open_store(where['upload_to'], where['backend_args'])
+    assert f'best acc so far: 0.7000, in {store.url}/hf_model_best (iteration 4)' in log
+    assert read_pointer(store, 'hf_model_best').newest == 'hf_model_best_iter_4'
 
 
 def test_a_store_that_is_away_stops_nothing(results):

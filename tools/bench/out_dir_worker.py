@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from xhf_hooks.commit.store_folder import StoreFolder
 
 from bench.peers import xtuner_way
 from bench.progress import Progress
@@ -19,6 +18,7 @@ from bench.upload import limited_sending
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 
