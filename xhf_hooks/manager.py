@@ -16,7 +16,6 @@ from xhf_hooks import preflight
 from xhf_hooks.background.on_saved import AfterSaves, Result, after_saves_of_run, wait_for_all
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, new_name
-from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.concurrency.exit_guard import ExitWait
 from xhf_hooks.config.options import CallOptions, RunOptions
@@ -25,10 +24,11 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.model.unwrap import Unwrapped
+from xhf_hooks.places.store import StoreFolder
+from xhf_hooks.places.upload import uploads_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
-from xhf_hooks.uploads.run_uploads import uploads_of_run
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
 
@@ -101,9 +101,7 @@ class CheckpointManager:
         self._process, self._thread = os.getpid(), threading.get_ident()
         self.newest: SaveTarget
         if isinstance(final, str):
-            self.newest = StoreFolder(
-                final, options.max_keep_ckpts, options.backend_args, beside_training=options.async_save
-            )
+            self.newest = StoreFolder(final, options.max_keep_ckpts, options.backend_args, warn=log.warning)
         else:
             self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
@@ -117,7 +115,15 @@ class CheckpointManager:
                 self._writer = choose_writer(
                     log, options.writer, new_name(self.newest.final, 'shared'), self.collective
                 )
-            self._uploads = uploads_of_run(options, [folder.final for folder in self._folders], self.collective, log)
+            self._uploads = uploads_of_run(
+                options.upload_to,
+                options.backend_args,
+                options.upload_keep,
+                [folder.final for folder in self._folders],
+                self.collective,
+                log,
+                wait_secs=options.exit_wait_secs,
+            )
             self._saver = Saver(
                 unwrapped.model,
                 options,
@@ -281,6 +287,18 @@ class CheckpointManager:
         except XhfError as error:
             self.handle(error, 'waiting for on_saved')
         self._tell_results()
+
+    def best_in_stores(self) -> list[tuple[str, bytes]]:
+        """URL and manifest of each best save in the store of ``out_dir`` or ``upload_to``. Runs on: rank 0.
+
+        Raises:
+            StoreError: The store cannot be read.
+        """
+        if self._uploads is not None:
+            return self._uploads.newest_manifests()
+        stored = [folder for folder in self.others.values() if isinstance(folder, StoreFolder)]
+        found = [(folder.final, folder.newest_manifest()) for folder in stored]
+        return [(url, manifest) for url, manifest in found if manifest]
 
     @property
     def must_tell_after(self) -> bool:

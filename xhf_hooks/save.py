@@ -5,10 +5,11 @@ Exporter.entries()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
 Replicas            checksums of whole copies         compared across ranks: one model, not several
 local_shards()      ranks write their local shards    with writer='positional', where possible
-SliceSender         or send them to the owner         with 'stream', 'parallel' and stores, where possible
+SliceSender         or send them to the owner         with 'stream' and 'parallel', where possible
 gather()            the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
-Writer.write()      into a staging folder or a store  while the next slice or bucket is read
+Writer.write()      into a staging folder             while the next slice or bucket is read
 require_samples()   other ranks check samples         before the commit
+upload()            each rank its own files           if out_dir is a store
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
 
@@ -34,7 +35,6 @@ from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.files.open_files import allow_open_files
-from xhf_hooks.planning.front_to_back import most_waiting_nbytes
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, SaveCost, SavePlan, Spread, Step, TensorSpec
 from xhf_hooks.sources import source_for
@@ -46,7 +46,6 @@ from xhf_hooks.version import package_versions
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.evidence import some_samples
 from xhf_hooks.writers.output_file import FileIdentity
-from xhf_hooks.writers.store import StoreWriter
 from xhf_hooks.writers.tally import Tally, add_up, warn_of_non_finite
 from xhf_hooks.writers.writer import Writer
 
@@ -162,10 +161,7 @@ class Saver:
         """Estimated memory of a save on the busiest rank."""
         gathered = self._source.memory_factor * self.plan.largest_bucket_nbytes + self.exporter.combine_nbytes
         received = self._half_bucket + 3 * self._round_nbytes if self.plan.rounds else 0
-        waiting = 0
-        if self._who.front_to_back:
-            waiting = most_waiting_nbytes(self.plan, self._collective.rank) + StoreWriter.own_parts_nbytes
-        return max(gathered, received) + waiting + _SLICES_NBYTES * bool(self.plan.sliced)
+        return max(gathered, received) + _SLICES_NBYTES * bool(self.plan.sliced)
 
     def rehearse(self, folder: SaveTarget) -> list[str]:
         """Write the HF assets where saves will go, and remove them. Runs on: rank 0.
@@ -308,7 +304,6 @@ class Saver:
             spread=spread if who.writes_local_shards or who.receives_local_shards else {},
             share_copies=self.in_background,
             round_nbytes=self._round_nbytes,
-            front_to_back=who.front_to_back,
         )
 
     def _begin(
@@ -324,7 +319,8 @@ class Saver:
         """Start all threads of the save before training goes on. The caller closes them."""
         with ExitStack() as to_close:
             with self._collective.stage('threads'):
-                writer = self._who.writer(self._half_bucket, fsync=folder.fsync, beside_training=beside_training)
+                writer = Writer(self._half_bucket, fsync=folder.fsync, beside_training=beside_training)
+                to_close.callback(folder.end_save)
                 to_close.callback(writer.abort)
                 readers = None
                 if self._options.verify == 'full' and self._collective.rank == 0:
@@ -353,19 +349,26 @@ class Saver:
                         staging = folder.open_staging(job.step)
                         free_before = folder.require_room(plan.nbytes)
                         warnings += self.exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-                        made = folder.token, writer.create(plan, folder.place(folder.token))
+                        created = writer.create(plan, folder.place(folder.token)) if folder.is_shared else {}
+                        made = folder.token, created
                 token, files = collective.broadcast(made)
-            with clock.stage('write'):
                 place = folder.place(token)
+                if not folder.is_shared:
+                    with collective.stage('staging'):
+                        files = writer.create(plan, place, owner=collective.rank)
+            with clock.stage('write'):
                 tally, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
             with clock.stage('check'):
-                self._look(writer, collective)
+                self._look(writer, collective, exchange=self._who.all_ranks and folder.is_shared)
             with clock.stage('tally'):
                 tally.numbers = collective.all_reduce(tally.numbers, add_up)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
+            facts = {'packages': package_versions(), **self._facts(), **job.facts}
+            if not folder.is_shared:
+                with clock.stage('upload'):
+                    self._upload(job, tally, facts, collective)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
-                    facts = {'packages': package_versions(), **self._facts(), **job.facts}
                     tensors = tally.written()
                     folder.commit(plan, tensors, job.step, facts, self._options.verify, job.readers)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
@@ -419,17 +422,28 @@ class Saver:
                     collective.remember('write', error)
             return Tally(self.plan) if collective.is_failing else writer.finish(), some.overflows
 
-    def _look(self, writer: Writer, collective: Collective) -> None:
-        """Let other ranks check samples of what each rank wrote; if only rank 0 writes, rank 0 checks them itself."""
+    def _upload(self, job: _Job, tally: Tally, facts: dict[str, Any], collective: Collective) -> None:
+        """Each rank uploads what it has written, and rank 0 the files beside the weights."""
+        begun = None
+        with collective.stage('upload'):
+            if collective.rank == 0:
+                begun = job.folder.begin_upload(self.plan, tally.written(), job.step, facts)
+        begun = collective.broadcast(begun)
+        with collective.stage('upload'):
+            names = {*self.plan.files_of(collective.rank)}
+            if collective.rank == 0:
+                names |= begun[1].keys() - {file.name for file in self.plan.files}
+            job.folder.upload(begun, sorted(names), self._options.verify)
+
+    def _look(self, writer: Writer, collective: Collective, *, exchange: bool) -> None:
+        """Let other ranks check samples of what each rank wrote, or with ``exchange=False`` each rank its own."""
         samples = some_samples(writer.samples, collective.rank)
-        if self._who.all_ranks:
+        if exchange:
             # The next rank and the one half way round: with several hosts, one of them is on another host
             distances = sorted({1, max(1, collective.world_size // 2)})
             samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
         with collective.stage('check'):
             writer.look(samples)
-            if self._options.verify == 'full':
-                writer.read_back()
 
     def _own_nbytes(self, collective: Collective) -> int:
         """Estimate of the bytes that this rank writes."""

@@ -48,6 +48,7 @@ def trained(options: dict[str, Any], work_dir: Path) -> str:
     model = runner.model.module.llm
     parameters = list(model.parameters())
     with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, 'ds_id')]):
+        dist.barrier()  # DeepSpeed waits for its last gather alone, and gloo ends them in any order
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if dist.get_rank() == 0:
         whole = _on_cpu(copy.deepcopy(model.config), model, weights)

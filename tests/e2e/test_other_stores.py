@@ -17,13 +17,13 @@ import pytest
 
 from tests.conftest import NOT_TESTED
 from tests.distributed.test_hook_runs import log_dir_of, run
-from tests.distributed.test_upload_to import assert_loads, bytes_in, two_runs
-from tests.helpers.scenarios import check, run_scenarios
+from tests.distributed.test_upload_to import assert_loads, bytes_in
+from tests.helpers.scenarios import run_scenarios
 from tests.helpers.stored_saves import download_newest
 from xhf_hooks.cli import verify
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.stores import open_store
-from xhf_hooks.stores.publication import read_pointer
+from xhf_hooks.places.objects import open_store
+from xhf_hooks.places.store import read_pointer
 
 pytestmark = pytest.mark.modern_only
 
@@ -52,7 +52,7 @@ def url() -> Iterator[str]:
     own = f'{STORE.rstrip("/")}/{uuid.uuid4().hex[:8]}/läufe'
     yield own
     store = open_store(own)
-    store.delete([*store.list()])
+    store._fs.rm(store._root, recursive=True)
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +62,6 @@ def results(url, tmp_path_factory):
     scenarios: dict[str, Any] = {'local': partial(run, local, root / 'local')}
     for name, hook in RUNS.items():
         scenarios[name] = partial(twice, name.partition(' ')[0], f'{url}/{name}', hook, root / name)
-    scenarios['two runs'] = partial(two_runs, dict(upload_to=f'{url}/two', backend_args=None), root / 'two')
     return root, run_scenarios(scenarios, 2)
 
 
@@ -83,14 +82,9 @@ def test_the_newest_save_is_that_on_disk(results, url, tmp_path, name):
     assert files_of(downloaded) == files_of(local / 'hf_model') and len(files_of(downloaded)) > 3
     assert_loads(downloaded)
     assert verify.main([str(downloaded)]) == verify.SAME
-    keys = store.list()
+    keys = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
     prefixes = {key.partition('/')[0] for key in keys if '/' in key}
     assert prefixes <= {*pointer.saves} and len(prefixes) == 2
-    assert [key for key in keys if '/' not in key] == ['hf_model.json'], 'no lock, no probe'
+    assert [key for key in keys if '/' not in key] == ['hf_model.json'], 'no probe'
     log = next(log_dir.rglob('*.log')).read_text()
     assert (log_dir / 'hf_model').exists() == (name == 'upload_to') and 'failed' not in log
-
-
-def test_two_runs_on_one_url(results):
-    messages = check(results[1], 'two runs')
-    assert 'in use by process 1 on elsewhere' in messages[0] and len({*messages}) == 1

@@ -12,10 +12,9 @@ from tests.helpers.tiny_checkpoint import commit_one, iteration
 from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import StoreError
+from xhf_hooks.places.hub import HubDestination
+from xhf_hooks.places.upload import RunUploads
 from xhf_hooks.telemetry.log import RunLog
-from xhf_hooks.uploads import upload_thread
-from xhf_hooks.uploads.run_uploads import RunUploads
-from xhf_hooks.uploads.to_hub import HubDestination
 
 pytestmark = pytest.mark.modern_only
 
@@ -29,7 +28,6 @@ def hub(monkeypatch):
         monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)
         monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
         monkeypatch.setenv('HF_TOKEN', TOKEN)
-        monkeypatch.setattr(upload_thread, '_FIRST_PAUSE_SECS', 0.01)
         yield running
 
 
@@ -37,8 +35,10 @@ def hub(monkeypatch):
 def run(hub, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folders = {name: CheckpointFolder(tmp_path / name, 1) for name in ('hf_model', 'hf_model_best')}
-    destinations = {name: HubDestination('hf://org/name', name, is_first=name == 'hf_model') for name in folders}
     log = RunLog(logging.getLogger('uploads'), 'test')
+    destinations = {
+        name: HubDestination('hf://org/name', name, is_first=name == 'hf_model', warn=log.warning) for name in folders
+    }
     uploads = RunUploads(destinations, log, wait_secs=60.0, is_shared=True)
     for folder in folders.values():
         folder.claim()
@@ -74,14 +74,13 @@ def test_it_is_tried_again(hub, run, caplog):
     threading.Timer(0.5, lambda: setattr(hub, 'refuses', False)).start()
     saved = run(1)
     assert hub.branches['main'].items() >= saved.items()
-    assert hub.commits == ['hf_model_iter_1'] and 'will be retried' in caplog.text and TOKEN not in caplog.text
+    assert hub.commits == ['hf_model_iter_1'] and 'will be tried again' in caplog.text and TOKEN not in caplog.text
 
 
-def test_the_same_step_again_has_a_tag_of_its_own(hub):
-    hub.branches['main'], hub.tags['hf_model_iter_1'] = {}, {}
-    destination = HubDestination('hf://org/name', 'hf_model', is_first=True)
-    destination.claim()
-    assert [destination.new_place(iteration(1)) for _ in range(2)] == ['hf_model_iter_1_2', 'hf_model_iter_1_3']
+def test_the_same_step_again_has_a_tag_of_its_own(hub, run):
+    hub.tags['hf_model_iter_1'] = {}
+    run(1), run(2), run(1)
+    assert hub.commits == ['hf_model_iter_1', 'hf_model_iter_2', 'hf_model_iter_1_2']
 
 
 def test_refused_before_training(hub, monkeypatch):

@@ -22,8 +22,8 @@ from mmengine.registry import HOOKS
 
 from tests.helpers.toy_run import run_config, train
 from xhf_hooks.concurrency.background_task import Background
+from xhf_hooks.places.store import StoredSaves
 from xhf_hooks.save import Saver
-from xhf_hooks.uploads.to_store import StoreDestination
 from xhf_hooks.writers.output_file import OutputFile
 
 ENDS_AT = 3
@@ -63,7 +63,7 @@ class EndingHook(Hook):
 
 def hold_back() -> None:
     """Make the second save, and the upload of the first, wait for the end of the run."""
-    start, write, publish, wait = Saver.start, OutputFile.write, StoreDestination.publish, Background.wait
+    start, write, publish, wait = Saver.start, OutputFile.write, StoredSaves.publish, Background.wait
 
     def start_second(self: Saver, folder: Any, step: Any, *args: Any) -> None:
         Ending.saving = step.iteration
@@ -75,7 +75,7 @@ def hold_back() -> None:
             time.sleep(WRITE_SECS)
         write(self, *args)
 
-    def publish_late(self: StoreDestination, *args: Any) -> None:
+    def publish_late(self: StoredSaves, *args: Any) -> None:
         Ending.waits.wait(LONGEST_SECS)
         publish(self, *args)
 
@@ -85,7 +85,7 @@ def hold_back() -> None:
         return wait(self, *args)
 
     Saver.start, OutputFile.write = start_second, write_second
-    StoreDestination.publish, Background.wait = publish_late, wait_at_end
+    StoredSaves.publish, Background.wait = publish_late, wait_at_end
 
 
 def main() -> None:

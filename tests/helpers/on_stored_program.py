@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.helpers.stored_saves import download
 from xhf_hooks.cli.verify import main as verify
-from xhf_hooks.stores import open_store
-from xhf_hooks.stores.publication import read_pointer
+from xhf_hooks.places.objects import open_store
+from xhf_hooks.places.store import read_pointer
 
 
 def main() -> None:

@@ -62,14 +62,12 @@ def _rank(
     from tests.helpers.zoo.llamas import llama
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
-    from xhf_hooks.stores.store import Store
-    from xhf_hooks.stores.store_lock import StoreLock
+    from xhf_hooks.places import objects
 
     Path(pids, str(rank)).write_text(str(os.getpid()))
     join_group(rank, store)
     dist.barrier()
-    StoreLock.settle_secs = 0.05
-    Store.create.__defaults__ = (PART_NBYTES,)
+    objects._S3_PART_NBYTES = PART_NBYTES
     count = _count_requests(rank, pids, strike)
     model = llama(vocab_size=120_000, tie_word_embeddings=False)  # has two tensors of 5.8 MB
     with torch.no_grad():
@@ -122,13 +120,12 @@ def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
     from tests.helpers.stored_saves import download_newest
     from xhf_hooks.integrity.check import check_folder
     from xhf_hooks.integrity.manifest import MANIFEST_NAME
-    from xhf_hooks.stores import open_store
-    from xhf_hooks.stores.publication import read_pointer
+    from xhf_hooks.places.objects import open_store
+    from xhf_hooks.places.store import read_pointer
 
     store = open_store(URL, backend_args)
     pointer = read_pointer(store, 'hf_model')
     found = download_newest(store, folder)
-    (found / '.xhf_writing').unlink(missing_ok=True)
     check_folder(found, json.loads((found / MANIFEST_NAME).read_text()), 'full')
     step = pointer.step['number']
     for file in found.glob('*.safetensors'):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xhf_hooks.stores import Store
-from xhf_hooks.stores.publication import read_pointer
+from xhf_hooks.places.objects import Store
+from xhf_hooks.places.store import read_pointer
 
 
 def download_newest(store: Store, folder: Path) -> Path:
@@ -15,7 +15,8 @@ def download_newest(store: Store, folder: Path) -> Path:
 
 def download(store: Store, prefix: str, folder: Path) -> Path:
     """Download one save; returns its folder, below ``folder``."""
-    for key in store.list(f'{prefix}/'):
+    for name in store.sizes(prefix):
+        key = f'{prefix}/{name}'
         path = folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(store.get(key))

@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers.s3_servers import CREDENTIALS, s3_server
 from tests.helpers.store_kills import URL, WORLD_SIZE, Strike, live, newest_step
-from xhf_hooks.stores.store import PROBE
 
 pytestmark = pytest.mark.modern_only
 
@@ -25,7 +24,7 @@ _HOW = [(True, True), (False, False), (True, False), (False, True)]
 
 
 def test_killed_at_every_request(tmp_path, credentials):
-    from xhf_hooks.stores import open_store
+    from xhf_hooks.places.objects import open_store
 
     with s3_server('moto', tmp_path) as server:
         args = server.backend_args
@@ -48,7 +47,5 @@ def test_killed_at_every_request(tmp_path, credentials):
         live(tmp_path, args, step + 1, None)
         assert newest_step(args, tmp_path / 'read') == step + 1
         store = open_store(URL, args)
-        # Those of the last ten minutes may be of ranks that are alive [test_publication]
-        there = {key.partition('/')[0] for key in store.list() if not key.startswith(PROBE)}
-        assert there == {'hf_model.json', f'hf_model_iter_{step + 1}'}
-        assert store.unfinished_uploads() == {}
+        there = {path.rpartition('killed/')[2].partition('/')[0] for path in store._fs.find(store._root)}
+        assert there - {'.xhf_probe'} == {'hf_model.json', f'hf_model_iter_{step + 1}'}

@@ -18,8 +18,8 @@ from tests.helpers.kill_runs import fill, tiny_model
 from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks import start_process
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
-from xhf_hooks.stores import Store, open_store
-from xhf_hooks.stores.publication import read_pointer
+from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.store import read_pointer
 
 pytestmark = pytest.mark.modern_only
 
@@ -51,12 +51,11 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     from xhf_hooks.errors import XhfError
     from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.model.unwrap import unwrap
+    from xhf_hooks.places.upload import StoreDestination
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.stores.store_lock import StoreLock
     from xhf_hooks.telemetry.log import RunLog
-    from xhf_hooks.uploads.upload_thread import UploadThread
 
-    StoreLock.settle_secs, UploadThread.patience_secs = 0.0, 1.0
+    StoreDestination.patience_secs = 1.0
     join_group(rank, store)
     model = tiny_model(zero3=False)
     options = RunOptions(
@@ -121,7 +120,7 @@ def one_life(proxy: FaultyProxy, number: int, victims: str, folder: Path, url: s
 def check_newest(store: Store) -> str | None:
     """The pointer's save is whole."""
     pointer = read_pointer(store, 'hf_model')
-    if pointer is None:
+    if pointer is None or pointer.newest is None:
         return None
     manifest = json.loads(store.get(f'{pointer.newest}/xhf_manifest.json'))
     for name, file in manifest['files'].items():
@@ -148,6 +147,6 @@ def test_killed_at_each_request(proxy, tmp_path, victims):
     one_life(proxy, 0, victims, tmp_path, url)
     newest = check_newest(store)
     assert newest is not None and newest.startswith('hf_model_iter_2')
-    assert {key.partition('/')[0] for key in store.list() if '/' in key} == {newest}
-    assert store.unfinished_uploads() == {} and 'hf_model.lock' not in store.list()
+    paths = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
+    assert {path.partition('/')[0] for path in paths if '/' in path} == {newest}
     assert [path.name for path in (tmp_path / 'work').iterdir()] == ['hf_model']

@@ -17,12 +17,21 @@ FILES = sorted(PACKAGE.rglob('*.py'))
 pytestmark = pytest.mark.modern_only  # it reads the source
 
 #: Never need torch or mmengine, so that they can be understood and tested without.
-PURE = ('planning/', 'errors.py', 'config/', 'format/safetensors.py', 'files/', 'commit/', 'integrity/', 'stores/')
+PURE = (
+    'planning/',
+    'errors.py',
+    'config/',
+    'format/safetensors.py',
+    'files/',
+    'commit/',
+    'integrity/',
+    'places/store.py',
+)
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'preflight', 'verify', 'convert', 'save',
-    'meta_model', 'background', 'uploads', 'commit', 'integrity', 'sources', 'exporters', 'writers',
-    'concurrency', 'telemetry', 'config', 'registry', 'planning', 'distributed', 'format', 'stores', 'files', 'model',
+    'meta_model', 'background', 'config', 'places', 'commit', 'integrity', 'sources', 'exporters', 'writers',
+    'concurrency', 'telemetry', 'registry', 'planning', 'distributed', 'format', 'files', 'model',
     'version', 'installed', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.

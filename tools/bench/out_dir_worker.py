@@ -16,9 +16,9 @@ from bench.peers import xtuner_way
 from bench.progress import Progress
 from bench.upload import limited_sending
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
-from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 
@@ -37,7 +37,7 @@ def bench_out_dir(
     os.environ.update(CREDENTIALS)
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     n_files = _FILES_PER_RANK * dist.get_world_size()
-    saver = Saver(engine.module, SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='store')
+    saver = Saver(engine.module, SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='parallel')
     saver.prepare()
     alone = nbytes / job['uplink_nbytes_per_sec']
     expected = {OURS: 3.0 + alone / dist.get_world_size(), RANK0: 3.0 + alone}

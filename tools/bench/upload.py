@@ -266,24 +266,22 @@ def _our_upload(
     """
     import logging
 
-    from xhf_hooks.concurrency.low_priority import lower_priority
+    from xhf_hooks.places.objects import open_store
+    from xhf_hooks.places.upload import StoreDestination, UploadJob, UploadThread
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.stores import open_store
     from xhf_hooks.telemetry.log import RunLog
-    from xhf_hooks.uploads.job import UploadJob
-    from xhf_hooks.uploads.to_store import StoreDestination
-    from xhf_hooks.uploads.upload_thread import UploadThread
 
-    store = open_store(url, {'endpoint_url': endpoint}, prepare_thread=lower_priority)
-    destination = StoreDestination(store, 'hf_model', -1)
+    log = RunLog(logging.getLogger('bench'), 'bench')
+    destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1, log)
+    destination.run = destination._saves.run = 'bench'  # rank 0 tells the others
     if rank == 0:
         destination.claim()
     else:
         destination.require_usable()
-    thread = UploadThread({'hf_model': destination}, RunLog(logging.getLogger('bench'), 'bench'), None)
+    thread = UploadThread({'hf_model': destination}, log)
 
     def begin() -> None:
-        thread.add(UploadJob(1, 'hf_model', _SAVE, Step('iter', 1, 1), save, rank, n_ranks), [])
+        thread.add(UploadJob(1, 'hf_model', Step('iter', 1, 1), save, 'bench', rank, n_ranks), [])
 
     def is_over(within_secs: float = 0.0) -> bool:
         over = thread.wait(within_secs)

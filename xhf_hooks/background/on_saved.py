@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.commit.kept_folder import KeptFolder
-from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.commit.target import SaveTarget
 from xhf_hooks.config.checks import PLACEHOLDERS
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import OptionError, XhfError
+from xhf_hooks.places.store import StoredSave, StoreFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.stores.publication import StoredSave
 from xhf_hooks.telemetry.log import RunLog
 
 LOG_NAME = 'output.log'

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.concurrency.thread_pool import WorkerThreads
+from xhf_hooks.integrity.manifest import FileRecord
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
 
@@ -30,6 +31,8 @@ class SaveTarget(ABC):
     max_keep: int
     fsync: bool = True
     warnings: list[str]
+    #: Whether all ranks write into one folder. Otherwise each writes files into a folder of its own, and uploads them.
+    is_shared: bool = True
 
     def __init__(self, final: Any, max_keep: int) -> None:
         self.final, self.max_keep = final, max_keep
@@ -105,6 +108,31 @@ class SaveTarget(ABC):
         Raises:
             TargetError: Fewer than ``nbytes`` bytes are free.
         """
+
+    def begin_upload(
+        self, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: dict[str, Any]
+    ) -> tuple[str, dict[str, FileRecord]]:
+        """If the target is a store, begin a save there when all files are written.
+
+        Returns:
+            What all ranks pass to :meth:`upload`: the save's prefix and its files.
+        """
+        raise NotImplementedError
+
+    def upload(self, begun: tuple[str, dict[str, FileRecord]], names: Collection[str], verify: str) -> None:
+        """Upload files from this rank's folder. Runs on: all ranks.
+
+        Args:
+            verify: With 'full', read them back.
+
+        Raises:
+            StoreError: A file was not stored.
+            IncompleteError: The store returned different bytes.
+        """
+        raise NotImplementedError
+
+    def end_save(self) -> None:  # noqa: B027
+        """Remove this rank's own folder, if it has one. Runs on: all ranks, at the end of each save."""
 
     @abstractmethod
     def commit(

@@ -129,7 +129,7 @@ def folder(option: str, value: Any) -> Path | None:
 
 def folder_or_url(option: str, value: Any) -> Path | str | None:
     """The path of a folder, the URL of an object store, or None."""
-    from xhf_hooks.stores.open_store import checked_url, is_url
+    from xhf_hooks.places.objects import checked_url, is_url
 
     if not is_url(value):
         return folder(option, value)
@@ -140,7 +140,7 @@ def folder_or_url(option: str, value: Any) -> Path | str | None:
 
 def store_url(option: str, value: Any) -> str | None:
     """The URL of a store, or None."""
-    from xhf_hooks.stores.open_store import checked_url
+    from xhf_hooks.places.objects import checked_url
 
     return None if value is None else checked_url(option, value)
 

@@ -174,7 +174,7 @@ class RunOptions(SaveOptions):
         metadata={
             'meaning': "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's "
             "``work_dir/<timestamp>``, Trainer's ``output_dir``). With a URL such as ``s3://bucket/run``, each rank "
-            'uploads its files from memory, and nothing is written to disk.',
+            'writes its files to a scratch folder below ``TMPDIR``, uploads and deletes them.',
             'check': folder_or_url,
         },
     )

@@ -1,4 +1,4 @@
-"""A folder in memory for small files, for libraries that write folders."""
+"""Temporary folders that are removed even after a kill."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
-_PREFIX = 'xhf_assets-'
+_PREFIX = 'xhf_temporary-'
+#: A folder of this age may not have its lock yet.
+_NEW_SECS = 10.0
 #: Linux's in-memory file system.
 _MEMORY = Path('/dev/shm')
 
@@ -22,11 +25,12 @@ def memory_place() -> Path:
 class MemoryFolder:
     """A new, empty folder; removed by :meth:`close` or, after a kill, when the next one is created on this host.
 
-    It is in ``/dev/shm`` or, if that is missing or not writable, in the system's folder for temporary files.
+    Args:
+        parent: None: ``/dev/shm`` or, if that is missing or not writable, the system's folder for temporary files.
     """
 
-    def __init__(self) -> None:
-        parent = memory_place()
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or memory_place()
         for left in parent.glob(f'{_PREFIX}*'):
             _remove_unless_held(left)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -44,6 +48,8 @@ class MemoryFolder:
 def _remove_unless_held(folder: Path) -> None:
     """Remove it unless a live process holds its lock: the kernel drops a process's locks when it ends."""
     with contextlib.suppress(OSError):  # another user's, or just removed
+        if time.time() - folder.stat().st_mtime < _NEW_SECS:
+            return
         fd = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

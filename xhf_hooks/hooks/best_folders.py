@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 
 
@@ -48,14 +47,9 @@ def find_best_folders(finals: Iterable[Path]) -> list[BestFolder]:
     return [folder for folder in found if folder is not None]
 
 
-def find_best_in_store(targets: Iterable[StoreFolder]) -> list[BestFolder]:
-    """The best saves of a run that saves to a store. Runs on: rank 0.
-
-    Raises:
-        StoreError: The store cannot be read.
-    """
-    manifests = ((target.final, target.newest_manifest()) for target in targets)
-    found = [_described(final, manifest) for final, manifest in manifests if manifest is not None]
+def find_best_in_stores(manifests: Iterable[tuple[str, bytes]]) -> list[BestFolder]:
+    """The best saves in a store, by their URLs and manifests."""
+    found = [_described(url, manifest) for url, manifest in manifests]
     return [folder for folder in found if folder is not None]
 
 

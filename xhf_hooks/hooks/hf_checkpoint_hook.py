@@ -11,14 +11,13 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
 from xhf_hooks.background.on_saved import Result
-from xhf_hooks.commit.store_folder import StoreFolder
 from xhf_hooks.config.frontends import frontend_class
 from xhf_hooks.config.options import HookOptions
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best_folders import BestFolder, find_best_folders, find_best_in_store
+from xhf_hooks.hooks.best_folders import BestFolder, find_best_folders, find_best_in_stores
 from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
 from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.installed import require_usable
@@ -142,10 +141,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             raise
 
     def _best_so_far(self, earlier: Sequence[Path], newest: Path | str) -> list[BestFolder]:
-        if isinstance(newest, Path):
-            return find_best_folders(dict.fromkeys([*earlier, newest]))
-        in_store = [target for target in self._saves.others.values() if isinstance(target, StoreFolder)]
-        return [*find_best_folders(earlier), *find_best_in_store(in_store)]
+        folders = dict.fromkeys([*earlier, newest] if isinstance(newest, Path) else earlier)
+        return [*find_best_folders(folders), *find_best_in_stores(self._saves.best_in_stores())]
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """Record the score of a committed best save."""

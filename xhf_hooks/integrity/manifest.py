@@ -17,8 +17,8 @@ from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
-from xhf_hooks.stores.publication import MANIFEST_NAME
 
+MANIFEST_NAME = 'xhf_manifest.json'
 #: 2: checksums of all files and tensors. 1: sizes of the weight files only.
 FORMAT_VERSION = _CHECKSUM_VERSION = 2
 

@@ -19,7 +19,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
-from xhf_hooks.planning.front_to_back import files_to_gather, in_file_order, most_at_once
 from xhf_hooks.planning.rounds import fill_rounds
 from xhf_hooks.planning.types import (
     Bucket,
@@ -53,7 +52,6 @@ def make_plan(
     spread: Mapping[str, Spread] | None = None,
     share_copies: bool = False,
     round_nbytes: int = 1,
-    front_to_back: bool = False,
 ) -> SavePlan:
     """Decide every file, offset, round and bucket of a save.
 
@@ -72,7 +70,6 @@ def make_plan(
         share_copies: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
             copy and nothing is sent.
         round_nbytes: Most bytes that an owner receives in one round.
-        front_to_back: Deliver the bytes of each file in file order (front_to_back.py).
 
     Raises:
         PlanError: Two entries have the same name, or an entry reads a tensor that the source lacks.
@@ -100,33 +97,23 @@ def make_plan(
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
     groups = [_with_spread(group, spread or {}) for group in groups]
-    mixed = files_to_gather(groups, [_may_travel(group) for group in groups]) if front_to_back else ()
-    written, sent, whole = _by_road(groups, sliced, mixed)
+    written, sent, whole = _by_road(groups, sliced)
     owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=share_files)
-    portions = _portions(sent, owner_of, share_copies=share_copies)
-    if front_to_back:
-        portions, round_nbytes = in_file_order(portions, files), most_at_once(round_nbytes, portions)
-    rounds = fill_rounds(portions, round_nbytes, in_order=front_to_back)
+    rounds = fill_rounds(_portions(sent, owner_of, share_copies=share_copies), round_nbytes)
     buckets = _fill_buckets(_in_turns(_owned(whole, owner_of)), bucket_nbytes)
     digest = _digest(files, written, rounds, buckets, indexes)
     return SavePlan(tuple(files), tuple(written), rounds, buckets, indexes, digest)
 
 
-def _by_road(
-    groups: list[Group], sliced: Collection[str], mixed: Collection[str]
-) -> tuple[list[Group], list[Group], list[Group]]:
-    """Split groups into sliced ones, sent ones (one for each output) and gathered ones.
-
-    Args:
-        mixed: Files whose tensors are not sent.
-    """
+def _by_road(groups: list[Group], sliced: Collection[str]) -> tuple[list[Group], list[Group], list[Group]]:
+    """Split groups into sliced ones, sent ones (one for each output) and gathered ones."""
     written: list[Group] = []
     sent: list[Group] = []
     whole: list[Group] = []
     for group in groups:
         if group.is_contiguous and group.reads[0].name in sliced:
             written.append(group)
-        elif _may_travel(group) and all(place.file not in mixed for place in group.placements):
+        elif _may_travel(group):
             sent += [replace(group, placements=(placement,)) for placement in group.placements]
         else:
             whole.append(group)
@@ -320,10 +307,9 @@ def _digest(
 
 def _describe_portion(portion: Portion) -> str:
     p, spread = portion.placement, portion.spread
-    which = '' if portion.run is None else f' ({portion.run})'
     return (
         f'{portion.read.name} -> {(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset)} '
-        f'part {portion.number} of {portion.count}{which}, {spread}'
+        f'part {portion.number} of {portion.count}, {spread}'
     )
 
 

@@ -226,7 +226,6 @@ class Portion:
     Attributes:
         read: The source tensor that contains the output's elements.
         spread: Which elements of the placement each rank holds.
-        run: If set, the portion is these elements, whichever ranks hold them.
     """
 
     read: TensorSpec
@@ -234,19 +233,15 @@ class Portion:
     spread: Spread
     number: int = 0
     count: int = 1
-    run: range | None = None
 
     @property
     def holders(self) -> range:
         """The ranks that send something, and possibly some that do not."""
-        return self.spread.holders if self.run is None else self.spread.within(self.run).holders
+        return self.spread.holders
 
     def held_by(self, rank: int) -> range:
         """The elements of the placement that a rank sends."""
         held = self.spread.held_by(rank)
-        if self.run is not None:
-            start = min(max(held.start, self.run.start), self.run.stop)
-            return range(start, max(start, min(held.stop, self.run.stop)))
         start, end = (held.start + len(held) * part // self.count for part in (self.number, self.number + 1))
         return range(start, end)
 
@@ -257,8 +252,6 @@ class Portion:
     @property
     def most_nbytes(self) -> int:
         """An upper bound of the bytes from all ranks, computed without a loop over ranks."""
-        if self.run is not None:
-            return len(self.run) * self.width
         rounded = len(self.spread.holders) * self.width if self.count > 1 else 0
         return -(-self.placement.nbytes // self.count) + rounded
 
@@ -366,6 +359,10 @@ class SavePlan:
     def placements(self) -> list[Placement]:
         in_groups = (p for group in (*self.sliced, *self.gathered) for p in group.placements)
         return [*self.sent, *in_groups]
+
+    def files_of(self, owner: int) -> set[str]:
+        """The files that a rank writes, if each has one owner."""
+        return {placement.file for placement in self.placements if placement.owner == owner}
 
     @property
     def nbytes(self) -> int:

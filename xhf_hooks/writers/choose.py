@@ -9,15 +9,10 @@ from pathlib import Path
 from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.distributed.shared_filesystem import is_shared
 from xhf_hooks.errors import OptionError
-from xhf_hooks.writers.store import StoreWriter
-from xhf_hooks.writers.writer import Writer
-
-#: Value of the option ``writer`` to the name of the writer for stores.
-_STORE_WRITERS = {'auto': 'store', 'parallel': 'store', 'stream': 'store_from_rank0'}
 
 
 class WhoWrites(Enum):
-    """Who writes what: the values of the option ``writer``, and those that it stands for if ``out_dir`` is a URL."""
+    """Who writes what: the values of the option ``writer``."""
 
     #: Every rank writes its own slices at their places in the files: no gather, no copy, no network. Only tensors that
     #: must be complete before they are written are gathered: merged ones, or those on NVMe.
@@ -29,13 +24,11 @@ class WhoWrites(Enum):
     STREAM = 'stream'
     #: Every rank receives every tensor, and rank 0 writes: for engines whose partitions cannot be read.
     GATHER = 'gather'
-    STORE = 'store'
-    STORE_FROM_RANK0 = 'store_from_rank0'
 
     @property
     def all_ranks(self) -> bool:
-        """Every rank writes, so all ranks must see the folder."""
-        return self in (WhoWrites.POSITIONAL, WhoWrites.PARALLEL, WhoWrites.STORE)
+        """Every rank writes, so all ranks must see the folder, unless each uploads what it wrote."""
+        return self in (WhoWrites.POSITIONAL, WhoWrites.PARALLEL)
 
     @property
     def writes_local_shards(self) -> bool:
@@ -47,26 +40,16 @@ class WhoWrites(Enum):
         """Every rank sends its own slices where possible to the rank that writes the tensor."""
         return self not in (WhoWrites.POSITIONAL, WhoWrites.GATHER)
 
-    @property
-    def front_to_back(self) -> bool:
-        """The writer cannot seek, so the plan must deliver each file from its first byte to its last."""
-        return self in (WhoWrites.STORE, WhoWrites.STORE_FROM_RANK0)
-
-    @property
-    def writer(self) -> type[Writer]:
-        """What writes."""
-        return StoreWriter if self.front_to_back else Writer
-
 
 def choose_store_writer(option: str) -> str:
-    """Resolve the option ``writer`` if the output goes to an object store.
+    """Resolve the option ``writer`` if ``out_dir`` is a URL: each rank uploads files that it alone has written.
 
     Raises:
-        OptionError: The writer supports only files.
+        OptionError: Several ranks would write into one file.
     """
-    if option not in _STORE_WRITERS:
-        raise OptionError('writer', f'one of {tuple(_STORE_WRITERS)} when out_dir is a URL', option)
-    return _STORE_WRITERS[option]
+    if option == 'positional':
+        raise OptionError('writer', "'auto', 'parallel', 'stream' or 'gather' when out_dir is a URL", option)
+    return 'parallel' if option == 'auto' else option
 
 
 def choose_writer(log: logging.Logger | logging.LoggerAdapter, option: str, probe: Path, collective: Collective) -> str:

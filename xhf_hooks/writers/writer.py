@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.format.checksum import crc32
@@ -52,21 +51,29 @@ class Writer:
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
         self._taker = SampleTaker()
-        self._files: dict[str, Any] = {}  # each is opened at its first chunk
+        self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
         # Started now, before training goes on: no thread can be started while the process exits
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
         self._thread.start()
 
-    def create(self, plan: SavePlan, place: Path) -> dict[str, FileIdentity]:
-        """Create the planned files with their headers, and reserve their disk space. Runs on: rank 0.
+    def create(self, plan: SavePlan, place: Path, owner: int | None = None) -> dict[str, FileIdentity]:
+        """Create the planned files with their headers, and reserve their disk space.
+
+        Runs on: rank 0; where each rank has a folder of its own, all ranks.
 
         Args:
+            owner: Create only the files that this rank writes.
             place: Where the target lets writers write (commit/target.py), such as the staging folder.
 
         Returns:
             File name to identity, with which other ranks check that they open the same files.
         """
-        return {file.name: create_file(place / file.name, file.header, file.nbytes) for file in plan.files}
+        names = {file.name for file in plan.files} if owner is None else plan.files_of(owner)
+        return {
+            file.name: create_file(place / file.name, file.header, file.nbytes)
+            for file in plan.files
+            if file.name in names
+        }
 
     def open(self, plan: SavePlan, place: Path, made: Mapping[str, FileIdentity]) -> None:
         """Prepare to write into the created files."""
@@ -112,13 +119,6 @@ class Writer:
             OSError: A file cannot be read.
         """
         require_samples(self._folder, self._made, samples)
-
-    def read_back(self) -> None:
-        """Read back and compare all that this rank has written, unless the commit does that (``verify='full'``).
-
-        Raises:
-            IncompleteError: The bytes differ from those that were written.
-        """
 
     def abort(self) -> None:
         """Drop pending chunks, close the files and end the threads. Never raises."""
@@ -173,7 +173,7 @@ class Writer:
         if self._beside_training:  # in one piece: each direct write waits for the disk
             file.write(chunk.data, place.offset + chunk.start)
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> OutputFile:
         if name not in self._files:
             path = self._folder / name
             self._files[name] = OutputFile(path, self._made[name], write_behind=self._fsync, direct=self._direct)

@@ -89,7 +89,7 @@ def test_progress_tells_what_is_left():
 def test_every_writer_is_measured():
     from xhf_hooks.writers.choose import WhoWrites
 
-    assert list(WRITERS) == [who.value for who in WhoWrites if not who.front_to_back]
+    assert list(WRITERS) == [who.value for who in WhoWrites]
     names = {way.name for way in ways_to_save(WRITERS)}
     assert {name_of_ours(writer, fsync) for writer in WRITERS for fsync in (False, True)} <= names
 

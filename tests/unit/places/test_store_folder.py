@@ -1,0 +1,308 @@
+"""Saves in a store: the pointer names whole ones, one run goes on, and only what is ours is deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from xhf_hooks.errors import DamagedError, IncompleteError, OptionError, StoreError
+from xhf_hooks.files import memory_folder
+from xhf_hooks.files.memory_folder import MemoryFolder
+from xhf_hooks.places.objects import Store, checked_url, open_store, without_secrets
+from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
+from xhf_hooks.writers.writer import Writer
+
+pytestmark = pytest.mark.modern_only
+
+SPEC = TensorSpec('w', (1000,), 'U8')
+PLAN = make_plan([ExportEntry('w', SPEC.shape, 'U8', ('w',))], [SPEC], max_shard_nbytes=10**6, bucket_nbytes=1)
+FILES = {'config.json', 'model.safetensors', 'xhf_manifest.json'}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(Store, 'pauses_secs', (0.0, 0.0))
+
+
+@pytest.fixture
+def url():
+    return f'memory://{uuid.uuid4().hex}'
+
+
+@pytest.fixture
+def folder(url):
+    made = StoreFolder(url, 2)
+    made.claim()
+    yield made
+    made.release()
+
+
+def upload(folder: StoreFolder, number: int):
+    """All but the commit."""
+    (folder.open_staging() / 'config.json').write_text('{}')
+    place, writer, step = folder.place(''), Writer(1, fsync=False), Step('iter', number, number)
+    writer.open(PLAN, place, writer.create(PLAN, place, owner=0))
+    writer.write(Chunk(PLAN.placements[0], memoryview(bytes([number]) * 1000)))
+    tensors = writer.finish().written()
+    begun = folder.begin_upload(PLAN, tensors, step, {})
+    folder.upload(begun, [*begun[1]], 'full')
+    return tensors, step
+
+
+def save(folder: StoreFolder, number: int) -> None:
+    tensors, step = upload(folder, number)
+    folder.commit(PLAN, tensors, step, {}, 'full')
+    folder.end_save()
+
+
+def newest(url: str) -> str | None:
+    return read_pointer(open_store(url), 'hf_model').newest
+
+
+def keys(url: str) -> set[str]:
+    store = open_store(url)
+    return {path[len(store._root) + 1 :] for path in store._fs.find(store._root)}
+
+
+def prefixes(url: str) -> set[str]:
+    return {key.partition('/')[0] for key in keys(url) if '/' in key}
+
+
+def test_the_newest_ones_are_kept(folder, url):
+    for number in (1, 2, 3):
+        save(folder, number)
+        assert newest(url) == f'hf_model_iter_{number}' and {*open_store(url).sizes(newest(url))} == FILES
+    assert prefixes(url) == {'hf_model_iter_2', 'hf_model_iter_3'}
+    assert folder.name_of('') == f'{url}/hf_model_iter_3'
+
+
+def test_what_others_put_there_stays_and_is_told(folder, url):
+    """In a save that is deleted, and beside."""
+    save(folder, 1)
+    store = open_store(url)
+    for key in ('hf_model_iter_1/eval_results.json', 'notes.txt'):
+        store.put(key, b'of somebody else')
+    save(folder, 2)
+    save(folder, 3)
+    assert keys(url) >= {'hf_model_iter_1/eval_results.json', 'notes.txt'}
+    assert store.sizes('hf_model_iter_1') == {'eval_results.json': 16}
+    assert len(folder.warnings) == 1 and 'eval_results.json' in folder.warnings[0]
+
+
+def test_a_prefix_in_use_is_not_used_again(folder, url):
+    open_store(url).put('hf_model_iter_1/model.safetensors', b'of somebody else')
+    save(folder, 1)
+    assert newest(url) == 'hf_model_iter_1_2'
+    again = StoreFolder(url, 2)
+    again.claim()
+    save(again, 1)
+    assert newest(url) == 'hf_model_iter_1_3'
+    again.release()
+
+
+@pytest.mark.parametrize('fault', ['missing', 'short'])
+def test_what_the_store_has_lost_is_not_committed(folder, url, fault):
+    save(folder, 1)
+    tensors, step = upload(folder, 2)
+    open_store(url).delete(['hf_model_iter_2/model.safetensors'])
+    if fault == 'short':
+        open_store(url).put('hf_model_iter_2/model.safetensors', b'short')
+    with pytest.raises(IncompleteError, match=r'hf_model_iter_2/model.safetensors: the store has'):
+        folder.commit(PLAN, tensors, step, {})
+    folder.abandon()
+    assert newest(url) == 'hf_model_iter_1'
+    save(folder, 3)
+    assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_3'}
+
+
+@pytest.mark.parametrize('where', ['scratch', 'store'])
+def test_changed_bytes_are_noticed(folder, url, monkeypatch, where):
+    put = Store.put_file
+
+    def change(self, key, path):
+        put(self, key, path)
+        if key.endswith('.safetensors'):
+            self.put(key, bytes(path.stat().st_size))
+
+    if where == 'store':
+        monkeypatch.setattr(Store, 'put_file', change)
+        with pytest.raises(IncompleteError, match='read back, its CRC-32 is'):
+            upload(folder, 1)
+        return
+    tensors, step = upload(folder, 1)
+    path = folder.place('') / 'model.safetensors'
+    path.write_bytes(bytes(path.stat().st_size))
+    begun = folder.begin_upload(PLAN, tensors, step, {})
+    with pytest.raises(DamagedError, match='changed since the save'):
+        folder.upload(begun, ['model.safetensors'], 'sizes')
+
+
+def test_a_save_is_there_though_older_ones_cannot_be_deleted(folder, url, monkeypatch):
+    for number in (1, 2):
+        save(folder, number)
+    tensors, step = upload(folder, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, 'delete', lambda *args: (_ for _ in ()).throw(StoreError('AccessDenied')))
+        folder.commit(PLAN, tensors, step, {})
+    assert 'AccessDenied' in folder.warnings[0] and newest(url) == 'hf_model_iter_3'
+    save(folder, 4)
+    assert prefixes(url) == {'hf_model_iter_3', 'hf_model_iter_4'}
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
+    save(folder, 1)
+    tensors, step = upload(folder, 2)
+    put = Store.put
+
+    def lose(self, key, data):
+        if arrives or key != pointer_key('hf_model'):
+            put(self, key, data)
+        if key == pointer_key('hf_model'):
+            raise StoreError('no answer')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, 'put', lose)
+        with pytest.raises(StoreError, match='no answer'):
+            folder.commit(PLAN, tensors, step, {})
+        folder.abandon()
+    assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
+    assert {*open_store(url).sizes(newest(url))} == FILES
+    save(folder, 3)
+    assert prefixes(url) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
+
+
+def test_of_two_runs_the_later_goes_on(folder, url):
+    """Whoever they are, and whenever the first one notices."""
+    save(folder, 1)
+    tensors, step = upload(folder, 2)
+    later = StoreFolder(url, 2)
+    later.claim()
+    with pytest.raises(StoreError, match=r'another run saves here since 20.*set out_dir to another place'):
+        folder.commit(PLAN, tensors, step, {})
+    save(later, 2)
+    with pytest.raises(StoreError, match='another run saves here'):
+        save(folder, 3)
+    assert newest(url) == 'hf_model_iter_2_2' and {*open_store(url).sizes(newest(url))} == FILES
+    later.release()
+
+
+def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(folder, url, monkeypatch):
+    save(folder, 1)
+    upload(folder, 2)
+    for number in range(10):
+        open_store(url).put(f'others/{number}', b'')
+    asked = []
+    monkeypatch.setattr(Store, '_ask', lambda self, *args, ask=Store._ask: (asked.append(args[1]), ask(self, *args))[1])
+    later = StoreFolder(url, 1)
+    later.claim()
+    assert (
+        prefixes(url) == {'hf_model_iter_1', 'others'} and not any('others' in key for key in asked) and '' not in asked
+    )
+    later.release()
+
+
+def test_a_deleted_pointer_does_not_end_publishing(folder, url):
+    save(folder, 1)
+    open_store(url).delete([pointer_key('hf_model')])
+    save(folder, 2)
+    assert newest(url) == 'hf_model_iter_2'
+
+
+@pytest.mark.parametrize('content', [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}])
+def test_a_foreign_pointer_is_refused(folder, url, content):
+    save(folder, 1)
+    store = open_store(url)
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(store.get('hf_model.json')), **content}).encode()
+    store.put('hf_model.json', content)
+    with pytest.raises(StoreError, match=r'hf_model.json: not written by this package'):
+        StoreFolder(url, 1).claim()
+
+
+def test_a_pointer_whose_save_is_gone_is_refused(folder, url):
+    save(folder, 1)
+    open_store(url).delete(['hf_model_iter_1/xhf_manifest.json'])
+    with pytest.raises(StoreError, match=r'hf_model_iter_1: the newest save lacks its xhf_manifest.json'):
+        StoreFolder(url, 1).claim()
+
+
+def test_a_store_that_does_not_answer_is_told_at_once(url, monkeypatch):
+    import threading
+
+    said, ends = [], threading.Event()
+    store = open_store(url, warn=said.append)
+    monkeypatch.setattr(Store, 'silence_secs', 0.05)
+    monkeypatch.setattr(Store, 'answer_secs', 0.2)
+    monkeypatch.setattr(store._fs, 'cat_file', lambda *args, **more: ends.wait(20.0))
+    with pytest.raises(StoreError, match=r'does not answer within 0.2 s'):
+        store.get('key')
+    assert 'has not answered for' in said[0] and len(said) == 5
+    monkeypatch.undo()
+    ends.set()
+    assert store.get('key') is None
+
+
+def test_a_request_is_sent_again(url, monkeypatch):
+    said, fails = [], [OSError('SlowDown'), OSError('cut')]
+    store = open_store(url, {'secret': 'averysecretword'}, warn=said.append)
+    pipe = store._fs.pipe_file
+
+    def fail(*args):
+        if fails:
+            raise fails.pop()
+        pipe(*args)
+
+    monkeypatch.setattr(store._fs, 'pipe_file', fail)
+    store.put('key', b'data')
+    assert store.get('key', 1, 3) == b'at' and len(said) == 2 and 'SlowDown' in said[1]
+    fails[:] = [OSError('with averysecretword')] * 3
+    with pytest.raises(StoreError, match=r'key: cannot write: OSError: with \*\*\*. Check upload_to'):
+        store.put('key', b'data')
+
+
+def test_objects_in_files(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    store.require_usable()
+    store.put('sub/ä &?.bin', b'123')
+    (tmp_path / 'from').write_bytes(b'4567')
+    store.put_file('new/deep.bin', tmp_path / 'from')
+    assert store.sizes('sub') == {'ä &?.bin': 3} and store.sizes('new') == {'deep.bin': 4} and store.sizes('none') == {}
+    store.delete(['sub/ä &?.bin', 'none'])
+    assert store.get('sub/ä &?.bin') is None and [*(tmp_path / 'sub').iterdir()] == []
+
+
+@pytest.mark.parametrize('url', ['bucket/run', 's3://', 's3://key:secret@bucket', 's3://bucket/a?X-Signature=b', 3])
+def test_refused_urls(url):
+    with pytest.raises(OptionError, match='upload_to') as caught:
+        checked_url('upload_to', url)
+    assert 'secret' not in str(caught.value) and 'Signature' not in str(caught.value)
+
+
+def test_messages_have_no_secrets():
+    said = 'https://key:word@host/a?X-Amz-Signature=abc and averysecretword'
+    assert without_secrets(said, {'client_kwargs': {'secret_key': 'averysecretword'}}) == 'https://host/a and ***'
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_folder, '_NEW_SECS', 0.0)
+    ours = MemoryFolder()
+    pid = os.fork()
+    if not pid:
+        (tmp_path / 'told').write_text(str(MemoryFolder().path))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    left = Path((tmp_path / 'told').read_text())
+    assert left.exists()
+    another = MemoryFolder()
+    assert not left.exists() and ours.path.exists()
+    for folder in (ours, another):
+        folder.close()
+        assert not folder.path.exists()

@@ -1,0 +1,385 @@
+"""Objects under one URL. fsspec finds the library, and the library finds its credentials.
+
+Each request has a deadline and is repeated a few times within seconds, so no request stops a save for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import queue
+import random
+import re
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from xhf_hooks.concurrency.low_priority import lower_priority
+from xhf_hooks.errors import OptionError, StoreError
+from xhf_hooks.format.checksum import crc32
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+T = TypeVar('T')
+#: Protocol to the extra of this package that installs its library.
+_EXTRAS = {
+    's3': 's3',
+    's3a': 's3',
+    'gs': 'gcs',
+    'gcs': 'gcs',
+    'az': 'azure',
+    'abfs': 'azure',
+    'abfss': 'azure',
+    'adl': 'azure',
+    'oss': 'oss',
+}
+_URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)
+_S3 = ('s3', 's3a')
+#: s3fs repeats requests by itself; so many times, and boto not at all. Some servers answer a range request with the
+#: checksum of the whole object.
+_S3_RETRIES = 2
+_S3_CONFIG = {
+    'connect_timeout': 5,
+    'read_timeout': 60,
+    'retries': {'total_max_attempts': 1, 'mode': 'standard'},
+    'response_checksum_validation': 'when_required',
+}
+#: Parts of a file that are sent at once. s3fs would hold ten parts of 50 MB in memory.
+_S3_PARTS, _S3_PART_NBYTES, _S3_MOST_PARTS = 4, 16 * 2**20, 10_000
+#: Protocols with which a file is visible while it is being written: small objects are written beside and renamed.
+_WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
+#: Written and deleted before training. Not unique, so what killed runs leave is one object.
+_PROBE = '.xhf_probe'
+_READ_NBYTES = 8 * 2**20
+
+_SECRET_NAMES = re.compile(r'key|secret|token|passw|credential|sas|auth|connection_string', re.IGNORECASE)
+_SECRET_IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
+_LEAST_SECRET = 4  # shorter values are not replaced everywhere
+
+
+def is_url(place: object) -> bool:
+    """Whether a place is the URL of a store rather than a folder."""
+    return isinstance(place, str) and bool(_URL.fullmatch(place))
+
+
+def checked_url(option: str, url: Any) -> str:
+    """The URL without a final slash.
+
+    Raises:
+        OptionError: It is not a URL, or contains credentials.
+    """
+    if not is_url(url):
+        raise OptionError(option, "a URL such as 's3://bucket/run'", url)
+    if '@' in urlsplit(url).netloc or urlsplit(url).query:  # s3://key:secret@bucket, or a signed query
+        expected = 'a URL without credentials and queries (docs/object-stores.md says where they go)'
+        raise OptionError(option, expected, without_secrets(url))
+    return url.rstrip('/')
+
+
+def without_secrets(text: str, options: Mapping[str, Any] | None = None) -> str:
+    """The text without user names, passwords and queries in URLs, and without secret values of ``options``."""
+    for secret in sorted(_secrets_in(options or {}), key=len, reverse=True):
+        text = text.replace(secret, '***')
+    return _SECRET_IN_URL.sub('', text)
+
+
+def _secrets_in(options: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found |= _secrets_in(value)
+        elif isinstance(value, str) and _SECRET_NAMES.search(name) and len(value) >= _LEAST_SECRET:
+            found.add(value)
+    return found
+
+
+def open_store(
+    url: str,
+    backend_args: Mapping[str, Any] | None = None,
+    *,
+    option: str = 'upload_to',
+    warn: Callable[[str], object] = lambda said: None,
+) -> Store:
+    """The store at a URL. Nothing is sent yet, except that some libraries look for credentials.
+
+    Args:
+        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
+        backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
+        option: The user's option that the URL comes from, for messages.
+        warn: Called at once when a request fails or gets no answer.
+
+    Raises:
+        OptionError: It is not the URL of a store.
+        StoreError: The library is missing, or refuses ``backend_args``.
+    """
+    import fsspec
+
+    url = checked_url(option, url)
+    protocol = url.partition('://')[0].lower()
+    given = dict(backend_args or {})
+    own: dict[str, Any] = {'use_listings_cache': False}
+    if protocol in _S3:
+        own['config_kwargs'] = {**_S3_CONFIG, **given.get('config_kwargs', {})}
+        own['max_concurrency'] = _S3_PARTS
+    try:
+        if fsspec.get_filesystem_class(protocol).async_impl:
+            own['loop'] = _loop(os.getpid())
+        # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
+        file_system, root = fsspec.core.url_to_fs(url, **{**given, **own})
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        how = f"pip install 'xhf_hooks[{extra}]'" if extra else f'install what fsspec needs for {protocol}://'
+        raise StoreError(f'{url}: {error}; {how}, or set {option} to another place') from None
+    except Exception as error:
+        said = without_secrets(f'{type(error).__name__}: {error}', given)
+        raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
+    if protocol in _S3:
+        file_system.retries = _S3_RETRIES
+    return Store(file_system, root, without_secrets(url), given, option, warn)
+
+
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of low priority, one for all stores of a process, like fsspec's own."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        lower_priority()
+        loop.run_forever()
+
+    threading.Thread(target=run, name='store-io', daemon=True).start()
+    return loop
+
+
+class Store:
+    """Objects under one URL, by keys relative to it, with slashes.
+
+    Args:
+        url: The URL without secrets, for messages.
+        root: The path of the URL in the file system.
+        options: Arguments of the file system; their secret values are removed from messages.
+        option: The user's option with the URL, for messages.
+        warn: Called when a request fails and will be repeated, or gets no answer for a while.
+
+    Attributes:
+        silence_secs: Without an answer for so long, a warning is logged.
+        answer_secs: Deadline of a request.
+        stall_secs: Deadline of each part of a file.
+        pauses_secs: Pauses before a request is sent again.
+        patience_secs: A request that fails after this time is not sent again.
+    """
+
+    silence_secs = 5.0
+    answer_secs = 20.0
+    stall_secs = 60.0
+    pauses_secs: tuple[float, ...] = (0.5, 1.0, 2.0)
+    patience_secs = 30.0
+
+    def __init__(
+        self,
+        file_system: AbstractFileSystem,
+        root: str,
+        url: str,
+        options: Mapping[str, Any],
+        option: str,
+        warn: Callable[[str], object],
+    ) -> None:
+        self.url, self.option = url, option
+        self._fs, self._root, self._options, self._warn = file_system, root.rstrip('/'), options, warn
+        protocols = file_system.protocol
+        self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._end_thread = self._start_thread()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a small object atomically: readers see the old or the new one."""
+        path = self._path(key)
+
+        def put(sign: Callable[[], None]) -> None:
+            if not self._has_files:
+                self._fs.pipe_file(path, data)
+                return
+            beside = f'{path}.{uuid.uuid4().hex[:12]}'
+            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            try:
+                self._fs.pipe_file(beside, data)
+                self._fs.mv(beside, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(beside)
+                raise
+
+        self._ask('write', key, put)
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Upload a file; the library sends large ones in parts."""
+        from fsspec.callbacks import Callback
+
+        nbytes = path.stat().st_size
+        how: dict[str, Any] = {}
+        if self._protocols & {*_S3}:
+            how['chunksize'] = max(_S3_PART_NBYTES, -(-nbytes // _S3_MOST_PARTS))
+
+        def put(sign: Callable[[], None]) -> None:
+            if self._has_files:
+                self._fs.makedirs(self._fs._parent(self._path(key)), exist_ok=True)
+            progress = Callback(hooks={'sign': lambda *args, **more: sign()})
+            self._fs.put_file(str(path), self._path(key), callback=progress, **how)
+
+        self._ask('write', key, put, self.stall_secs)
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes | None:
+        """Bytes of an object; None if there is no such object."""
+
+        def get(sign: Callable[[], None]) -> bytes | None:
+            try:
+                return self._fs.cat_file(self._path(key), start=start, end=end)
+            except FileNotFoundError:
+                return None
+
+        return self._ask('read', key, get)
+
+    def crc32(self, key: str, nbytes: int) -> int:
+        """Read an object of this size back; returns its CRC-32."""
+        found = 0
+        for start in range(0, nbytes, _READ_NBYTES):
+            found = crc32(memoryview(self.get(key, start, min(start + _READ_NBYTES, nbytes)) or b''), found)
+        return found
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Sizes in bytes of the objects whose keys begin with a folder's name and a slash, by the rest of the key."""
+        path = self._path(folder)
+
+        def find(sign: Callable[[], None]) -> dict[str, int]:
+            self._fs.invalidate_cache()
+            found = self._fs.find(path, detail=True)
+            # rclone answers with a folder's own name where it has removed the last object
+            files = {key[len(path) :]: int(entry['size']) for key, entry in found.items() if entry['type'] == 'file'}
+            return {key[1:]: nbytes for key, nbytes in sorted(files.items()) if key.startswith('/') and key != '/'}
+
+        return self._ask('list', folder, find)
+
+    def delete(self, keys: Collection[str]) -> None:
+        """Remove those of the objects that exist."""
+        for key in keys:
+
+            def delete(sign: Callable[[], None], key: str = key) -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(self._path(key))
+
+            self._ask('delete', key, delete)
+
+    def require_usable(self) -> None:
+        """Write and remove a small object.
+
+        Raises:
+            StoreError: One of these did not work.
+        """
+        self.put(_PROBE, b'written to see whether that works; may be deleted')
+        self.delete([_PROBE])
+
+    @property
+    def _has_files(self) -> bool:
+        return bool(_WITH_FILES & self._protocols)
+
+    def _path(self, key: str) -> str:
+        return f'{self._root}/{key}'
+
+    def _ask(
+        self, what: str, key: str, request: Callable[[Callable[[], None]], T], limit_secs: float | None = None
+    ) -> T:
+        """Send a request, a few times if it fails.
+
+        Args:
+            request: Called with a function that it calls at each sign of life.
+            limit_secs: How long to wait for a sign of life; None: ``answer_secs``.
+
+        Raises:
+            StoreError: It did not succeed; says where, without secrets.
+        """
+        where, limit_secs = f'{self.url}/{key}', limit_secs or self.answer_secs
+
+        def attempt() -> T:
+            try:
+                return self._wait(where, request, limit_secs)
+            except Exception as error:
+                said = without_secrets(f'{type(error).__name__}: {error}', self._options)
+                raise StoreError(
+                    f'{where}: cannot {what}: {said}. Check {self.option}, backend_args, and the credentials where '
+                    f"the store's library looks for them"
+                ) from None
+
+        return again_if_it_fails(attempt, self._warn, self.pauses_secs, self.patience_secs)
+
+    def _wait(self, where: str, request: Callable[[Callable[[], None]], T], limit_secs: float) -> T:
+        answer: Future[T] = Future()
+        last_sign = [time.monotonic()]
+
+        def sign() -> None:
+            last_sign[0] = time.monotonic()
+
+        def job() -> None:
+            try:
+                answer.set_result(request(sign))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._jobs.put(job)
+        is_told = False
+        while not wait([answer], min(self.silence_secs, limit_secs)).done:
+            silent_secs = time.monotonic() - last_sign[0]
+            if silent_secs >= limit_secs:
+                self._end_thread.detach()
+                self._jobs = queue.SimpleQueue()  # the thread is stuck, so that the next request needs another
+                self._end_thread = self._start_thread()
+                raise TimeoutError(f'the store does not answer within {limit_secs:g} s')
+            if silent_secs >= self.silence_secs and not is_told:
+                is_told = True
+                self._warn(f'{where}: the store has not answered for {silent_secs:.0f} s')
+        return answer.result()
+
+    def _start_thread(self) -> weakref.finalize:
+        """Start the thread that sends requests: now, as no thread can be started while the interpreter exits."""
+        threading.Thread(target=_work, args=(self._jobs,), name='xhf-store', daemon=True).start()
+        ending = weakref.finalize(self, self._jobs.put, None)
+        ending.atexit = False
+        return ending
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    lower_priority()
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # frees what it holds, also the store
+
+
+def again_if_it_fails(
+    attempt: Callable[[], T],
+    warn: Callable[[str], object],
+    pauses_secs: tuple[float, ...] = Store.pauses_secs,
+    patience_secs: float = Store.patience_secs,
+) -> T:
+    """The result of ``attempt``, which is repeated after pauses if it raises StoreError.
+
+    Args:
+        patience_secs: An attempt that fails later than this is the last one.
+    """
+    began = time.monotonic()
+    for pause_secs in pauses_secs:
+        try:
+            return attempt()
+        except StoreError as error:
+            if time.monotonic() - began > patience_secs:
+                raise
+            warn(f'will be tried again: {error}')
+        time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time
+    return attempt()

@@ -1,1 +1,0 @@
-"""Writes bytes into files."""
