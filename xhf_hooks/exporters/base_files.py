@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.files.regular_files import require_regular
-
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
 
 
@@ -33,5 +31,4 @@ def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
-    require_regular(base_dir)
     return AutoTokenizer.from_pretrained(base_dir, trust_remote_code=trust_remote_code, local_files_only=True)

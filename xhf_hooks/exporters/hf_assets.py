@@ -13,7 +13,6 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base_files import base_file, load_tokenizer
 from xhf_hooks.exporters.tokenizer_files import write_tokenizer
 from xhf_hooks.exporters.transformers_4_fields import add_transformers_4_fields
-from xhf_hooks.files.regular_files import open_regular, read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model.tensors import model_class
 
@@ -130,10 +129,10 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     """The chat template in the base model's tokenizer files."""
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
-        return read_regular_text(jinja)
+        return jinja.read_text(encoding='utf-8')
     path = base_file(base_dir, 'tokenizer_config.json')
     try:
-        config = {} if path is None else json.loads(read_regular_text(path))
+        config = {} if path is None else json.loads(path.read_text(encoding='utf-8'))
         template = config.get('chat_template')
         return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # untrusted files
@@ -147,8 +146,7 @@ def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -
     for name in names:
         path = base_file(base_dir, name)
         if path is not None and not (folder / name).exists():
-            with open_regular(path) as original, (folder / name).open('xb') as copied:
-                shutil.copyfileobj(original, copied)
+            shutil.copyfile(path, folder / name)
 
 
 def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
@@ -171,7 +169,7 @@ def recorded_vocab_size(base_dir: str) -> int | None:
     path = base_file(base_dir, 'config.json')
     if path is None:
         return None
-    config = json.loads(read_regular_text(path))
+    config = json.loads(path.read_text(encoding='utf-8'))
     return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
 
 

@@ -22,7 +22,6 @@ from torch import nn
 from xhf_hooks.errors import DamagedError, OptionError
 from xhf_hooks.exporters.hf_assets import base_file
 from xhf_hooks.files.memory_folder import memory_place
-from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.model.quiet_transformers import quiet
@@ -95,7 +94,7 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
         raise OptionError('dtype', f'another one, since {base_dir} has no tensor in any of {_WRITABLE}', 'base')
     most = elements.most_common(1)[0][0]
     config = base_file(base_dir, 'config.json')
-    content = {} if config is None else json.loads(read_regular_text(config))
+    content = {} if config is None else json.loads(config.read_text(encoding='utf-8'))
     named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
     return BaseDtypes(base_dir, of_tensor, most, named if named in _WRITABLE else most)
 
@@ -109,7 +108,7 @@ def _files(base_dir: str) -> list[Path]:
         found = f'base, with {base_dir!r} as the base model' if base_dir else 'base, with an unknown base model'
         raise OptionError('dtype', expected, found)
     try:
-        names = sorted(set(json.loads(read_regular_text(index))['weight_map'].values()))
+        names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
         files = {name: base_file(base_dir, name) for name in names}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f'{index}: cannot be read ({error})') from None

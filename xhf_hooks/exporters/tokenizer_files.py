@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 from xhf_hooks.exporters.base_files import base_file, load_tokenizer
 from xhf_hooks.files.memory_folder import MemoryFolder
-from xhf_hooks.files.regular_files import open_regular, read_regular_text
 
 CONFIG, JSON, JINJA = 'tokenizer_config.json', 'tokenizer.json', 'chat_template.jinja'
 #: Files of vocabularies, beside those that the class names. transformers 5 often reads only tokenizer.json.
@@ -145,13 +144,12 @@ class _Writing:
             path = base_file(self._base_dir, name)
             if path is not None and not (form / name).exists() and _belongs_to(path, self._base_dir):
                 (form / name).parent.mkdir(exist_ok=True)
-                with open_regular(path) as original, (form / name).open('xb') as copied:
-                    shutil.copyfileobj(original, copied)
+                shutil.copyfile(path, form / name)
 
     def _in_words_of_base(self) -> Path:
         """The base's tokenizer_config.json with the fields that changed, and its vocabulary if that did not change."""
         path = base_file(self._base_dir, CONFIG)
-        base = {} if path is None else json.loads(read_regular_text(path))
+        base = {} if path is None else json.loads(path.read_text(encoding='utf-8'))
         now, before = (json.loads((at / CONFIG).read_text(encoding='utf-8')) for at in (self._saved, self._base_saved))
         kept = {name: value for name, value in base.items() if name in now or name not in before}
         changed = {name: value for name, value in now.items() if name not in before or before[name] != value}

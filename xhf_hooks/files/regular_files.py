@@ -8,14 +8,6 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-#: Files that libraries read completely. Real ones are smaller than 40 MB; a sparse file could have 1 TB.
-_READ_WHOLE = (
-    *('config.json', 'generation_config.json', 'adapter_config.json', 'processor_config.json', 'chat_template.jinja'),
-    *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
-    *('vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'preprocessor_config.json', 'chat_template.json'),
-    *('video_preprocessor_config.json', 'sentencepiece.bpe.model', 'model.safetensors.index.json'),
-)
-_MOST_NBYTES = 200 * 10**6
 _KINDS = (
     (stat.S_ISFIFO, 'a FIFO'),
     (stat.S_ISSOCK, 'a socket'),
@@ -68,31 +60,6 @@ def read_regular_text(path: str | Path) -> str:
     """
     with os.fdopen(open_regular_fd(path), encoding='utf-8') as file:
         return file.read()
-
-
-def require_regular(folder: str | Path) -> None:
-    """Check the files of a folder before a library opens them without such a check.
-
-    Subfolders are not checked. A path that is not a folder is left to the library.
-
-    Raises:
-        OSError: It holds a FIFO, a socket or a device, or a link to one; or a file that libraries read is a folder, a
-            broken link, or too large.
-    """
-    if not os.path.isdir(folder):
-        return
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            try:
-                found = entry.stat()
-            except OSError:
-                if entry.name in _READ_WHOLE and entry.is_symlink():
-                    raise
-                continue
-            if special_kind(found.st_mode) or entry.name in _READ_WHOLE:
-                _require_regular(found.st_mode, entry.path)
-            if entry.name in _READ_WHOLE and found.st_size > _MOST_NBYTES:
-                raise OSError(errno.EFBIG, f'{found.st_size} bytes, expected at most {_MOST_NBYTES}', entry.path)
 
 
 def _require_regular(mode: int, path: str | Path) -> None:

@@ -19,18 +19,13 @@ from torch import nn
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import peft_model, transformers_model
-from xhf_hooks.meta_model.bounds import limited_modules
 from xhf_hooks.meta_model.run_config import RunConfig, required
-from xhf_hooks.meta_model.trial import in_child
 from xhf_hooks.model.quiet_transformers import quiet
 from xhf_hooks.model.tensors import module_tensors, names_by_identity
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
-#: Lower bound for limits: a checkpoint may hold few of its model's tensors (LoRA, a projector). Mixtures of experts
-#: with a module per expert register 150,000 modules and parameters.
-_LEAST_TENSORS = 7000
 
 
 @dataclass
@@ -63,9 +58,6 @@ def build_meta_model(
 ) -> MetaModel:
     """Build the model of a checkpoint.
 
-    The configs are untrusted, so the model is built twice, first in a child process with limits on time and memory. For
-    most models, both builds together take less than a second.
-
     Args:
         config: The run's config.
         checkpoint: The tag folder or file. ``config.json`` is looked for beside it and in the hook's folders.
@@ -74,24 +66,10 @@ def build_meta_model(
 
     Raises:
         ConfigError, BaseModelError: No usable config was found.
-        DamagedError: The config describes a model that is too large or cannot be built.
+        DamagedError: The config describes a model that cannot be built.
     """
-    build = _Builder(config, checkpoint, names, base, trust_remote_code).build
-    _import_first(config, checkpoint, base)
-    with quiet(), limited_modules(max(len(names), _LEAST_TENSORS)):
-        in_child(lambda: bool(build()), 'building the model', len(names))
-        return build()
-
-
-def _import_first(config: RunConfig | None, checkpoint: Path, base: str | None) -> None:
-    """Import slow packages before the fork, so that parent and child do not both do it."""
-    from transformers import AutoConfig, PreTrainedModel  # noqa: F401
-
-    model = {} if config is None else config.model or {}
-    if any(model.get(option) for option in _ADAPTERS) or _adapted(base, _hugging_face_folder(checkpoint)) is not None:
-        import peft  # noqa: F401
-    if 'visual_encoder' in model:
-        _projector_classes()
+    with quiet():
+        return _Builder(config, checkpoint, names, base, trust_remote_code).build()
 
 
 def _adapted(*folders: str | Path | None) -> Path | None:
@@ -189,15 +167,12 @@ class _Builder:
         Args:
             edit: Changes the config before the model is built.
         """
-        trust, n_tensors = self.trust_remote_code, max(len(self.names), _LEAST_TENSORS)
-        hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why, n_tensors=n_tensors)
+        trust = self.trust_remote_code
+        hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why)
         edit(hf_config)
         model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust)
-        code = transformers_model.own_code(transformers_model.raw_config(folder))
-        if code and not trust:
-            meta_model.notes.append(
-                f'{folder} has custom code ({", ".join(code)}), which was not run; --trust-remote-code allows it'
-            )
+        if getattr(hf_config, 'auto_map', None) and not trust:
+            meta_model.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
         meta_model.remember_base(folder, model)
         return model
 
@@ -226,20 +201,7 @@ def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection
 
 
 def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
-    """XTuner's own class: its code is exported with the weights."""
-    config_class, model_class = _projector_classes()
-    depth = model.get('projector_depth', 2)
-    sizes = dict(
-        visual_hidden_size=module.visual_encoder.config.hidden_size,
-        llm_hidden_size=module.llm.config.hidden_size,
-        depth=depth,
-    )
-    with torch.device('meta'):
-        return model_class(config_class(**sizes))
-
-
-def _projector_classes() -> tuple[Any, Any]:
-    """XTuner's config and model classes of the projector.
+    """XTuner's own class: its code is exported with the weights.
 
     Raises:
         ConfigError: XTuner is not installed.
@@ -255,7 +217,13 @@ def _projector_classes() -> tuple[Any, Any]:
             f"exporting a LLaVAModel needs xtuner's projector, which cannot be imported ({error}); convert where "
             f'xtuner is installed'
         ) from None
-    return config_class, model_class
+    sizes = dict(
+        visual_hidden_size=module.visual_encoder.config.hidden_size,
+        llm_hidden_size=module.llm.config.hidden_size,
+        depth=model.get('projector_depth', 2),
+    )
+    with torch.device('meta'):
+        return model_class(config_class(**sizes))
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:

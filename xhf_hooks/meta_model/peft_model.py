@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.errors import ConfigError, XhfError
-from xhf_hooks.files.regular_files import require_regular
+from xhf_hooks.errors import ConfigError
 from xhf_hooks.meta_model.transformers_model import in_one_line
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
         raise ConfigError(f'{where}: peft has no LoraConfig option {unknown}; install the version that trained it')
     try:
         return LoraConfig(**given)
-    except Exception as error:  # untrusted: peft's classes may raise anything
+    except Exception as error:  # peft's classes may raise anything
         raise ConfigError(f'{where}: peft refuses the options of lora ({in_one_line(error)})') from None
 
 
@@ -50,9 +49,8 @@ def adapter_config_in(folder: Path) -> PeftConfig:
     from peft import LoraConfig, PeftConfig
 
     try:
-        require_regular(folder)
         found = PeftConfig.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # untrusted
+    except Exception as error:
         raise ConfigError(f'{folder}/adapter_config.json: peft cannot read it ({in_one_line(error)})') from None
     if not isinstance(found, LoraConfig):
         kind = str(found.peft_type).rpartition('.')[2][:40]
@@ -82,8 +80,6 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
     try:
         with torch.device('meta'):
             adapted = get_peft_model(model, wanted)
-    except (XhfError, MemoryError):
-        raise
     except Exception as error:
         raise ConfigError(f'peft cannot adapt a {type(model).__name__} as configured ({in_one_line(error)})') from None
     for config in adapted.peft_config.values():

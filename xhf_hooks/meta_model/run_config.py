@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import ConfigError
-from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.meta_model.parse_config import Unread, parse_config
 
 
@@ -82,7 +81,7 @@ def _beside(checkpoint: Path) -> list[Path]:
 
 def _read(file: Path) -> RunConfig:
     try:
-        text = read_regular_text(file)
+        text = file.read_text(encoding='utf-8')
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'{file}: cannot be read ({error}); name the config that the run dumped') from None
     return RunConfig(str(file), parse_config(text, str(file)))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.exporters import Exporter
-from xhf_hooks.exporters.base_files import TOKENIZER_FILES, base_file, load_tokenizer
+from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.parse_config import parse_config
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.transformers_model import in_one_line
-from xhf_hooks.meta_model.trial import in_child
 from xhf_hooks.model.quiet_transformers import quiet
 
 #: Options of ``from_pretrained`` that change what is saved and execute nothing.
@@ -25,12 +22,6 @@ _OPTIONS = (
     *('padding_side', 'truncation_side', 'model_max_length', 'chat_template'),
     *('pad_token', 'eos_token', 'bos_token', 'unk_token'),
 )
-#: Above these limits, a tokenizer is first loaded in a child process with limits: real vocabularies are smaller than
-#: 50 MB, and no number in the small files has 7 digits.
-_SMALL_FILES = ('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json')
-_SMALL_NBYTES, _MOST_NBYTES = 2 * 10**6, 50 * 10**6
-_HUGE_ID = re.compile(rb':\s*[1-9]\d{6}')
-_HUGE, _NO_LIMIT = re.compile(rb'(?<![\d.])[1-9]\d{6}'), re.compile(rb'"model_max_length":\s*\d+')
 _TEMPLATE_NAME = re.compile(r'(?:xtuner\.utils\.(?:templates\.)?)?(?:PROMPT_TEMPLATE\.)?(\w+)')
 
 
@@ -58,54 +49,19 @@ def tokenizer_of_run(
 def _load(
     config: RunConfig | None, exporter: Exporter, base: str | None, trust_remote_code: bool
 ) -> tuple[Any | None, list[str]]:
+    """The tokenizer in the folder, else the base model's; and warnings."""
     folder = base or (config.tokenizer_folder() if config is not None else None)
     where = folder or exporter.base_dir
-    load = partial(_loaded, config, folder, exporter, trust_remote_code)
-    kilobytes = _kilobytes_that_may_take_long(where)
     try:
         with quiet():
-            if kilobytes is not None:
-                in_child(partial(_try, load), f'{where}: loading and saving the tokenizer', kilobytes)
-            return load(), []
+            tokenizer = None if folder is None else load_tokenizer(folder, trust_remote_code=trust_remote_code)
+            return exporter.base_tokenizer() if tokenizer is None else _with_options(tokenizer, config), []
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # untrusted files; a panic in Rust is not an Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         if isinstance(error, ImportError) or 'trust_remote_code' not in str(error):
             raise BaseModelError(f'{where}: its tokenizer cannot be loaded ({in_one_line(error)})') from None
         return None, [f'{where}: the tokenizer has custom code; if you trust it, add --trust-remote-code']
-
-
-def _try(load: Callable[[], Any | None]) -> None:
-    tokenizer = load()
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:  # the library may write a line for each id up to the largest
-            tokenizer.save_pretrained(folder)
-
-
-def _loaded(config: RunConfig | None, folder: str | None, exporter: Exporter, trust_remote_code: bool) -> Any | None:
-    """The tokenizer in the folder, else the base model's."""
-    tokenizer = None if folder is None else load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    return exporter.base_tokenizer() if tokenizer is None else _with_options(tokenizer, config)
-
-
-def _kilobytes_that_may_take_long(base_dir: str) -> int | None:
-    """The size of the tokenizer's files if they, or a number in them, are suspiciously large; else None.
-
-    Only such tokenizers are loaded twice, since loading takes up to a second.
-    """
-    nbytes, suspect = 0, False
-    for name in (*TOKENIZER_FILES, *_SMALL_FILES):
-        path = base_file(base_dir, name)
-        if path is not None:
-            found = path.stat().st_size
-            nbytes += 0 if name in _SMALL_FILES else found
-            if found > (_SMALL_NBYTES if name in _SMALL_FILES else _MOST_NBYTES):
-                suspect = True
-            elif name in _SMALL_FILES:
-                suspect = suspect or _HUGE.search(_NO_LIMIT.sub(b'', path.read_bytes())) is not None
-            elif name.endswith('.json'):  # ids only: words of a vocabulary may be large numbers
-                suspect = suspect or _HUGE_ID.search(path.read_bytes()) is not None
-    return min(nbytes, _MOST_NBYTES) // 1000 if suspect else None
 
 
 def _with_options(tokenizer: Any, config: RunConfig | None) -> Any:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xhf_hooks.errors import BaseModelError, DamagedError, XhfError
+from xhf_hooks.errors import BaseModelError, DamagedError
 from xhf_hooks.exporters.base_files import base_file
-from xhf_hooks.files.regular_files import open_regular, require_regular
-from xhf_hooks.meta_model.bounds import require_modest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -20,74 +17,29 @@ if TYPE_CHECKING:
 #: Arguments of ``from_pretrained`` that are not fields of the config, or that an untrusted config must not set.
 _NOT_OF_THE_CONFIG = ('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path')
 _NEVER_RECORDED = ('quantization_config', 'architectures', 'use_cache')
-_MOST_NBYTES = 100 * 10**6
-_SHOWN = 4
 _CLEAR, _LONGEST = 20, 200  # characters of an error's text
 
 
-def load_config(base: str, *, trust_remote_code: bool, why: str, n_tensors: int) -> PretrainedConfig:
+def load_config(base: str, *, trust_remote_code: bool, why: str) -> PretrainedConfig:
     """The config of the model at ``base``, a folder or a name in the local hub cache. Offline.
 
     Args:
         why: Where ``base`` comes from, for messages.
-        n_tensors: Approximate number of tensors in the model's files.
 
     Raises:
         BaseModelError: It is missing, or needs custom code.
-        DamagedError: It describes too large a model for ``n_tensors``.
     """
     from transformers import AutoConfig
 
-    raw = raw_config(base)
-    require_modest(raw, n_tensors, f'{base}/config.json')
     try:
         if base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
-        require_regular(base)
-        config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (XhfError, MemoryError):
-        raise
-    except Exception as error:  # a config.json is untrusted: its class may raise anything
+        return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # its class may raise anything
         remedy = '--base has to name a folder with the model that training started from'
         if 'trust_remote_code' in str(error):
             remedy = 'if you trust that code, add --trust-remote-code'
         raise BaseModelError(f'{base} ({why}): no usable config.json ({in_one_line(error)}); {remedy}') from None
-    require_modest(config, n_tensors, f'{base}/config.json')
-    return config
-
-
-def raw_config(base: object) -> dict[str, Any]:
-    """The content of the config.json at ``base``; {} if it cannot be read.
-
-    Raises:
-        DamagedError: It is too large for a config.
-    """
-    path = base_file(base, 'config.json') if isinstance(base, str) else None
-    if path is None:
-        return {}
-    nbytes = path.stat().st_size
-    if nbytes > _MOST_NBYTES:
-        raise DamagedError(f'{path}: {nbytes} bytes; expected at most {_MOST_NBYTES}')
-    try:
-        with open_regular(path) as file:
-            content = json.load(file)
-    except (ValueError, RecursionError, OSError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def own_code(*configs: Mapping[str, Any]) -> list[str]:
-    """The custom code files in the ``auto_map`` of config.json or tokenizer_config.json, the first few."""
-    todo: list[Any] = [config.get('auto_map') for config in configs]
-    found: set[str] = set()
-    while todo:
-        value = todo.pop()
-        if isinstance(value, str):
-            module = value.rpartition('--')[2].rpartition('.')[0]
-            found.update([f'{module[:60]}.py'] if module else [])
-        elif isinstance(value, (dict, list)):
-            todo.extend(value.values() if isinstance(value, dict) else value)
-    return [*sorted(found)[:_SHOWN], *(['...'] if len(found) > _SHOWN else [])]
 
 
 def in_one_line(error: BaseException) -> str:
@@ -144,13 +96,11 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
                 model = kind(config)
             model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
-    except (XhfError, MemoryError):
-        raise
     except ImportError as error:
         raise BaseModelError(
             f'{base}: its model needs a package that is not installed ({in_one_line(error)})'
         ) from None
-    except Exception as error:  # a config.json is untrusted: its class may raise anything
+    except Exception as error:  # its class may raise anything
         raise DamagedError(f'{base}: building the model of config.json failed ({in_one_line(error)})') from None
     _use_generation_config(model, base)
     return model

@@ -101,17 +101,6 @@ def test_an_architecture_of_another_kind_of_model(trained, tmp_path, capsys):
     assert not (tmp_path / 'out').exists()
 
 
-def test_a_vocabulary_with_an_id_beyond_all(trained, tmp_path, capsys):
-    """The tokenizers library saves what lies between, too: 9 GB (mutant 8411)."""
-    base = base_model(trained, tmp_path / 'base')
-    model = {'type': 'WordLevel', 'vocab': {'a': 0, 'b': 2**31}, 'unk_token': 'a'}
-    (base / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'added_tokens': [], 'model': model}))
-    (base / 'tokenizer_config.json').write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert 'loading and saving the tokenizer takes more than' in line and not (tmp_path / 'out').exists()
-
-
 #: Values of the wrong kind in the base model's config.json, or names of something else than the field requires.
 WRONG: tuple[dict[str, Any], ...] = (
     *({'model_type': value} for value in (['llama'], 5, None)),
