@@ -117,8 +117,6 @@ def test_universal_gives_the_hooks_bytes(universal, case, tmp_path):
     assert_same_folder_tensors(exact, folder / 'float32')
     assert verify([str(tmp_path / 'checkpoint'), str(folder / 'as_trained')]) == 0
     assert verify([str(folder / 'float32'), str(tmp_path / 'checkpoint')]) == 0
-    other = tmp_path / 'checkpoint' / TAG
-    assert verify([str(other), str(tmp_path / 'checkpoint')]) == 0
 
 
 def swap(one: Path, other: Path) -> None:
