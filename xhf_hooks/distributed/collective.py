@@ -135,13 +135,14 @@ class Collective:
             return lambda: flag
         flags = torch.tensor([flag], dtype=torch.uint8)
         with self._in_touch(stage):
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._in_flight = work
+            self._in_flight = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def answer() -> bool:
-            _completed(work, math.inf)  # handles signals meanwhile, unlike work.wait()
+            assert self._in_flight is not None
+            _completed(self._in_flight, math.inf)  # handles signals meanwhile, unlike wait()
             with self._in_touch(stage):
-                work.wait()
+                self._in_flight.wait()
+            self._in_flight = None
             return bool(flags)
 
         return answer
@@ -276,6 +277,7 @@ class Collective:
             group, self._group = self._group, None
             if self._in_flight is not None and not _completed(self._in_flight, _END_SECS):
                 return  # of start_any(): torch would wait for it as long as the time-out, if a rank hangs
+            self._in_flight = None  # it keeps the connections open, and with them the ranks that wait for this one
             # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
             # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
             backend = group._get_backend(torch.device('cpu'))
