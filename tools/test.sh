@@ -80,6 +80,7 @@ test_modern() {
 test_xtuner() {
     make_env .venv-xtuner xtuner test
     use_env .venv-xtuner
+    rm -f "$TORCH_EXTENSIONS_DIR"/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
     export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
     echo "== tests, XTuner's stack"
     python -m pytest -q -m 'not modern_only' tests

@@ -55,7 +55,7 @@ class Collective:
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_shared = False
-        self._in_flight: dist.Work | None = None
+        self._in_flight: list[dist.Work] = []  # one, of start_any()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._group = self._connect(connect_timeout_secs)
@@ -135,14 +135,12 @@ class Collective:
             return lambda: flag
         flags = torch.tensor([flag], dtype=torch.uint8)
         with self._in_touch(stage):
-            self._in_flight = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._in_flight = [dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)]
 
         def answer() -> bool:
-            assert self._in_flight is not None
-            _completed(self._in_flight, math.inf)  # handles signals meanwhile, unlike wait()
+            self._is_in_flight(math.inf)  # handles signals meanwhile, unlike wait()
             with self._in_touch(stage):
-                self._in_flight.wait()
-            self._in_flight = None
+                self._in_flight.pop().wait()
             return bool(flags)
 
         return answer
@@ -275,9 +273,9 @@ class Collective:
         """
         if self._group is not None:
             group, self._group = self._group, None
-            if self._in_flight is not None and not _completed(self._in_flight, _END_SECS):
-                return  # of start_any(): torch would wait for it as long as the time-out, if a rank hangs
-            self._in_flight = None  # it keeps the connections open, and with them the ranks that wait for this one
+            if self._is_in_flight(_END_SECS):
+                return  # torch would wait for it as long as the time-out, if a rank hangs
+            self._in_flight.clear()  # it keeps the connections open, and with them the ranks that wait for this one
             # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
             # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
             backend = group._get_backend(torch.device('cpu'))
@@ -286,6 +284,15 @@ class Collective:
             del group, backend  # in this order
         if self._is_shared and dist.group.WORLD is not None:
             _SHARED.pop(dist.group.WORLD, None)
+
+    def _is_in_flight(self, secs: float) -> bool:
+        """Whether the question of :meth:`start_any` is still without an answer after so long."""
+        deadline = time.monotonic() + secs
+        while any(not work.is_completed() for work in self._in_flight):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(_LOOK_SECS)
+        return False
 
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
         # A new group's time-out also applies while it looks up its ranks in the store: short for that, then long
@@ -342,13 +349,6 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
 def _as_tensor(values: np.ndarray) -> torch.Tensor:
     """A view of the array's bytes."""
     return torch.from_numpy(values.view(np.uint8))
-
-
-def _completed(work: dist.Work, secs: float) -> bool:
-    deadline = time.monotonic() + secs
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECS)
-    return work.is_completed()
 
 
 def _pickled(value: object) -> torch.Tensor:
