@@ -86,13 +86,11 @@ def strategy_run(kind: str, folder: Path) -> None:
     """A run with MMEngine's FSDPStrategy.
 
     Args:
-        kind: ``'full'``, ``'sharded'`` or ``'local'``. ``'local_layers'``: several units; ``'local_weights'``: without
-            the optimizer; ``'local_flat'``: with ``use_orig_params=False``.
+        kind: ``'full'`` or ``'local'``.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
-    from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
 
     from tests.helpers.toy_run import run_config, train
 
@@ -102,24 +100,12 @@ def strategy_run(kind: str, folder: Path) -> None:
         state_dict_config=FullStateDictConfig(),
         optim_state_dict_config=FullOptimStateDictConfig(),
     )
-    if kind == 'sharded':
-        state = dict(
-            state_dict_type='SHARDED_STATE_DICT',
-            state_dict_config=ShardedStateDictConfig(),
-            optim_state_dict_config=ShardedOptimStateDictConfig(),
-        )
-    elif kind != 'full':
+    if kind == 'local':
         state = 'local'
     os.environ['LOCAL_RANK'] = str(dist.get_rank())
-    wrapper = dict(
-        type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=kind != 'local_flat'
-    )
-    if kind == 'local_layers':  # each layer is a separate unit
-        wrapper['auto_wrap_policy'] = dict(
-            type='torch.distributed.fsdp.wrap.size_based_auto_wrap_policy', min_num_params=4000
-        )
-    hook = dict(interval=4, by_epoch=False, out_dir=str(folder / 'hook')) if kind != 'local_flat' else None
-    checkpoint = dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=kind != 'local_weights')
+    wrapper = dict(type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=True)
+    hook = dict(interval=4, by_epoch=False, out_dir=str(folder / 'hook'))
+    checkpoint = dict(type='CheckpointHook', by_epoch=False, interval=2)
     config = run_config(folder / 'run', hook=hook, stage=None, checkpoint=checkpoint)
     strategy = dict(type='FSDPStrategy', model_wrapper=wrapper, state_dict_cfg=state)
     train(config | dict(runner_type='FlexibleRunner', strategy=strategy))

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError
-from xhf_hooks.files.regular_files import open_regular
 from xhf_hooks.format import strict_json
 
 #: All dtypes in the order of safetensors' ``Dtype`` enum, its sort order: bits per element and name in torch. Those of
@@ -144,7 +143,7 @@ def read_header(path: Path) -> Header:
         DamagedError: The file cannot be read, or the header is invalid.
     """
     try:
-        with open_regular(path) as file:
+        with open(path, 'rb') as file:
             nbytes = os.fstat(file.fileno()).st_size
             start = file.read(_LENGTH_NBYTES)
             if len(start) < _LENGTH_NBYTES:

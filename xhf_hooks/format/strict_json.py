@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.files.regular_files import open_regular
 
 #: A value needs up to 100 bytes as a Python object. The headers of a million tensors have fewer values.
 MOST_VALUES = 5 * 10**6
@@ -49,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
         DamagedError: It cannot be read, is too large, or is not a JSON object.
     """
     try:
-        with open_regular(path) as file:
+        with open(path, 'rb') as file:
             data = file.read(MOST_NBYTES + 1)
     except OSError as error:
         raise DamagedError(f'{path}: cannot be read ({error.strerror})') from None

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
@@ -99,7 +98,7 @@ class Commit:
 def read_commit(folder: Path) -> Commit | None:
     """The commit in a folder's manifest; None without a readable manifest."""
     try:
-        return parse_commit(read_regular_text(folder / MANIFEST_NAME))
+        return parse_commit((folder / MANIFEST_NAME).read_text(encoding='utf-8'))
     except OSError:
         return None
 

@@ -10,21 +10,18 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from xhf_hooks.errors import ChangedError, CheckpointError
-from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format.dtypes import TORCH_DTYPES, count_overflows
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.pieces import Piece
 
 #: Elements that are cast at once: few enough to stay in a core's cache.
 _CHUNK = 1 << 18
-#: Limit for reading a strided tensor, such as a transpose, at once. A larger one takes one small read per run.
-_MOST_WHOLE_NBYTES = 10**9
 _WIDEST = max(DTYPE_NBYTES.values())
 
 
@@ -110,44 +107,24 @@ class PieceReader:
     def _strided(
         self, piece: Piece, stride: tuple[int, ...], shape: tuple[int, ...], first: int, count: int
     ) -> torch.Tensor:
-        """The rows that contain the elements, made contiguous. In a transpose, a row is scattered over the piece."""
-        row = piece.numel // shape[0]
-        top, bottom = first // row, -(-(first + count) // row)
-        whole = self._whole(piece, _span(shape, stride))
-        if whole is not None:
-            return whole.as_strided(shape, stride)[top:bottom].reshape(-1)[first - top * row :][:count]
-        rows = torch.empty((bottom - top, *shape[1:]), dtype=TORCH_DTYPES[piece.dtype])
-        by_stride = sorted(range(len(shape)), key=lambda axis: stride[axis], reverse=True)
-        steps, ordered = [stride[axis] for axis in by_stride], rows.permute(by_stride)
-        sizes = list(ordered.shape)
-        n_outer = len(sizes)  # number of axes in the loop; the inner ones are read at once
-        while n_outer and _span(sizes[n_outer - 1 :], steps[n_outer - 1 :]) <= _CHUNK:
-            n_outer -= 1
-        run = torch.empty(_span(sizes[n_outer:], steps[n_outer:]), dtype=rows.dtype)
-        for index in product(*map(range, sizes[:n_outer])):
-            offset = top * stride[0] + sum(i * step for i, step in zip(index, steps, strict=False))
-            self._fill(piece, offset, run)
-            ordered[index] = run.as_strided(sizes[n_outer:], steps[n_outer:])
-        return rows.reshape(-1)[first - top * row :][:count]
-
-    def _whole(self, piece: Piece, numel: int) -> torch.Tensor | None:
-        """The span of a piece, kept for the next read; None if it is too large or mostly belongs to other tensors."""
-        dtype = TORCH_DTYPES[piece.dtype]
-        if numel * dtype.itemsize > _MOST_WHOLE_NBYTES or numel > 4 * piece.numel:
-            return None
+        """The rows that contain the elements, made contiguous. The whole piece is read, and kept for the next rows."""
         with self._whole_lock:
             if self._last_whole is None or self._last_whole[0] != piece:
                 self._last_whole = None  # free it before the next one is allocated
-                data = torch.empty(numel, dtype=dtype)
+                span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+                data = torch.empty(span, dtype=TORCH_DTYPES[piece.dtype])
                 self._fill(piece, 0, data)
                 self._last_whole = piece, data
-            return self._last_whole[1]
+            whole = self._last_whole[1].as_strided(shape, stride)
+        row = piece.numel // shape[0]
+        top, bottom = first // row, -(-(first + count) // row)
+        return whole[top:bottom].reshape(-1)[first - top * row :][:count]
 
     def _open(self, file: Path) -> int:
         with self._lock:
             if file not in self._fds:
                 try:
-                    self._fds[file] = open_regular_fd(file)
+                    self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
                     raise CheckpointError(f'{file}: can no longer be read ({error.strerror})') from error
             return self._fds[file]
@@ -168,8 +145,3 @@ def _ranges(pieces: Sequence[Piece], start: int, numel: int) -> Iterator[tuple[P
             yield piece, start - begin, count
             start += count
         index += 1
-
-
-def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
-    """Number of elements from the first to the last one of a strided view."""
-    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))

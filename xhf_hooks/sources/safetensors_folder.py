@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.files.regular_files import read_regular_text
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
@@ -66,7 +65,7 @@ def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(read_regular_text(index))['weight_map'].values()))
+            names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f'{index}: cannot be read ({error}); copy the base model again') from None
         files = [folder / Path(name).name for name in names]

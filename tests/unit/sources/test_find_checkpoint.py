@@ -96,7 +96,8 @@ REFUSED = {
     'several of Trainer': ('', ['checkpoint-2/x', 'checkpoint-10/x'], r'\(checkpoint-2, checkpoint-10\)'),
     'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a DeepSpeed checkpoint'),
     'safetensors': ('m.safetensors', ['m.safetensors'], 'already a safetensors file'),
-    'a part of FSDPStrategy': ('iter_2.pth/rank0.pth', ['iter_2.pth/rank0.pth'], r'FSDPStrategy; give .*iter_2\.pth$'),
+    'a part of FSDPStrategy': ('iter_2.pth/rank0.pth', ['iter_2.pth/rank0.pth'], 'part of MMEngine.s FSDPStrategy'),
+    'parts of FSDPStrategy': ('iter_2.pth', ['iter_2.pth/rank0.pth'], "state_dict_cfg='full'"),
     'a part of DCP': ('a/__0_0.distcp', ['a/__0_0.distcp', 'a/.metadata'], 'one part of a checkpoint; give its folder'),
     'DCP without its index': ('', ['__0_0.distcp'], r'/\.metadata: missing.*torch\.distributed\.checkpoint'),
     'DCP by rank': ('', ['__0_0.distcp', '__0.metadata'], r"use_collectives=False, which is not supported"),
@@ -160,14 +161,6 @@ def test_fsdp_of_accelerate_and_trainer(tmp_path):
     assert found(folder) == found(folder / 'pytorch_model_fsdp_0') == ('dcp', 'pytorch_model_fsdp_0')
     whole = put(tmp_path / 'state', 'pytorch_model_fsdp.bin', 'optimizer.bin', 'random_states_0.pkl')
     assert found(whole) == ('file', 'pytorch_model_fsdp.bin')
-
-
-def test_fsdp_of_mmengine(tmp_path):
-    put(tmp_path, *(f'iter_2.pth/rank{rank}.pth' for rank in range(11)))
-    (tmp_path / 'last_checkpoint').write_text('iter_2.pth')
-    assert found(tmp_path) == ('fsdp', 'iter_2.pth')
-    files = find_checkpoint(tmp_path / 'iter_2.pth').model_files
-    assert [file.name for file in files] == [f'rank{rank}.pth' for rank in range(11)]
 
 
 def test_universal(tmp_path):

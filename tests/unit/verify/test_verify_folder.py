@@ -129,7 +129,6 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'a file that grew': (lambda folder: os.truncate(folder / SHARDS[0], 10**6), 'files', (SHARDS[0], 'found 1000000')),
     'code that was added': (written('modeling_llama.py', 'evil'), 'files', ('modeling_llama.py',)),
     'a broken link': (lambda folder: (folder / 'x.json').symlink_to('/nowhere'), 'files', ('broken link', 'x.json')),
-    'a FIFO': (lambda folder: os.mkfifo(folder / 'x.safetensors'), 'files', ('special', 'x.safetensors')),
     'JSON': (replaced('config.json', b'{', b'['), 'texts', ('config.json',)),
     'values known not to be finite': (
         of_manifest('files', SHARDS[0], 'tensors', EMBED, 'non_finite', value=5), 'values', (EMBED, '(5)'),

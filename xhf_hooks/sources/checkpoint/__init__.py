@@ -10,8 +10,7 @@ Executes nothing from a checkpoint (:mod:`.unpickler`) and does not import DeepS
 
 from __future__ import annotations
 
-from xhf_hooks.sources.checkpoint.find import find_checkpoint
-from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint, find_checkpoint
 from xhf_hooks.sources.checkpoint.source import CheckpointSource
 
 __all__ = ['CheckpointSource', 'FoundCheckpoint', 'find_checkpoint']

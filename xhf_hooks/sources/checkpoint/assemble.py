@@ -10,7 +10,7 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions, fragments_region
 from xhf_hooks.sources.checkpoint.states import ModelState
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
 from xhf_hooks.sources.pieces import Region, StoredTensor
 
 #: Shape in the state dict, at ZeRO-3, of a parameter whose values are stored elsewhere.

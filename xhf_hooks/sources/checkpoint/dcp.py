@@ -7,18 +7,22 @@ stored as a ``torch.save`` archive (torch ``distributed/checkpoint/metadata.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.checkpoint.assemble import Assembled
-from xhf_hooks.sources.checkpoint.chunks import Chunk, as_sizes, attributes, contiguous_piece, join
-from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.tensors import as_dtype
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.torch_file import load_pickle_file, load_torch_file
-from xhf_hooks.sources.pieces import StoredTensor
+from xhf_hooks.sources.checkpoint.unpickler import Inert, LazyTensor, as_dtype
+from xhf_hooks.sources.pieces import Piece, StoredTensor
+
+_MOST_DIMS = 16
 
 #: Keys under which trainers save a model's state dict; Accelerate: ``model``.
 _MODELS = ('model', 'state_dict', 'module', 'model_state_dict')
@@ -35,11 +39,11 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
         CheckpointError: The files are inconsistent or of an unsupported kind.
     """
     index = found.path / '.metadata'
-    metadata = attributes(load_pickle_file(index), 'Metadata')
+    metadata = _attributes(load_pickle_file(index), 'Metadata')
     entries, stored = metadata.get('state_dict_metadata'), metadata.get('storage_data')
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise CheckpointError(f'{index}: not an index of torch.distributed.checkpoint; give another folder')
-    tensors = {key: attributes(entry, 'TensorStorageMetadata') for key, entry in entries.items()}
+    tensors = {key: _attributes(entry, 'TensorStorageMetadata') for key, entry in entries.items()}
     names = _names(index, [key for key, tensor in tensors.items() if tensor], metadata.get('planner_data'))
     places = _places(stored)
     folder = _Folder(found, index)
@@ -78,16 +82,16 @@ def _names(index: Path, keys: list[Any], paths: Any) -> dict[str, str]:
 def _places(stored: Mapping[Any, Any]) -> Places:
     places = {}
     for key, info in stored.items():
-        place = attributes(key, 'MetadataIndex')
-        offsets = as_sizes(place.get('offset'))
+        place = _attributes(key, 'MetadataIndex')
+        offsets = _as_sizes(place.get('offset'))
         if isinstance(place.get('fqn'), str) and offsets is not None:
-            places[place['fqn'], offsets] = attributes(info, '_StorageInfo')
+            places[place['fqn'], offsets] = _attributes(info, '_StorageInfo')
     return places
 
 
 def _tensor(index: Path, key: str, name: str, tensor: Mapping[str, Any], places: Places, folder: _Folder) -> _Tensor:
     """Describe a tensor from the index alone."""
-    shape = as_sizes(tensor.get('size'))
+    shape = _as_sizes(tensor.get('size'))
     properties = getattr(tensor.get('properties'), 'state', None)
     dtype = as_dtype(properties[0]) if isinstance(properties, tuple) and properties else None
     chunks = tensor.get('chunks')
@@ -97,8 +101,8 @@ def _tensor(index: Path, key: str, name: str, tensor: Mapping[str, Any], places:
         raise CheckpointError(f'{index}: {name} has a dtype that safetensors cannot store; leave it out')
     stored = []
     for chunk in chunks:
-        box = attributes(chunk, 'ChunkStorageMetadata')
-        offsets, sizes = as_sizes(box.get('offsets')), as_sizes(box.get('sizes'))
+        box = _attributes(chunk, 'ChunkStorageMetadata')
+        offsets, sizes = _as_sizes(box.get('offsets')), _as_sizes(box.get('sizes'))
         if offsets is None or sizes is None:
             raise CheckpointError(f'{index}: a chunk of {name} has invalid offsets or sizes; take another checkpoint')
         if 0 not in sizes:  # empty on ranks without a part of the tensor
@@ -125,14 +129,14 @@ class _Tensor(NamedTuple):
 def _joined(index: Path, tensor: _Tensor) -> StoredTensor:
     chunks = []
     for stored in tensor.stored:
-        piece = contiguous_piece(load_torch_file(stored.file, stored.window), stored.sizes, tensor.dtype)
+        piece = _contiguous_piece(load_torch_file(stored.file, stored.window), stored.sizes, tensor.dtype)
         if piece is None:
             raise CheckpointError(
                 f'{stored.file}: the bytes at {stored.window[0]} are not the chunk of {tensor.name} that .metadata '
                 f'describes; put the files of one save together'
             )
-        chunks.append(Chunk(stored.offsets, stored.sizes, piece))
-    return join(str(index), tensor.name, tensor.shape, tensor.dtype, chunks)
+        chunks.append(_Chunk(stored.offsets, stored.sizes, piece))
+    return _join(str(index), tensor.name, tensor.shape, tensor.dtype, chunks)
 
 
 class _Folder:
@@ -144,7 +148,7 @@ class _Folder:
         self._windows: dict[str, list[tuple[int, int]]] = {}
 
     def place(self, name: str, info: Mapping[str, Any]) -> tuple[Path, tuple[int, int]]:
-        window = as_sizes((info.get('offset'), info.get('length')))
+        window = _as_sizes((info.get('offset'), info.get('length')))
         file = info.get('relative_path')
         if window is None or not isinstance(file, str):
             raise CheckpointError(f'{self._index}: has no file and offset of a chunk of {name}; save it again')
@@ -167,3 +171,91 @@ class _Folder:
             for (_, end), (start, _) in pairwise(windows):
                 if start < end:
                     raise CheckpointError(f'{self._index}: chunks overlap in {file} at byte {start}; save it again')
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a tensor, and the place of its elements in a file.
+
+    Attributes:
+        offsets, sizes: In elements, by dimension of the full tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    piece: Piece
+
+
+def _join(where: str, name: str, shape: tuple[int, ...], dtype: str, chunks: Iterable[_Chunk]) -> StoredTensor:
+    """Join chunks of consecutive elements, such as rows, into the full tensor.
+
+    Replicas of a chunk, saved by several groups of ranks, count once.
+
+    Args:
+        where: File or folder, for messages.
+
+    Raises:
+        CheckpointError: Chunks are not consecutive elements, overlap, or leave gaps.
+    """
+    by_start: dict[int, _Chunk] = {}
+    for chunk in chunks:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            raise CheckpointError(
+                f'{where}: {name} has a chunk with another number of dimensions; take another checkpoint'
+            )
+        if math.prod(chunk.sizes):
+            by_start.setdefault(_start(where, name, shape, chunk), chunk)
+    position = 0
+    for start, chunk in sorted(by_start.items()):
+        if start != position:
+            what = 'overlap' if start < position else f'leave out elements {position} to {start}'
+            raise CheckpointError(f'{where}: the chunks of {name} {what}; copy the files of all ranks of one save')
+        position += math.prod(chunk.sizes)
+    if position != math.prod(shape):
+        raise CheckpointError(
+            f'{where}: the chunks of {name} have {position} elements, but its shape {shape} has {math.prod(shape)}; '
+            f'copy the files of all ranks of one save'
+        )
+    pieces = tuple(chunk.piece for _, chunk in sorted(by_start.items()))
+    return StoredTensor(name, shape, dtype, pieces)
+
+
+def _start(where: str, name: str, shape: tuple[int, ...], chunk: _Chunk) -> int:
+    """Index of the chunk's first element in the row-major tensor."""
+    split = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(shape))
+    if chunk.sizes[split + 1 :] != shape[split + 1 :]:
+        raise CheckpointError(
+            f'{where}: {name} of shape {shape} is split into chunks of shape {chunk.sizes}, which is not supported '
+            f"(expected complete rows). For checkpoints that you trust: torch's dcp_to_torch_save, which may run code "
+            f'from them, makes a file that can be converted'
+        )
+    start = 0
+    for size, offset in zip(shape, chunk.offsets, strict=True):
+        start = start * size + offset
+    return start
+
+
+def _contiguous_piece(tensor: Any, sizes: tuple[int, ...], dtype: str) -> Piece | None:
+    """All elements of a tensor in a file; None unless it is contiguous with these sizes and this dtype."""
+    if not isinstance(tensor, LazyTensor) or (tensor.shape, tensor.dtype) != (sizes, dtype):
+        return None
+    if not tensor.numel or not tensor.is_contiguous:
+        return None
+    return tensor.piece()
+
+
+def _attributes(value: Any, class_name: str) -> dict[str, Any]:
+    """The attributes of a pickled object of the given class; {} for other values."""
+    if not isinstance(value, Inert):
+        return {}
+    state = value.state
+    if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # a class with __slots__
+        state = state[1]
+    return state if value.made_by.name == class_name and isinstance(state, dict) else {}
+
+
+def _as_sizes(value: Any) -> tuple[int, ...] | None:
+    """A shape or offsets as ``torch.Size``, tuple or list; None for other values."""
+    if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMS:
+        return None
+    return tuple(value) if all(map(is_count, value)) else None

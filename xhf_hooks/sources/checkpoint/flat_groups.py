@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
 from xhf_hooks.sources.pieces import Piece, Region
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
 
 #: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
 _KEYS = ('state_dict', 'module', 'model')

@@ -12,9 +12,8 @@ from xhf_hooks.format.text import counted
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.flat_groups import zero3_regions, zero12_regions
-from xhf_hooks.sources.checkpoint.found import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.fsdp_ranks import load_fsdp_ranks
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
 from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
@@ -68,8 +67,9 @@ class CheckpointSource(StoredSource):
         self.facts['checkpoint'] = str(found.path)
         if found.layout == 'file':
             content, assembled = self._open_file(ema)
-        elif found.layout in ('dcp', 'fsdp'):
-            content, assembled = self._open_sharded()
+        elif found.layout == 'dcp':
+            self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
+            content, assembled = {}, load_dcp(found)
         else:
             content, assembled = self._open_folder()
         self._tensors = {tensor.name: tensor for tensor in assembled.tensors}
@@ -111,12 +111,6 @@ class CheckpointSource(StoredSource):
             self.facts['weights'] = 'averaged'
         tensors = file.tensors if ema or file.live is None else file.live
         return file.content, from_state_dict(str(self.found.path), tensors, {})
-
-    def _open_sharded(self) -> tuple[Mapping[str, Any], Assembled]:
-        if self.found.layout == 'dcp':
-            self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
-            return {}, load_dcp(self.found)
-        return load_fsdp_ranks(self.found)
 
     def _open_folder(self) -> tuple[Mapping[str, Any], Assembled]:
         models = [load_model_state(file) for file in self.found.model_files]

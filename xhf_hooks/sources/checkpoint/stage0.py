@@ -16,7 +16,7 @@ import torch
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.sources.checkpoint.flat_groups import Regions
 from xhf_hooks.sources.checkpoint.states import ModelState
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
+from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
 from xhf_hooks.sources.piece_reader import PieceReader
 from xhf_hooks.sources.pieces import Region
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.files.regular_files import open_regular
 from xhf_hooks.format.strict_json import is_count
-from xhf_hooks.sources.checkpoint.inert import as_data, as_int
-from xhf_hooks.sources.checkpoint.tensors import LazyTensor
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file, zip_root
+from xhf_hooks.sources.checkpoint.unpickler import LazyTensor, as_int
 
 Shapes = dict[str, tuple[int, ...]]
 _PARTITIONS = 'single_partition_of_fp32_groups'
@@ -115,16 +113,14 @@ def load_model_state(file: Path) -> ModelState:
         raise CheckpointError(
             f'{file}: has no state dict of the module (pipeline parallelism?), which is not supported'
         )
-    content['ds_config'] = as_data(content.get('ds_config'), f'{file}: ds_config')
-    shapes = as_data(content.get('param_shapes'), f'{file}: param_shapes')
-    frozen = as_data(content.get('frozen_param_shapes'), f'{file}: frozen_param_shapes')
+    shapes = content.get('param_shapes')
     return ModelState(
         file,
         content,
         {name: t for name, t in content['module'].items() if isinstance(t, LazyTensor) and isinstance(name, str)},
         frozenset(name for name in _sequence(file, content['buffer_names'] or ()) if isinstance(name, str)),
         None if shapes is None else tuple(_shapes(file, group) for group in _sequence(file, shapes)),
-        _shapes(file, frozen),
+        _shapes(file, content.get('frozen_param_shapes')),
         _fragments(file, content.get('frozen_param_fragments')),
         _names(file, content.get('shared_params')),
         _evidence_of_model(file, content),
@@ -158,7 +154,7 @@ def load_optim_state(file: Path) -> OptimState:
     groups = tuple(_sequence(file, state.get(_FLAT_KEYS[stage])))
     if not all(isinstance(g, LazyTensor) and g.dtype is not None and g.is_contiguous for g in groups):
         raise CheckpointError(f'{file}: has no fp32 weights under {_FLAT_KEYS[stage]!r}; take another checkpoint')
-    paddings = as_data(state.get('param_alignment_paddings'), f'{file}: param_alignment_paddings')
+    paddings = state.get('param_alignment_paddings')
     if paddings is not None:
         paddings = tuple(_sizes(file, group) for group in _sequence(file, paddings))
     steps = optimizer_steps(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state'))
@@ -190,7 +186,7 @@ def _number(value: Any) -> float | None:
     """A number, read from the file if it is a tensor."""
     if isinstance(value, LazyTensor) and value.numel == 1 and value.dtype in _UNPACKED:
         piece = value.piece()
-        with open_regular(piece.file) as file:
+        with piece.file.open('rb') as file:
             file.seek(piece.offset)
             return float(struct.unpack(_UNPACKED[value.dtype], file.read(piece.nbytes))[0])
     return float(value) if type(value) is float or as_int(value) is not None else None

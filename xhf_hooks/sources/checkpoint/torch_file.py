@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.files.regular_files import open_regular_fd
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.sources.checkpoint.inert import UnsafePickle
-from xhf_hooks.sources.checkpoint.tensors import Storage, make_storage
-from xhf_hooks.sources.checkpoint.unpickler import load_pickle
+from xhf_hooks.sources.checkpoint.unpickler import Storage, UnsafePickle, load_pickle, make_storage
 
 COPY_HINT = 'copy or download it again, or take another iteration'
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -82,7 +79,7 @@ def zip_root(path: Path) -> str | None:
 def _opened(path: Path, window: tuple[int, int] | None = None) -> Iterator[io.BufferedReader]:
     """A file, or a window of it. Inside the block, errors in the content become a CheckpointError with the path."""
     try:
-        fd = open_regular_fd(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
             start, nbytes = window or (0, size)
