@@ -29,7 +29,7 @@ from bench.progress import time_words
 from bench.report import describe_machine, table
 from bench.svg import svg
 
-from xhf_hooks.cli.arguments import CommandParser
+from xhf_hooks.cli.output import CommandParser
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import xhf_hooks.save
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.config.options import SaveOptions
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.sources.live_chunks import LiveChunks

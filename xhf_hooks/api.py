@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.checks import folder_or_url
 from xhf_hooks.config.frontends import frontend_function
 from xhf_hooks.config.options import CallOptions
-from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import AgreedError, OptionError
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager
-from xhf_hooks.model.unwrap import unwrap
+from xhf_hooks.model import unwrap
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 
 @frontend_function(CallOptions)

@@ -12,23 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from xhf_hooks import preflight
 from xhf_hooks.background.on_saved import AfterSaves, Result, after_saves_of_run, wait_for_all
 from xhf_hooks.background.save_on_signal import SaveRequests
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, new_name
-from xhf_hooks.commit.target import SaveTarget
-from xhf_hooks.concurrency.exit_guard import ExitWait
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.options import CallOptions, RunOptions
-from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.installed import require_usable, untested_set
-from xhf_hooks.model.unwrap import Unwrapped
+from xhf_hooks.model import Unwrapped
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
+from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoreFolder
+from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.upload import uploads_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
-from xhf_hooks.telemetry.log import ProgressLog, RunLog, StallWatch, log_preparations, log_save
+from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
+from xhf_hooks.telemetry import ProgressLog, RunLog, StallWatch, log_preparations, log_save
+from xhf_hooks.threads import ExitWait
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
 
@@ -167,15 +168,13 @@ class CheckpointManager:
         try:
             plan = self._saver.prepare()
             if any(spec.from_master for spec in plan.reads):
-                preflight.refuse_unreadable_fp32_masters(self._engine)
+                refuse_unreadable_fp32_masters(self._engine)
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
                     self.newest.connect()  # the other targets are beside it
                 else:
                     self._refuse_other_runs()
-                    preflight.claim_targets(
-                        self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep
-                    )
+                    claim_targets(self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep)
                     found, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
                     for warning in warnings:
                         self._log.warning(warning)
@@ -227,7 +226,7 @@ class CheckpointManager:
         step: Step,
         folder: SaveTarget | None = None,
         *,
-        may_skip: bool = False,
+        scheduled: bool = False,
         after: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
         prepare_secs: float = 0.0,
@@ -236,7 +235,7 @@ class CheckpointManager:
 
         Args:
             facts: For the manifest of this save.
-            may_skip: Whether ``async_busy='skip'`` may skip this save, as it is a scheduled one.
+            scheduled: Whether the schedule asked for it, during training.
             after: Called after the commit.
             prepare_secs: Time spent before this call that counts as part of a synchronous save.
 
@@ -244,8 +243,8 @@ class CheckpointManager:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
         began, folder = time.monotonic(), folder or self.newest
-        if self._saver.in_background and not self._make_way(step, may_skip=may_skip):
-            return
+        if self._saver.in_background:
+            self.collect()
         self._target = folder
         committed, progress = None, ProgressLog(self._log, step.label)
         try:
@@ -261,7 +260,7 @@ class CheckpointManager:
         self._after = after
         if committed is not None:
             self._report(committed)
-        if may_skip:
+        if scheduled:
             self._watch.saved(began)
 
     def save_if_asked(self, step: Step, *, validated: bool = False) -> None:
@@ -410,16 +409,6 @@ class CheckpointManager:
     @property
     def _folders(self) -> list[SaveTarget]:
         return [self.newest, *self.others.values()]
-
-    def _make_way(self, step: Step, *, may_skip: bool) -> bool:
-        """Wait for the save in flight; returns False if the new save is to be skipped instead."""
-        background = self._saver.background
-        ranks_agree_on_it = self._options.async_busy == 'skip' and may_skip
-        if ranks_agree_on_it and self.collective.any(background.busy and not background.done):
-            self._log.warning(f'skipped the save of {step.label}: the one before is still being written')
-            return False
-        self.collect()
-        return True
 
     def _report(self, committed: CommittedCheckpoint) -> None:
         if self._after is not None:

@@ -25,23 +25,20 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xhf_hooks.commit.target import SaveTarget
-from xhf_hooks.concurrency.background_task import Background
-from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
-from xhf_hooks.concurrency.low_priority import lower_priority
-from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.options import SaveOptions
-from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.files.open_files import allow_open_files
+from xhf_hooks.host_memory import MemoryMeter, SnapshotMemory
+from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, SaveCost, SavePlan, Spread, Step, TensorSpec
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.live_chunks import ChunkStream, LiveChunks, Snapshot
-from xhf_hooks.sources.replicas import Replicas
-from xhf_hooks.telemetry.memory import MemoryMeter
-from xhf_hooks.telemetry.timing import SaveClock
+from xhf_hooks.sources.replicated import Replicas
+from xhf_hooks.system import allow_open_files
+from xhf_hooks.telemetry import SaveClock
+from xhf_hooks.threads import Background, WorkerThreads, default_workers, lower_priority
 from xhf_hooks.version import package_versions
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.evidence import some_samples
@@ -79,7 +76,7 @@ class Saver:
 
     Args:
         model: The bare trained module (not the engine or wrapper around it).
-        root: The module that the source reads, if it is not the model (model/unwrap.py); None: the model.
+        root: The module that the source reads, if it is not the model (model.py); None: the model.
         writer: The writer chosen for the option ``writer`` (writers/choose.py).
         reward_token_id: The token whose score is the reward, from the run's config; None if there is none.
         in_background: Whether :meth:`start` will be used.

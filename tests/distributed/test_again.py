@@ -46,7 +46,7 @@ def groups() -> int:
     """How many process groups this process has, with the one that calls of ``save_hf`` share. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
 
     Collective.shared()
     return len(dist.distributed_c10d._world.pg_map)
@@ -266,8 +266,8 @@ def run_saves(root: Path, run: object | None = None) -> Any:
     """Saves of a run, in the background, ready. Runs on: all ranks."""
     from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.model.unwrap import unwrap
-    from xhf_hooks.telemetry.log import RunLog
+    from xhf_hooks.model import unwrap
+    from xhf_hooks.telemetry import RunLog
 
     parsed = RunOptions(bucket_size='1MB', async_save=True)
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))

@@ -21,7 +21,7 @@ def count_agreements(root: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.sources import Zero3Source, gather, send
     from xhf_hooks.writers.choose import WhoWrites

@@ -75,7 +75,7 @@ def _on_cpu(config: Any, model: Any, weights: dict[str, torch.Tensor]) -> Any:
 
 def opened_and_closed_often() -> bool:
     """Each save in the background and each run has a group of its own. Runs on: all ranks."""
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
 
     for _ in range(100):
         collective = Collective()

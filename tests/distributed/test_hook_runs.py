@@ -28,7 +28,6 @@ RUNS: dict[str, dict[str, Any]] = {
     'keep_two': dict(hook=dict(max_keep_ckpts=2), stage=3, max_iters=6),
     'keep_all': dict(hook=dict(max_keep_ckpts=-1, **BY_ITER), stage=2, max_iters=6),
     'own_interval': dict(hook=dict(max_keep_ckpts=-1, interval=3, by_epoch=False, save_last=False), stage=2),
-    'save_begin': dict(hook=dict(max_keep_ckpts=-1, save_begin=4, **BY_ITER), stage=2, max_iters=7),
     'only_last': dict(hook=dict(interval=-1), stage=2, max_iters=5),
     'by_epoch': dict(hook=dict(max_keep_ckpts=-1, interval=1, by_epoch=True), stage=2, epochs=2),
     'loop_of_iterations': dict(
@@ -68,14 +67,13 @@ def with_tokenizer(source: str, work_dir: Path) -> str:
         'run_config': dict(hook={}, tokenizer=by_name),
         'base_model': dict(hook={}, model=dict(base=folder)),
         'prompt_template': dict(hook={}, tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
-        'chat_template_off': dict(hook=dict(chat_template=False), tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
     }[source]
     return run(dict(options, stage=3, max_iters=2), work_dir)
 
 
 def progress_is_logged(work_dir: Path) -> str:
     """With the half minute set to nothing. Runs on: all ranks."""
-    from xhf_hooks.telemetry.log import ProgressLog
+    from xhf_hooks.telemetry import ProgressLog
 
     with mock.patch.object(ProgressLog, 'interval_secs', 0.0):
         return run(dict(hook={}, stage=3, max_iters=2), work_dir)
@@ -143,7 +141,7 @@ def _make_foreign_folder(work_dir: Path) -> None:
 
 
 def _hold_lock(work_dir: Path) -> None:
-    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
     _HELD.append(CheckpointFolder(work_dir / 'target', max_keep=1))
     _HELD[-1].claim()
@@ -202,7 +200,7 @@ REFUSED_INPUT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-TOKENIZER_SOURCES = ('option_folder', 'option_config', 'run_config', 'base_model', 'chat_template_off')
+TOKENIZER_SOURCES = ('option_folder', 'option_config', 'run_config', 'base_model')
 PROMPT_TEMPLATE = dict(INSTRUCTION='user: {input} bot: ', SUFFIX='', SUFFIX_AS_EOS=False, SEP='', STOP_WORDS=['world'])
 CHAT_TEMPLATE = '{{ messages[0].content }}'
 
@@ -284,7 +282,6 @@ def test_folder_loads(finished, name):
         ('keep_two', {'hf_model': 6, 'hf_model_iter_4': 4}),
         ('keep_all', {'hf_model': 6, 'hf_model_iter_4': 4, 'hf_model_iter_2': 2}),
         ('own_interval', {'hf_model': 3}),
-        ('save_begin', {'hf_model': 7, 'hf_model_iter_6': 6, 'hf_model_iter_4': 4}),
         ('only_last', {'hf_model': 5}),
         ('by_epoch', {'hf_model': 32, 'hf_model_epoch_1': 16}),
         ('loop_of_iterations', {'hf_model': 7, 'hf_model_iter_6': 6, 'hf_model_iter_3': 3}),

@@ -73,7 +73,6 @@ SCENARIOS: dict[str, Any] = {
     'fails': partial(ended_run, dict(on_saved='sh -c "echo the reason; exit 3"')),
     'best': partial(ended_run, dict(on_saved=LOOKS, save_best='acc'), scores=[0.1, 0.9, 0.5]),
     'too_long': partial(ended_run, dict(on_saved=[*FAMILY, '{output}', '10000'], exit_wait_secs=3)),
-    'timeout': partial(ended_run, dict(on_saved=[*FAMILY, '{output}', '10000'], on_saved_timeout_secs=3)),
 }
 
 
@@ -143,7 +142,6 @@ def test_the_best_save_has_its_turn_too(finished):
     ('name', 'message', 'looked_at'),
     [
         ('too_long', 'on_saved did not finish within exit_wait_secs=3 s', [2]),
-        ('timeout', 'ended: out of time', [2, 6]),
     ],
 )
 def test_nothing_of_a_program_is_left_after_the_run(finished, name, message, looked_at):
@@ -174,7 +172,7 @@ def killed(work_dir: Path) -> None:
 
 
 def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
-    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
     run_ranks(killed, 2, tmp_path / 'run', expected_deaths=(0, 1))
     ((log_dir),) = (path.parent for path in (tmp_path / 'run').glob('*/hf_model'))

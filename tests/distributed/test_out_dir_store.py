@@ -21,7 +21,7 @@ from tests.helpers.faulty_proxy import EachInTurn, faulty_proxy
 from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.scenarios import check, run_scenarios
-from xhf_hooks.files import memory_folder
+from xhf_hooks import system
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -68,7 +68,7 @@ def save_to_both(case: str, server: Any, root: Path) -> dict[str, Any]:
     finally:
         StoreFolder.upload = upload
     dist.barrier()
-    left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{memory_folder._PREFIX}*')]
+    left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{system._PREFIX}*')]
     save_hf(engine, root / case / 'local', **{**how, 'writer': 'auto'})
     engine.destroy()
     return {'path': committed.path, 'made': made, 'left': left}

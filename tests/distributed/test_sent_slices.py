@@ -31,7 +31,7 @@ def save_and_count(writer: str, stage: int, in_background: bool, root: Path) -> 
     import torch
 
     from tests.helpers.zoo.llamas import larger_llama
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
     from xhf_hooks.sources import ModuleSource, Zero3Source
 
     engine = zero_engine(larger_llama().to(torch.bfloat16), stage)

@@ -79,7 +79,7 @@ def faults() -> dict[str, Any]:
 
 def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
     """A run of some saves. Runs on: all ranks."""
-    from xhf_hooks.commit import kept_folder
+    from xhf_hooks.places import kept_folder
     from xhf_hooks.places import upload as uploading
 
     def no_links(*args: Any, **options: Any) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from tests.conftest import NOT_TESTED
 from tests.helpers.tiny_checkpoint import commit_one, iteration
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.hub import HubDestination
 from xhf_hooks.places.upload import RunUploads
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 pytestmark = pytest.mark.modern_only
 

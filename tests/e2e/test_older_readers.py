@@ -16,8 +16,7 @@ from tests.helpers.overlay import ROOT, overlay_path, run_with_overlay
 from tests.helpers.reader import CHAT, TEXTS
 from tests.helpers.zoo import MODELS as ZOO
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.base_files import load_tokenizer
-from xhf_hooks.exporters.tokenizer_files import write_tokenizer
+from xhf_hooks.exporters.tokenizer import load_tokenizer, write_tokenizer
 from xhf_hooks.sources import source_for
 
 pytestmark = pytest.mark.modern_only

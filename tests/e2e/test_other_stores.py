@@ -34,7 +34,7 @@ LAST = 3
 RUNS: dict[str, dict[str, Any]] = {
     'upload_to': dict(upload_keep=2),
     'out_dir': dict(max_keep_ckpts=2),
-    'out_dir in the background': dict(max_keep_ckpts=2, async_save=True, async_busy='wait', verify='full'),
+    'out_dir in the background': dict(max_keep_ckpts=2, async_save=True, verify='full'),
 }
 
 

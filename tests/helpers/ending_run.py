@@ -21,9 +21,9 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tests.helpers.toy_run import run_config, train
-from xhf_hooks.concurrency.background_task import Background
 from xhf_hooks.places.store import StoredSaves
 from xhf_hooks.save import Saver
+from xhf_hooks.threads import Background
 from xhf_hooks.writers.output_file import OutputFile
 
 ENDS_AT = 3
@@ -92,7 +92,7 @@ def main() -> None:
     work_dir, how = Path(sys.argv[1]), sys.argv[2]
     hold_back()
     deepspeed.init_distributed(dist_backend='gloo')
-    hook = dict(async_save=True, async_busy='wait', interval=1, by_epoch=False, verify='full')
+    hook = dict(async_save=True, interval=1, by_epoch=False, verify='full')
     hook.update(upload_to=(work_dir / 'stored').absolute().as_uri(), on_saved='sleep 1000')
     config = run_config(work_dir, hook=hook, stage=3, max_iters=10)
     config['custom_hooks'].insert(0, dict(type='EndingHook', how=how))

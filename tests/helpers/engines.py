@@ -61,8 +61,8 @@ def names_read(plan: SavePlan) -> set[str]:
 
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
     """Save like the hook, without a runner. Runs on: all ranks."""
-    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
 
     collective = Collective(timeout_secs=600)

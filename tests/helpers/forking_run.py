@@ -20,12 +20,12 @@ from pathlib import Path
 
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.zoo.llamas import odd_llama
-from xhf_hooks.commit.lock import Answer, RunLock
 from xhf_hooks.config.options import RunOptions
 from xhf_hooks.manager import CheckpointManager
-from xhf_hooks.model.unwrap import unwrap
+from xhf_hooks.model import unwrap
+from xhf_hooks.places.lock import Answer, RunLock
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 from xhf_hooks.writers.output_file import OutputFile
 
 PATIENCE_SECS = 60.0

@@ -115,7 +115,7 @@ def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
     Raises:
         AssertionError: There are leftovers, or the newest save is older than before.
     """
-    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
     before = check_all(parent)
     folder = CheckpointFolder(parent / NAME, max_keep)
@@ -158,12 +158,12 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 
 
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
-    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
-    from xhf_hooks.concurrency.exit_guard import ExitWait
+    from xhf_hooks.collective import Collective
     from xhf_hooks.config.options import SaveOptions
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
+    from xhf_hooks.threads import ExitWait
 
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)

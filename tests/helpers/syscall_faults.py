@@ -18,10 +18,10 @@ import torch
 
 from tests.helpers.assert_intact import check_all, hidden, weight_of
 from tests.helpers.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, no_exchange
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.options import SaveOptions
-from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import XhfError
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 

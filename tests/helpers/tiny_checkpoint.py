@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.integrity.manifest import describe_folder, write_manifest
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenTensor
 from xhf_hooks.writers.writer import Writer

@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import read_commit
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -27,9 +27,9 @@ def save_many_times(writer: str, in_background: bool, folder: Path) -> list[tupl
 
     from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.model.unwrap import unwrap
+    from xhf_hooks.model import unwrap
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.telemetry.log import RunLog
+    from xhf_hooks.telemetry import RunLog
 
     model = odd_llama()
     options = RunOptions(

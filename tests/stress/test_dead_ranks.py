@@ -46,8 +46,7 @@ def first_call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
     """The same before the first save: the survivors look for a rank that never comes."""
     import torch.distributed as dist
 
-    from xhf_hooks import save_hf
-    from xhf_hooks.distributed import collective
+    from xhf_hooks import collective, save_hf
     from xhf_hooks.errors import XhfError
 
     model = llama()
@@ -86,7 +85,7 @@ def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
     """One dies between two agreements; returns what each survivor got. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
     from xhf_hooks.errors import RankLostError
 
     ranks = Collective()
@@ -124,7 +123,7 @@ def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
 
     from xhf_hooks.background.save_on_signal import SaveRequests
     from xhf_hooks.errors import RankLostError
-    from xhf_hooks.telemetry.log import RunLog
+    from xhf_hooks.telemetry import RunLog
 
     requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals=['SIGUSR2'], wait_secs=60)
     assert [requests.is_due() for _ in range(3)] == [False] * 3

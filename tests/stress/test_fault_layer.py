@@ -58,9 +58,9 @@ class Run:
 
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, max_keep: int = 1) -> None:
         from tests.helpers.kill_runs import tiny_model
-        from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+        from xhf_hooks.collective import Collective
         from xhf_hooks.config.options import SaveOptions
-        from xhf_hooks.distributed.collective import Collective
+        from xhf_hooks.places.checkpoint_folder import CheckpointFolder
         from xhf_hooks.save import Saver
 
         self.collective = Collective(timeout_secs=timeout_secs)
@@ -216,9 +216,9 @@ def other_user(parent: Path) -> str:
     """Ranks of a user who may not write there, as root may not on a root-squashed share. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.distributed.collective import Collective
-    from xhf_hooks.distributed.shared_filesystem import is_shared
+    from xhf_hooks.collective import Collective
     from xhf_hooks.errors import XhfError
+    from xhf_hooks.writers.choose import is_shared
 
     if dist.get_rank() == 0:
         parent.mkdir(mode=0o755)

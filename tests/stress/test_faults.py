@@ -27,7 +27,7 @@ STAGES = {
     'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any', 'stream'),
     'spread': ('xhf_hooks.sources.zero3.Zero3Source.spread', 'any', 'stream'),
     'plan': ('xhf_hooks.save.make_plan', 'any', 'stream'),
-    'staging': ('xhf_hooks.commit.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0', 'stream'),
+    'staging': ('xhf_hooks.places.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0', 'stream'),
     'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0', 'stream'),
     'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any', 'gather'),
     'check': ('xhf_hooks.sources.gather._check', 'rank 0', 'gather'),
@@ -36,13 +36,13 @@ STAGES = {
     'slice_of_all': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'parallel'),
     'pack': ('xhf_hooks.sources.send.SliceSender._fill', 'last', 'stream'),
     'buffers': ('xhf_hooks.sources.send.SliceSender._make_buffers', 'any', 'stream'),
-    'room': ('xhf_hooks.concurrency.buffer_pool.BufferPool.take', 'rank 0', 'stream'),
-    'room_of_all': ('xhf_hooks.concurrency.buffer_pool.BufferPool.take', 'any', 'parallel'),
+    'room': ('xhf_hooks.host_memory.BufferPool.take', 'rank 0', 'stream'),
+    'room_of_all': ('xhf_hooks.host_memory.BufferPool.take', 'any', 'parallel'),
     'open': ('xhf_hooks.writers.output_file.os.ftruncate', 'rank 0', 'stream'),
     'write': ('xhf_hooks.writers.output_file.os.pwrite', 'rank 0', 'stream'),
     'write_of_all': ('xhf_hooks.writers.output_file.OutputFile.write', 'any', 'parallel'),
-    'fsync': ('xhf_hooks.commit.checkpoint_folder.os.fsync', 'rank 0', 'stream'),
-    'rename': ('xhf_hooks.commit.checkpoint_folder.exchange', 'rank 0', 'stream'),
+    'fsync': ('xhf_hooks.places.checkpoint_folder.os.fsync', 'rank 0', 'stream'),
+    'rename': ('xhf_hooks.places.checkpoint_folder.exchange', 'rank 0', 'stream'),
 }
 #: Stage to how many calls of that are fine.
 FINE_BEFORE = {'room': 2, 'room_of_all': 2, 'pack': 1}
@@ -76,11 +76,11 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.collective import Collective
     from xhf_hooks.config.options import SaveOptions
-    from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
 
@@ -193,7 +193,7 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
             yield chunk
 
     chunks = ChunkStream.__iter__
-    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.files.linux_calls.fallocate.function', None)
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.fallocate.function', None)
     with mock.patch.object(ChunkStream, '__iter__', chunks_on_a_filling_disk), reserving:
         try:
             save_folder(engine.module, disk / 'hf_model')

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import late_work
 from tests.helpers.ranks import HANG_SECS
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
+from xhf_hooks.threads import WorkerThreads
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

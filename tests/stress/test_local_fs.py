@@ -16,7 +16,7 @@ from tests.helpers.loop_mounts import KINDS, Disks, loop_mounts
 from tests.helpers.network_saves import NAME, Way
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios_on_rank
-from xhf_hooks.commit.lock import Answer
+from xhf_hooks.places.lock import Answer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -58,7 +58,7 @@ def swap(folder: Path) -> tuple[bool, str, str]:
     """Two folders change their names. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.commit.rename_exchange import exchange
+    from xhf_hooks.places.kept_folder import exchange
 
     if dist.get_rank() != 0:
         return False, '', ''
@@ -73,7 +73,7 @@ def lock_twice(folder: Path) -> list[str]:
     """Rank 1 asks for the lock while rank 0 has it, and when it has not. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.commit.lock import RunLock
+    from xhf_hooks.places.lock import RunLock
 
     lock, got = RunLock(folder / NAME), []
     for turn in ((0, 1), (1,)):

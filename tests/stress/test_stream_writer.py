@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import HANG_SECS, start_process
-from xhf_hooks.files import linux_calls
+from xhf_hooks import system
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
@@ -100,7 +100,7 @@ def small_disk(tmp_path):
 @pytest.fixture
 def no_reserving(monkeypatch):
     """A file system that cannot give a file its room before it is written."""
-    monkeypatch.setattr(linux_calls.fallocate, 'function', None)
+    monkeypatch.setattr(system.fallocate, 'function', None)
 
 
 def open_files(folder: Path) -> list[str]:

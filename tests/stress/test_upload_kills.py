@@ -50,10 +50,10 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     from xhf_hooks.config.options import RunOptions
     from xhf_hooks.errors import XhfError
     from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.model.unwrap import unwrap
+    from xhf_hooks.model import unwrap
     from xhf_hooks.places.upload import StoreDestination
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.telemetry.log import RunLog
+    from xhf_hooks.telemetry import RunLog
 
     StoreDestination.patience_secs = 1.0
     join_group(rank, store)

@@ -22,17 +22,17 @@ PURE = (
     'errors.py',
     'config/',
     'format/safetensors.py',
-    'files/',
-    'commit/',
+    'system.py',
+    'threads.py',
     'integrity/',
+    'places/checkpoint_folder.py',
     'places/store.py',
 )
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
-    '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'preflight', 'verify', 'convert', 'save',
-    'meta_model', 'background', 'config', 'places', 'commit', 'integrity', 'sources', 'exporters', 'writers',
-    'concurrency', 'telemetry', 'registry', 'planning', 'distributed', 'format', 'files', 'model',
-    'version', 'installed', 'errors',
+    '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'verify', 'convert', 'save', 'meta_model',
+    'background', 'config', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'host_memory',
+    'threads', 'registry', 'planning', 'collective', 'format', 'system', 'model', 'version', 'installed', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.
 APART = [('sources', 'exporters'), ('sources', 'writers'), ('exporters', 'writers'), ('hooks', 'integrations')]
@@ -186,7 +186,7 @@ class C:
 
 def test_the_package_is_there():
     assert len(FILES) > 25
-    for place in ('planning/', 'errors.py', 'format/safetensors.py', 'commit/', 'sources/', 'exporters/'):
+    for place in ('planning/', 'errors.py', 'format/safetensors.py', 'places/', 'sources/', 'exporters/'):
         assert files_in(place), place
 
 

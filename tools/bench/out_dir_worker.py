@@ -16,8 +16,8 @@ from bench.peers import xtuner_way
 from bench.progress import Progress
 from bench.upload import limited_sending
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.options import SaveOptions
-from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver

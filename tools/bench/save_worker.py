@@ -17,9 +17,9 @@ from bench.peers import PEERS, DcpPeer
 from bench.progress import Progress
 from bench.throttle import limited_writes
 from bench.ways import DCP_ALL, DCP_RANK0, FSYNC_WORDS, OURS, Way
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.options import SaveOptions
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 

@@ -19,7 +19,7 @@ from bench.peers import xtuner_way
 from bench.progress import Progress
 from bench.save_worker import STEP, Tell, saver_of
 from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.save import Saver
 
 if TYPE_CHECKING:  # importing it prints a warning

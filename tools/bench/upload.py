@@ -269,7 +269,7 @@ def _our_upload(
     from xhf_hooks.places.objects import open_store
     from xhf_hooks.places.upload import StoreDestination, UploadJob, UploadThread
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.telemetry.log import RunLog
+    from xhf_hooks.telemetry import RunLog
 
     log = RunLog(logging.getLogger('bench'), 'bench')
     destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1, log)

@@ -22,19 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit.kept_folder import KeptFolder
-from xhf_hooks.commit.target import SaveTarget
+from xhf_hooks.collective import Collective
 from xhf_hooks.config.checks import PLACEHOLDERS
 from xhf_hooks.config.options import CallOptions, RunOptions
-from xhf_hooks.distributed.collective import Collective
 from xhf_hooks.errors import OptionError, XhfError
+from xhf_hooks.places.kept_folder import KeptFolder
 from xhf_hooks.places.store import StoredSave, StoreFolder
+from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 LOG_NAME = 'output.log'
 #: Folder beside the log for what a command adds to ``{path}``.
 ADDED = 'added'
+#: Time limit of a command. ``timeout`` in the command sets a shorter one.
+MOST_SECS = 24 * 3600.0
 #: Seconds between SIGTERM and SIGKILL.
 _GRACE_SECS = 5
 #: When memory runs out, the kernel kills the command before training.
@@ -270,7 +272,7 @@ def after_saves_of_run(options: RunOptions | CallOptions, log: RunLog, run_dir: 
     for program in (options.on_saved[0], 'nice', 'timeout'):
         if shutil.which(program) is None:
             raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
-    return AfterSaves(options.on_saved, log, timeout_secs=options.on_saved_timeout_secs, run_dir=run_dir)
+    return AfterSaves(options.on_saved, log, timeout_secs=MOST_SECS, run_dir=run_dir)
 
 
 def wait_for_all(after_saves: AfterSaves | None, collective: Collective, secs: float, log: RunLog) -> None:

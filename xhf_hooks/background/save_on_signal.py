@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 

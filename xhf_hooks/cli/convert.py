@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.arguments import CommandParser, count, folder
-from xhf_hooks.cli.output import Progress, complain, explain, lacks_memory, say
+from xhf_hooks.cli.output import CommandParser, Progress, complain, count, explain, folder, lacks_memory, say
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError

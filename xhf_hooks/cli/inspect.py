@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.arguments import CommandParser
-from xhf_hooks.cli.output import complain, explain, say
+from xhf_hooks.cli.output import CommandParser, complain, explain, say
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.safetensors import DTYPES

@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from xhf_hooks.cli.arguments import CommandParser
+from xhf_hooks.cli.output import CommandParser
 from xhf_hooks.version import __version__
 
 #: Name of a command, and of its module beside this one, to its description.

@@ -10,8 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.arguments import CommandParser, count, folder
-from xhf_hooks.cli.output import Progress, complain, explain, say
+from xhf_hooks.cli.output import CommandParser, Progress, complain, count, explain, folder, say
 from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.installed import require_usable
 
@@ -108,9 +107,9 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
 
 
 def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
-    from xhf_hooks.concurrency.thread_pool import default_workers
     from xhf_hooks.convert import ConvertOptions
-    from xhf_hooks.verify import comparison
+    from xhf_hooks.threads import default_workers
+    from xhf_hooks.verify import compare as comparison
     from xhf_hooks.verify.compare import compare_models
     from xhf_hooks.verify.models import open_models
 

@@ -86,7 +86,9 @@ class SaveOptions(_Options):
     tokenizer: Any = _option(
         None,
         "A tokenizer, its MMEngine config, or its folder. None: the run's own (``cfg.tokenizer``, or Trainer's "
-        "``processing_class``), else a copy of the base model's files. If there is neither, a warning is logged.",
+        "``processing_class``), else a copy of the base model's files. If there is neither, a warning is logged. "
+        "If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that formats "
+        'dialogues as in training, and generation_config gets its stop words.',
         tokenizer_like,
     )
     dtype: str | None = _option(
@@ -144,11 +146,9 @@ class CallOptions(SaveOptions):
     """Options of ``save_hf``, which blocks until the save is committed and raises its errors."""
 
     async_save: ClassVar[bool] = False
-    async_busy: ClassVar[str] = 'wait'
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
     on_saved: ClassVar[None] = None
-    on_saved_timeout_secs: ClassVar[float] = 0.0
     on_error: ClassVar[str] = 'raise'
     upload_to: ClassVar[str | None] = None
     upload_keep: ClassVar[int] = -1
@@ -182,14 +182,8 @@ class RunOptions(SaveOptions):
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
-        'large as the data that the rank writes.',
+        'large as the data that the rank writes. A save that is due while one is being written waits for it.',
         switch,
-    )
-    async_busy: str = _option(
-        'wait',
-        "What to do when a save is due and the previous one is still being written: 'wait' for it, or 'skip' the new "
-        'one.',
-        one_of('wait', 'skip'),
     )
     save_on_signal: str | Sequence[str] | None = _option(
         None,
@@ -203,10 +197,10 @@ class RunOptions(SaveOptions):
         'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder (with a '
         'URL as ``out_dir``, the URL of the save), ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, '
         'and ``{output}`` a local folder for results. Numbers in the last line that it prints as a JSON object go to '
-        'the visualizer. When saves come faster than it finishes, it runs for the newest one next.',
+        'the visualizer. When saves come faster than it finishes, it runs for the newest one next. It is ended after a '
+        'day; ``timeout 1h COMMAND`` ends it sooner.',
         command,
     )
-    on_saved_timeout_secs: float = _option(3600, 'Time limit of the ``on_saved`` command.', seconds)
     exit_wait_secs: float = _option(
         600,
         'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress or for the one '
@@ -233,8 +227,6 @@ class RunOptions(SaveOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.async_busy != 'wait' and not self.async_save:
-            raise OptionError('async_busy', "'wait' when async_save is False", self.async_busy)
         to_store = isinstance(self.out_dir, str)
         if to_store and self.upload_to is not None:
             raise OptionError('upload_to', 'None when out_dir is a URL', self.upload_to)
@@ -255,7 +247,8 @@ class HookOptions(RunOptions):
 
     interval: int | None = _option(
         None,
-        "Number of epochs or iterations between saves; -1 saves only at the end. None: as in the run's CheckpointHook.",
+        "Number of epochs or iterations between saves; -1 saves only at the end. None: as in the run's "
+        'CheckpointHook, with its ``save_begin``.',
         at_least(1, None, -1),
     )
     by_epoch: bool | None = _option(
@@ -264,7 +257,6 @@ class HookOptions(RunOptions):
         'and iterations in IterBasedTrainLoop.',
         optional_switch,
     )
-    save_begin: int = _option(0, 'The epoch or iteration of the first save.', at_least(0))
     save_best: str | list[str] | None = _option(
         None,
         'As in CheckpointHook. The best model goes to ``hf_model_best``, or with several metrics to '
@@ -273,12 +265,6 @@ class HookOptions(RunOptions):
         anything,
     )
     rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', anything)
-    chat_template: bool = _option(
-        True,
-        "If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that formats "
-        'dialogues as in training, and generation_config gets its stop words.',
-        switch,
-    )
     ema: bool = _option(
         True,
         'If the run has an EMAHook, save its averaged weights, which are the ones that validation scores and that '

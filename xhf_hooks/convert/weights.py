@@ -11,16 +11,15 @@ from pathlib import Path
 
 import torch
 
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.format.checksum import crc32
+from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.dtypes import host_bytes
-from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.types import Group, Placement, SavePlan
-from xhf_hooks.sources.file_source import FileSource
 from xhf_hooks.sources.gather import group_chunks
-from xhf_hooks.telemetry.memory import MemoryMeter
+from xhf_hooks.sources.stored_source import FileSource
+from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
 from xhf_hooks.writers.tally import Tally
 from xhf_hooks.writers.writer import cuts

@@ -1,17 +1,26 @@
-"""The interface of exporters."""
+"""The interface of exporters, exporters made of several, and tensors that are computed from others.
+
+A computed tensor, such as a merged LoRA weight, replaces one of its inputs: it is named, compared, converted and
+planned like any other, and the last step adds the other inputs to its entries.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
-from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
+from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from xhf_hooks.exporters.lora.adapter import AdapterExporter
 
 
 class Exporter(ABC):
@@ -100,3 +109,95 @@ def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]
     return {
         name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)
     }
+
+
+class ComputedTensor(Protocol):
+    """Computes one tensor from gathered tensors, given by source name. Called on the rank that writes.
+
+    Attributes:
+        base: The source tensor that it replaces.
+        reads: Its inputs, including the base.
+    """
+
+    @property
+    def base(self) -> str: ...
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
+
+
+def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, ComputedTensor]) -> list[ExportEntry]:
+    """Make entries that read a replaced tensor read its inputs instead, and compute it first.
+
+    Args:
+        computed: Computations by the name of the tensor that they replace.
+    """
+    made: dict[int | str, _ComputeFirst] = {}
+    result = []
+    for entry in entries:
+        found = [computed[name] for name in entry.reads if name in computed]
+        if found:
+            key = entry.hf_name if entry.combine is None else id(entry.combine)
+            then = entry.combine or _Renamed(entry.hf_name, entry.reads[0])
+            combine = made.setdefault(key, _ComputeFirst(tuple(found), then))
+            reads = [*entry.reads, *(name for one in found for name in one.reads)]
+            entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine, source_offset=None)
+        result.append(entry)
+    return result
+
+
+@dataclass(frozen=True)
+class _ComputeFirst:
+    found: tuple[ComputedTensor, ...]
+    then: Combine
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.then({**tensors, **{one.base: one(tensors) for one in self.found}})
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    hf_name: str
+    read: str
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {self.hf_name: tensors[self.read]}
+
+
+class CompositeExporter(Exporter):
+    """Base class of exporters with several parts. Subclasses set both attributes in the constructor.
+
+    Attributes:
+        parts: Exporters by folder, relative to the checkpoint (``''`` is the checkpoint itself).
+        tokenizer_folder: Folder of the part that gets the tokenizer; None if no part gets it.
+    """
+
+    parts: dict[str, Exporter | AdapterExporter]
+    tokenizer_folder: str | None = ''
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        entries = []
+        for folder, part in self.parts.items():
+            for entry in part.entries(specs, dtype):
+                entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
+        self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
+        left_out = [set(part.left_out) for part in self.parts.values()]
+        self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
+        return entries
+
+    @property
+    def n_parameters(self) -> Mapping[str, Any]:
+        return {folder: part.n_parameters for folder, part in self.parts.items()}
+
+    def base_tokenizer(self) -> Any | None:
+        return next(iter(self.parts.values())).base_tokenizer()
+
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+        warnings = []
+        for name, part in self.parts.items():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            own_tokenizer = tokenizer if name == self.tokenizer_folder else None
+            warnings += part.write_hf_assets(folder / name, own_tokenizer, eos_token_ids)
+        return warnings

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.base_files import base_file, load_tokenizer
-from xhf_hooks.exporters.tokenizer_files import write_tokenizer
+from xhf_hooks.exporters.tokenizer import base_file, load_tokenizer, write_tokenizer
 from xhf_hooks.exporters.transformers_4_fields import add_transformers_4_fields
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.model.tensors import model_class
+from xhf_hooks.model import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

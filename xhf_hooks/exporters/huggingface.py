@@ -18,14 +18,13 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import Exporter, specs_below
-from xhf_hooks.exporters.computed import ComputedTensor, with_computed
+from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
 from xhf_hooks.exporters.trial_save import index_metadata
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.format.text import some
-from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
+from xhf_hooks.model import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 

@@ -21,11 +21,11 @@ from torch import nn
 
 from xhf_hooks.errors import DamagedError, OptionError
 from xhf_hooks.exporters.hf_assets import base_file
-from xhf_hooks.files.memory_folder import memory_place
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.model.quiet_transformers import quiet
+from xhf_hooks.model import quiet
 from xhf_hooks.planning.types import ExportEntry
+from xhf_hooks.system import memory_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

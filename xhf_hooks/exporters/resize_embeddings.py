@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xhf_hooks.exporters.computed import ComputedTensor
+from xhf_hooks.exporters.base import ComputedTensor
 
 #: XTuner pads the rows to a multiple of this, "for performance reasons".
 ROWS_MULTIPLE = 64

@@ -20,9 +20,9 @@ from unittest import mock
 import torch
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.files.memory_folder import memory_place
 from xhf_hooks.format.text import some
-from xhf_hooks.model.quiet_transformers import quiet
+from xhf_hooks.model import quiet
+from xhf_hooks.system import memory_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,14 +17,13 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best_folders import BestFolder, find_best_folders, find_best_in_stores
-from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
-from xhf_hooks.hooks.train_loop import check_schedule, counts_epochs, resolve_schedule
+from xhf_hooks.hooks.best import BestFolder, BestMetric, earlier_folders, find_best_folders, find_best_in_stores
+from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
-from xhf_hooks.model.unwrap import unwrap
+from xhf_hooks.model import unwrap
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.telemetry.log import RunLog, scalars
+from xhf_hooks.telemetry import RunLog, scalars
 
 
 @HOOKS.register_module(force=True)  # replaces the function of the package that imports this module on demand
@@ -56,7 +55,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
-        self._schedule = resolve_schedule(runner, self.interval, self.by_epoch, self.save_begin)
+        self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
         saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway)
@@ -77,7 +76,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             runner.cfg.get('tokenizer'),
             when=None if self._schedule.interval <= 0 else str(self._schedule),
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
-            finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg) if self.chat_template else None,
+            finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
         )
         self._log = log
         if self._best is not None:
@@ -89,13 +88,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         done = runner.iter + 1
         self._saves.collect_if_done()
         if self._schedule.is_due_after_iter(done):
-            self._saves.save(Step('iter', done, done), may_skip=done < runner.max_iters)
+            self._saves.save(Step('iter', done, done), scheduled=done < runner.max_iters)
         self._saves.save_if_asked(Step('iter', done, done))
 
     def after_train_epoch(self, runner: Any) -> None:
         done = runner.epoch + 1
         if self._schedule.is_due_after_epoch(done):
-            self._saves.save(self._step(runner, done), may_skip=runner.iter < runner.max_iters)
+            self._saves.save(self._step(runner, done), scheduled=runner.iter < runner.max_iters)
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         if self._saves is None:

@@ -15,9 +15,9 @@ from xhf_hooks.config.options import CallbackOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
-from xhf_hooks.model.unwrap import Unwrapped, unwrap
+from xhf_hooks.model import Unwrapped, unwrap
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 
 @frontend_class
@@ -98,7 +98,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         log.warning(f'save_steps: every {every} steps, but {end}; set a smaller one')
 
     def _save(self, state: TrainerState) -> None:
-        self._saves.save(_step(state), may_skip=state.global_step < state.max_steps)
+        self._saves.save(_step(state), scheduled=state.global_step < state.max_steps)
 
     def _when(self, args: TrainingArguments, state: TrainerState) -> str | None:
         if self.save_strategy == 'steps':

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
 from xhf_hooks.format import checksum, strict_json
 from xhf_hooks.format.safetensors import Header, read_header
@@ -19,6 +18,7 @@ from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.checksums import FileSums, sum_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from xhf_hooks.integrity.report import NOTE, OK, PROBLEM, Report
+from xhf_hooks.threads import WorkerThreads, default_workers
 
 WEIGHTS_SUFFIX = '.safetensors'
 INDEX_SUFFIX = '.safetensors.index.json'

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.format import checksum
-from xhf_hooks.format.nonfinite import count_non_finite
+from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.safetensors import Header
+from xhf_hooks.threads import WorkerThreads
 
 _WINDOW_NBYTES = 1 << 20  # per read, a multiple of every element size
 _JOB_NBYTES = 16 * _WINDOW_NBYTES

@@ -20,8 +20,7 @@ from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import peft_model, transformers_model
 from xhf_hooks.meta_model.run_config import RunConfig, required
-from xhf_hooks.model.quiet_transformers import quiet
-from xhf_hooks.model.tensors import module_tensors, names_by_identity
+from xhf_hooks.model import module_tensors, names_by_identity, quiet
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')

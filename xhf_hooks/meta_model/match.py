@@ -12,10 +12,10 @@ from xhf_hooks.errors import BaseModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.build import MetaModel
-from xhf_hooks.model.tensors import module_tensors, names_by_identity
+from xhf_hooks.model import module_tensors, names_by_identity
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.file_source import FileSource, JoinedSource, renamed
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
+from xhf_hooks.sources.stored_source import FileSource, JoinedSource, renamed
 
 _COMPARED_NBYTES = 2**20  # per read
 #: Worded to fit with and without a given --base.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import BaseModelError, DamagedError
-from xhf_hooks.exporters.base_files import base_file
+from xhf_hooks.exporters.tokenizer import base_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from xhf_hooks.concurrency.low_priority import lower_priority
 from xhf_hooks.errors import OptionError, StoreError
 from xhf_hooks.format.checksum import crc32
+from xhf_hooks.threads import lower_priority
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

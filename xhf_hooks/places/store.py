@@ -23,10 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit.target import SaveTarget, write_indexes
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
-from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import (
@@ -38,7 +35,10 @@ from xhf_hooks.integrity.manifest import (
     parse_manifest,
 )
 from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.target import SaveTarget, write_indexes
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+from xhf_hooks.system import MemoryFolder
+from xhf_hooks.threads import WorkerThreads
 
 #: Default name of the saves under a URL.
 NAME = 'hf_model'

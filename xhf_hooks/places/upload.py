@@ -13,18 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from xhf_hooks.commit.checkpoint_folder import new_name
-from xhf_hooks.commit.kept_folder import KeptFolder
-from xhf_hooks.concurrency.low_priority import lower_priority
-from xhf_hooks.distributed.collective import Collective
-from xhf_hooks.distributed.shared_filesystem import is_shared
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import DamagedError, StoreError
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
+from xhf_hooks.places.kept_folder import KeptFolder, new_name
 from xhf_hooks.places.objects import Store, open_store
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
+from xhf_hooks.threads import lower_priority
+from xhf_hooks.writers.choose import is_shared
 
 #: Seconds between looks at the store for what other ranks do.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
 
 
 @dataclass(frozen=True)

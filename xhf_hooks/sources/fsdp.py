@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES

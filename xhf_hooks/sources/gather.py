@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, ToHost, cast
+from xhf_hooks.host_memory import MemoryMeter, return_freed_memory
 from xhf_hooks.planning.types import Bucket, Chunk, Group, SavePlan
 from xhf_hooks.sources.base import Source
-from xhf_hooks.telemetry.memory import MemoryMeter, return_freed_memory
 
 #: Ranks agree once per this many buckets. Until then a rank that has failed keeps gathering for the others.
 BUCKETS_PER_AGREEMENT = 64

@@ -8,15 +8,14 @@ from itertools import chain, takewhile
 
 import torch
 
-from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.collective import Collective
 from xhf_hooks.format.dtypes import ToHost, host_bytes
+from xhf_hooks.host_memory import MemoryMeter, SnapshotMemory
 from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.gather import gather
 from xhf_hooks.sources.local_shards import Slice, SliceReader, local_shards
 from xhf_hooks.sources.send import SliceSender
-from xhf_hooks.telemetry.memory import MemoryMeter
 
 _HOST = torch.device('cpu')
 

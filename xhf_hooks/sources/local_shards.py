@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, ToHost, cast
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.types import Chunk, Group, Placement, Portion, SavePlan, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
-from xhf_hooks.telemetry.memory import MemoryMeter
 
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
 _PART_NUMEL = 4 * 2**20

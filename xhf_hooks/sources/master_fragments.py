@@ -8,11 +8,13 @@ from which all fragments follow. A list of all fragments would have as many entr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.collective import Collective
+from xhf_hooks.errors import OptionError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.sources.base import LocalShard
 
@@ -59,3 +61,19 @@ def _spread(numel: int, first_rank: int, first_end: int, longest: int) -> Spread
     """
     each = max(1, longest)
     return Spread(numel, each, (first_rank + 1) * each - first_end)
+
+
+def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
+    """Raise if DeepSpeed returns the wrong parameters' fp32 master weights (0.19.6, ``_link_all_hp_params``).
+
+    Args:
+        engine_or_optimizer: DeepSpeed's engine or optimizer, a wrapper of it, or anything else.
+
+    Raises:
+        OptionError: It does so.
+    """
+    optimizer = getattr(engine_or_optimizer, 'optimizer', None)
+    if any(getattr(found, 'round_robin_gradients', False) is True for found in (engine_or_optimizer, optimizer)):
+        raise OptionError(
+            'dtype', "no 'float32' with round_robin_gradients, which misnames the fp32 master weights", 'float32'
+        )

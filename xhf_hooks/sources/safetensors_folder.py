@@ -10,8 +10,7 @@ from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.pieces import Piece, StoredTensor
-from xhf_hooks.sources.stored_source import StoredSource
+from xhf_hooks.sources.stored_source import Piece, StoredSource, StoredTensor
 
 _WHOLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'

@@ -19,14 +19,12 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from xhf_hooks.concurrency.buffer_pool import BufferPool
-from xhf_hooks.concurrency.host_snapshot import host_memory
-from xhf_hooks.distributed.collective import Collective
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import ToHost
+from xhf_hooks.host_memory import BufferPool, MemoryMeter, host_memory
 from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.local_shards import Slice
-from xhf_hooks.telemetry.memory import MemoryMeter
 
 #: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_AGREEMENT = 64

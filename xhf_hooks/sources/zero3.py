@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -9,13 +10,54 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.distributed.collective import Collective, rank_and_world_size
+from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard
 from xhf_hooks.sources.replicated import ModuleSource
-from xhf_hooks.sources.zero3_swapped import read_swapped_master, read_swapped_partition
+
+
+def read_swapped_partition(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's partition of a parameter that is on NVMe.
+
+    Raises:
+        OSError: The swap file cannot be read.
+        TensorError: It is too short.
+    """
+    swapper = parameter.nvme_swapper
+    return _read(swapper.get_path(parameter, must_exist=True), 0, parameter.ds_tensor.ds_numel, swapper.dtype)
+
+
+def read_swapped_master(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's partition of a trained parameter's fp32 master; None if the master is in memory.
+
+    Raises:
+        OSError: The swap file cannot be read.
+        TensorError: It is too short.
+    """
+    optimizer = parameter._z3_optimizer
+    group, first, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    if not optimizer._swappable_optimizer_subgroup(group):
+        return None
+    flat = optimizer.fp32_partitioned_groups_flat[group]
+    master, *_ = optimizer.optimizer_swapper.swap_params_info[optimizer.get_param_id(flat)].get_swap_paths()
+    return _read(master, first, numel, flat.dtype)
+
+
+def _read(path: str | os.PathLike[str], first: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Read ``numel`` elements, beginning with element ``first``."""
+    elements = torch.empty(numel, dtype=dtype)
+    room = memoryview(elements.view(torch.uint8).numpy())
+    with open(path, 'rb', buffering=0) as file:
+        file.seek(first * dtype.itemsize)
+        done = 0
+        while done < len(room):
+            n = file.readinto(room[done:])
+            if not n:
+                raise TensorError(f'{path}: expected {len(room)} bytes at {first * dtype.itemsize}, found {done}')
+            done += n
+    return elements
 
 
 @SOURCES.register_module()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from xhf_hooks.concurrency.thread_pool import WorkerThreads, default_workers
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.check import INDEX_SUFFIX, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
 from xhf_hooks.integrity.report import OK, PROBLEM, UNCHECKED, Report
+from xhf_hooks.threads import WorkerThreads, default_workers
 
 
 def verify_folder(

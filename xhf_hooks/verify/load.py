@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError
-from xhf_hooks.exporters.base_files import load_tokenizer
+from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.report import OK, PROBLEM, Finding
 from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
-from xhf_hooks.model.quiet_transformers import quiet
+from xhf_hooks.model import quiet
 
 _PROMPT = 'The capital of France is'
 #: Overrides the folder's generation_config.json, so that it stays short and deterministic.

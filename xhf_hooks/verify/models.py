@@ -15,13 +15,13 @@ from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, HALF_DTYPES, Header, read_header
+from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.integrity.check import FolderCheck, list_files
 from xhf_hooks.integrity.checksums import read_into
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.sources.gather import group_chunks
-from xhf_hooks.telemetry.memory import MemoryMeter
 
 _INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
 _OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')

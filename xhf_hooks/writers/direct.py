@@ -1,7 +1,7 @@
 """Writes from memory to the disk without the page cache, for a save that runs beside training.
 
 This takes little CPU time and evicts no training data from the page cache. The disk takes whole blocks, from memory
-with the same alignment. A snapshot is laid out like the files (concurrency/host_snapshot.py); bytes that other ranks
+with the same alignment. A snapshot is laid out like the files (host_memory.py); bytes that other ranks
 sent are copied first. A partial block at either end goes through the page cache, and so does everything if the file
 system refuses direct writes.
 """
@@ -16,7 +16,7 @@ import os
 
 import numpy as np
 
-from xhf_hooks.files.linux_calls import fstatfs
+from xhf_hooks.system import fstatfs
 
 #: A multiple of every disk's block size; also the page size.
 _BLOCK_NBYTES = 4096

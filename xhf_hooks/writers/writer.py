@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from xhf_hooks.concurrency.low_priority import lower_priority
-from xhf_hooks.format.checksum import crc32
-from xhf_hooks.format.nonfinite import count_non_finite
+from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.planning.types import Chunk, SavePlan
+from xhf_hooks.threads import lower_priority
 from xhf_hooks.writers.direct import AlignedBuffer
 from xhf_hooks.writers.evidence import Sample, SampleTaker, require_samples
 from xhf_hooks.writers.output_file import PART_NBYTES, FileIdentity, OutputFile, create_file
@@ -63,7 +62,7 @@ class Writer:
 
         Args:
             owner: Create only the files that this rank writes.
-            place: Where the target lets writers write (commit/target.py), such as the staging folder.
+            place: Where the target lets writers write (places/target.py), such as the staging folder.
 
         Returns:
             File name to identity, with which other ranks check that they open the same files.

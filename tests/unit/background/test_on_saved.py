@@ -13,12 +13,12 @@ import pytest
 
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import AfterSaves, after_saves_of_run, fill_in, numbers_in, without_ranks
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.config.checks import PLACEHOLDERS
 from xhf_hooks.config.options import RunOptions
 from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

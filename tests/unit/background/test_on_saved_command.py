@@ -20,9 +20,9 @@ from tests.helpers import on_saved_family
 from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one
 from xhf_hooks.background.on_saved import AfterSaves
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -12,7 +12,7 @@ from tests.unit.background.test_on_saved import command  # noqa: F401
 from tests.unit.places.test_store_folder import folder, newest, prefixes, save, url  # noqa: F401
 from xhf_hooks.background.on_saved import AfterSaves
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
-from xhf_hooks.telemetry.log import RunLog
+from xhf_hooks.telemetry import RunLog
 
 pytestmark = pytest.mark.modern_only
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.helpers.ranks import HANG_SECS
-from xhf_hooks.concurrency.background_task import Background
+from xhf_hooks.threads import Background
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

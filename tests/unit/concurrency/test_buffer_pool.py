@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from xhf_hooks.concurrency.buffer_pool import BufferPool
+from xhf_hooks.host_memory import BufferPool
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from xhf_hooks.concurrency.host_snapshot import SnapshotMemory
+from xhf_hooks.host_memory import SnapshotMemory
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.concurrency.low_priority import lower_priority
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
+from xhf_hooks.threads import WorkerThreads, lower_priority
 from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from xhf_hooks.concurrency import thread_pool
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
+import xhf_hooks.threads
+from xhf_hooks.threads import WorkerThreads
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -72,7 +72,7 @@ def test_a_reader_that_stops_early(threads):
 
 def test_a_thread_that_ends_without_a_word(threads, monkeypatch):
     """As one does that has no memory left to report its error."""
-    monkeypatch.setattr(thread_pool, '_LOOK_SECS', 0.05)
+    monkeypatch.setattr(xhf_hooks.threads, '_LOOK_SECS', 0.05)
 
     class Dying(queue.SimpleQueue):
         def put(self, item):

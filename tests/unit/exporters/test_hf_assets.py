@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig,
 from tests.helpers.config_fields import assert_same_config
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.base_files import base_file, load_tokenizer
 from xhf_hooks.exporters.hf_assets import exported_config
+from xhf_hooks.exporters.tokenizer import base_file, load_tokenizer
 from xhf_hooks.sources import source_for
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -24,7 +24,7 @@ from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.computed import with_computed
+from xhf_hooks.exporters.base import with_computed
 from xhf_hooks.exporters.lora.merge import WeightMerge
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
@@ -178,8 +178,8 @@ def test_merged_live():
 
 def test_memory_of_a_merge_is_told(tmp_path):
     """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
+    from xhf_hooks.collective import Collective
     from xhf_hooks.config.options import SaveOptions
-    from xhf_hooks.distributed.collective import Collective
     from xhf_hooks.save import Saver
 
     model = adapted('llama', BF16, target_modules=['q_proj', 'up_proj'])

@@ -11,8 +11,7 @@ import torch
 from mmengine.logging import MessageHub
 
 from xhf_hooks.errors import OptionError, TargetError
-from xhf_hooks.hooks.best_folders import BestFolder, describe_best, find_best_folders
-from xhf_hooks.hooks.best_metric import BestMetric, earlier_folders
+from xhf_hooks.hooks.best import BestFolder, BestMetric, describe_best, earlier_folders, find_best_folders
 
 
 @pytest.fixture

@@ -94,11 +94,11 @@ def test_the_callback_has_the_hooks_options():
         return {name: p.default for name, p in inspect.signature(what).parameters.items()}
 
     hook, callback, call = (defaults(what) for what in (HFCheckpointHook, HFCheckpointCallback, save_hf))
-    of_mmengine = {'interval', 'by_epoch', 'save_begin', 'save_best', 'rule', 'chat_template', 'ema'}
+    of_mmengine = {'interval', 'by_epoch', 'save_best', 'rule', 'ema'}
     assert hook.keys() - callback.keys() == of_mmengine
     assert callback.keys() - hook.keys() == {'save_strategy', 'save_steps'}
-    of_runs = {'save_last', 'async_save', 'async_busy', 'exit_wait_secs', 'save_on_signal', 'on_error'}
-    of_runs |= {'on_saved', 'on_saved_timeout_secs', 'upload_to', 'upload_keep'}
+    of_runs = {'save_last', 'async_save', 'exit_wait_secs', 'save_on_signal', 'on_error'}
+    of_runs |= {'on_saved', 'upload_to', 'upload_keep'}
     assert hook.keys() - call.keys() == of_mmengine | of_runs
     assert call.keys() - hook.keys() == {'model', 'step'}
     same = hook.keys() & callback.keys()

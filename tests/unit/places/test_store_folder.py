@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from xhf_hooks import system
 from xhf_hooks.errors import DamagedError, IncompleteError, OptionError, StoreError
-from xhf_hooks.files import memory_folder
-from xhf_hooks.files.memory_folder import MemoryFolder
 from xhf_hooks.places.objects import Store, checked_url, open_store, without_secrets
 from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
+from xhf_hooks.system import MemoryFolder
 from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only
@@ -292,7 +292,7 @@ def test_messages_have_no_secrets():
 
 
 def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_folder, '_NEW_SECS', 0.0)
+    monkeypatch.setattr(system, '_NEW_SECS', 0.0)
     ours = MemoryFolder()
     pid = os.fork()
     if not pid:

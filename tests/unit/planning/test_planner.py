@@ -11,10 +11,10 @@ from tests.helpers.zoo import build
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.planner import describe_group, describe_plan, make_plan
 from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, TensorSpec
 from xhf_hooks.sources.gather import gather
-from xhf_hooks.telemetry.memory import MemoryMeter
 
 HUGE = 10**12
 
@@ -264,7 +264,7 @@ def test_describe_plan():
 @pytest.mark.parametrize('family', ['llama', 'qwen2'])
 def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     """Files, their bytes and the index of a real model, written through a plan and a Writer."""
-    from xhf_hooks.distributed.collective import Collective
+    from xhf_hooks.collective import Collective
     from xhf_hooks.format.dtypes import host_bytes
     from xhf_hooks.sources.replicated import ModuleSource
     from xhf_hooks.writers.writer import Writer

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from tests.helpers.assert_intact import assert_whole
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec
 from xhf_hooks.writers.choose import WhoWrites

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from xhf_hooks.errors import ChangedError, CheckpointError
-from xhf_hooks.sources import piece_reader as reader
-from xhf_hooks.sources.piece_reader import PieceReader
-from xhf_hooks.sources.pieces import Piece
+from xhf_hooks.sources import stored_source as reader
+from xhf_hooks.sources.stored_source import Piece, PieceReader
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

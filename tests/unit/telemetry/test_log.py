@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xhf_hooks.telemetry.log import RunLog, StallWatch, log_preparations, log_save
+from xhf_hooks.telemetry import RunLog, StallWatch, log_preparations, log_save
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -73,7 +73,7 @@ def save_of(seconds: float) -> float:
     [
         (False, 'positional', 'async_save=True'),
         (False, 'stream', 'out_dir that all ranks see'),
-        (True, 'positional', "async_busy='skip'"),
+        (True, 'positional', 'set a larger interval'),
     ],
 )
 def test_saves_that_take_too_much_of_training_are_warned_of_once(log, caplog, in_background, writer, option):

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.model_folder import edit_json, save_model
 from xhf_hooks.convert import ConvertOptions
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.verify.compare import compare_models
-from xhf_hooks.verify.comparison import DIFFERENT, IDENTICAL, ROUNDING, Comparison
+from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
 from xhf_hooks.verify.models import open_models
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack

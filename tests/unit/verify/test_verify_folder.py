@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.model_folder import flip, manifest_of, save_model, write_manifest
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.checksums import sum_file
 from xhf_hooks.integrity.report import Report
+from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
 
 WEIGHTS, INDEX, MANIFEST = 'model.safetensors', 'model.safetensors.index.json', 'xhf_manifest.json'

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.unit.writers.test_output_file import MB, answer, cached_nbytes, random_bytes
-from xhf_hooks.files import linux_calls
+from xhf_hooks import system
 from xhf_hooks.writers import direct
 from xhf_hooks.writers.direct import AlignedBuffer, DirectWrites
 from xhf_hooks.writers.output_file import PART_NBYTES, OutputFile, create_file
@@ -78,7 +78,7 @@ def test_all_but_the_ends_bypasses_the_page_cache(tmp_path, offset, off_by):
 
 
 def test_on_other_file_systems_everything_goes_through_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(linux_calls.fstatfs, 'function', answer(errno.ENOSYS))
+    monkeypatch.setattr(system.fstatfs, 'function', answer(errno.ENOSYS))
     content = content_at(0)
     with mock.patch.object(DirectWrites, 'write', side_effect=AssertionError):
         assert written(tmp_path / 'file', content, 0) == expected(content, 0)

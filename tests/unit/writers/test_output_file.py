@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.files import linux_calls
+from xhf_hooks import system
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -25,9 +25,9 @@ MB = 2**20
 def how(request, monkeypatch):
     """Arguments of OutputFile, with the system's answer to sync_file_range; the writing is real."""
     if request.param == 'no such call':
-        monkeypatch.setattr(linux_calls.sync_file_range, 'function', None)
+        monkeypatch.setattr(system.sync_file_range, 'function', None)
     if request.param == 'not on this file system':
-        monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.ENOSYS))
+        monkeypatch.setattr(system.sync_file_range, 'function', answer(errno.ENOSYS))
     return {'write_behind': request.param != 'left to fsync'}
 
 
@@ -91,7 +91,7 @@ def cached_nbytes(path):
 
 
 def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.EIO))
+    monkeypatch.setattr(system.sync_file_range, 'function', answer(errno.EIO))
     create_file(tmp_path / 'file', b'', 40 * MB)
     file = OutputFile(tmp_path / 'file')
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -122,7 +122,7 @@ def test_a_new_file_has_all_of_its_room(tmp_path):
 
 @pytest.mark.parametrize('number', [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(linux_calls.fallocate, 'function', answer(number))
+    monkeypatch.setattr(system.fallocate, 'function', answer(number))
     create_file(tmp_path / 'file', b'head', 16 * MB)
     found = (tmp_path / 'file').stat()
     assert (found.st_size, found.st_blocks * 512 < MB) == (16 * MB, True)
@@ -135,14 +135,14 @@ def test_a_signal_while_reserving_changes_nothing(tmp_path, monkeypatch):
         calls.append(args)
         return answer(errno.EINTR)() if len(calls) == 1 else fallocate(*args)
 
-    fallocate = linux_calls.fallocate.function
-    monkeypatch.setattr(linux_calls.fallocate, 'function', interrupted_once)
+    fallocate = system.fallocate.function
+    monkeypatch.setattr(system.fallocate, 'function', interrupted_once)
     create_file(tmp_path / 'file', b'', MB)
     assert (len(calls), (tmp_path / 'file').stat().st_blocks * 512 >= MB) == (2, True)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(linux_calls.fallocate, 'function', answer(errno.ENOSPC))
+    monkeypatch.setattr(system.fallocate, 'function', answer(errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
         create_file(tmp_path / 'file', b'head', 16 * MB)
     assert caught.value.filename == str(tmp_path / 'file')

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format import checksum
+from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.format.nonfinite import count_non_finite
 from xhf_hooks.format.safetensors import FLOAT_DTYPES
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, TensorSpec, WrittenTensor

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import specs_below, unchanged_entries
-from xhf_hooks.exporters.tokenizer_files import write_tokenizer
+from xhf_hooks.exporters.tokenizer import write_tokenizer
 from xhf_hooks.format.text import counted
-from xhf_hooks.model.tensors import input_embedding, model_class, module_tensors, without_wrappers
+from xhf_hooks.model import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:

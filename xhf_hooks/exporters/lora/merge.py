@@ -11,7 +11,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, quantization_of
-from xhf_hooks.model.tensors import without_wrappers
+from xhf_hooks.model import without_wrappers
 from xhf_hooks.planning.types import TensorSpec
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora.adapter import adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.merge import MergedExporter
 from xhf_hooks.exporters.resize_embeddings import ROWS_MULTIPLE, ResizedEmbedding
-from xhf_hooks.model.tensors import model_class
+from xhf_hooks.exporters.tokenizer import base_file
+from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import TensorSpec
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.strict_json import is_count
-from xhf_hooks.sources.checkpoint.assemble import Assembled
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.regions import Assembled
 from xhf_hooks.sources.checkpoint.torch_file import load_pickle_file, load_torch_file
 from xhf_hooks.sources.checkpoint.unpickler import Inert, LazyTensor, as_dtype
-from xhf_hooks.sources.pieces import Piece, StoredTensor
+from xhf_hooks.sources.stored_source import Piece, StoredTensor
 
 _MOST_DIMS = 16
 

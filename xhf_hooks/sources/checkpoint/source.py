@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.format.text import counted
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.checkpoint.assemble import Assembled, from_state_dict, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.flat_groups import zero3_regions, zero12_regions
+from xhf_hooks.sources.checkpoint.regions import (
+    Assembled,
+    from_state_dict,
+    from_zero3,
+    from_zero12,
+    zero3_regions,
+    zero12_regions,
+)
 from xhf_hooks.sources.checkpoint.same_save import require_one_save, unproven
-from xhf_hooks.sources.checkpoint.single_file import load_single_file
 from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import (
     ModelState,
@@ -24,9 +31,61 @@ from xhf_hooks.sources.checkpoint.states import (
     load_optim_state,
     trained_dtype,
 )
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.checkpoint.universal import load_universal
-from xhf_hooks.sources.pieces import StoredTensor
-from xhf_hooks.sources.stored_source import StoredSource
+from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
+from xhf_hooks.sources.stored_source import StoredSource, StoredTensor
+
+#: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
+_KEYS = ('state_dict', 'module', 'model')
+_MMENGINES, _OF_EMA = _KEYS[0], 'ema_state_dict'
+
+
+@dataclass(frozen=True)
+class SingleFile:
+    """The content of one file.
+
+    Attributes:
+        content: All of it, as data.
+        tensors: Its state dict; for a run with EMAHook, the averaged weights.
+        live: The live weights of a run with EMAHook; else None.
+    """
+
+    content: Mapping[str, Any]
+    tensors: dict[str, LazyTensor]
+    live: dict[str, LazyTensor] | None
+
+
+def load_single_file(file: Path) -> SingleFile:
+    """Read the file and find its state dicts.
+
+    Raises:
+        CheckpointError: It has no state dict.
+    """
+    content = load_torch_file(file)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f'{file}: holds a {type(content).__name__}, not a checkpoint; give a .pth with a state_dict'
+        )
+    for key in (*(key for key in _KEYS if isinstance(content.get(key), dict)), None):
+        tensors = _tensors(content if key is None else content[key])
+        if tensors:
+            return SingleFile(content, tensors, _live(content, tensors) if key == _MMENGINES else None)
+    raise CheckpointError(f'{file}: no weights under {", ".join(_KEYS)} or at top level; give a file with a state dict')
+
+
+def _live(content: Mapping[str, Any], averaged: Mapping[str, LazyTensor]) -> dict[str, LazyTensor] | None:
+    """MMEngine's EMAHook swaps both before it saves (``hooks/ema_hook.py``, ``_swap_ema_state_dict``)."""
+    swapped = _tensors(content[_OF_EMA]) if isinstance(content.get(_OF_EMA), dict) else {}
+    found = {name: swapped.get(f'module.{name}') for name in averaged}
+    if not any(tensor is not None for tensor in found.values()):
+        return None
+    return {name: averaged[name] if tensor is None else tensor for name, tensor in found.items()}
+
+
+def _tensors(state_dict: Mapping[Any, Any]) -> dict[str, LazyTensor]:
+    return {name: t for name, t in state_dict.items() if isinstance(t, LazyTensor) and isinstance(name, str)}
+
 
 _SHOWN = 5
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.sources.checkpoint.flat_groups import Regions
+from xhf_hooks.sources.checkpoint.regions import Regions
 from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
-from xhf_hooks.sources.piece_reader import PieceReader
-from xhf_hooks.sources.pieces import Region
+from xhf_hooks.sources.stored_source import PieceReader, Region
 
 _ROUNDED = ('BF16', 'F16')
 _NOT_NAMED = (

@@ -1,7 +1,7 @@
 """Parses the files that DeepSpeed writes.
 
 Keys: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``) and the optimizers'
-``state_dict``; see :mod:`.flat_groups`.
+``state_dict``; see :mod:`.regions`.
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.assemble import Assembled, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.flat_groups import Regions
+from xhf_hooks.sources.checkpoint.regions import Assembled, Regions, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.same_save import require_steps_of
 from xhf_hooks.sources.checkpoint.states import Evidence, ModelState, OptimState, optimizer_steps
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
-from xhf_hooks.sources.pieces import Region
+from xhf_hooks.sources.stored_source import Region
 
 _MASTER = 'F32'
 

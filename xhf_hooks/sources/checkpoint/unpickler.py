@@ -21,7 +21,7 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.format.strict_json import is_count
-from xhf_hooks.sources.pieces import Piece
+from xhf_hooks.sources.stored_source import Piece
 
 _MAX_DIMS = 64
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
-from xhf_hooks.commit import checkpoint_folder, retention
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
+from xhf_hooks.places import checkpoint_folder, kept_folder
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -318,7 +318,7 @@ def test_modes_follow_the_umask(tmp_path, umask):
 
 
 def test_archive_names():
-    assert retention.archive_name('hf_model', Step('epoch', 2, 400).label) == 'hf_model_epoch_2'
+    assert kept_folder.archive_name('hf_model', Step('epoch', 2, 400).label) == 'hf_model_epoch_2'
 
 
 NAMES = ['hf_model', 'hf_model_iter_10', 'hf_model_iter_9', 'hf_model_iter_100', '.hf_model.lock']
@@ -326,12 +326,12 @@ NOT_ARCHIVES = ['hf_model_best', 'hf_model_iter_', 'hf_model_iter_1x', 'my_hf_mo
 
 
 def test_archives_are_sorted_by_number():
-    found = retention.archives('hf_model', [*NAMES, *NOT_ARCHIVES])
+    found = kept_folder.archives('hf_model', [*NAMES, *NOT_ARCHIVES])
     assert found == ['hf_model_iter_9', 'hf_model_iter_10', 'hf_model_iter_100']
 
 
 def test_archives_of_a_name_with_special_characters():
-    assert retention.archives('a.b', ['a.b_iter_1', 'axb_iter_2', 'a.b_epoch_3']) == ['a.b_iter_1', 'a.b_epoch_3']
+    assert kept_folder.archives('a.b', ['a.b_iter_1', 'axb_iter_2', 'a.b_epoch_3']) == ['a.b_iter_1', 'a.b_epoch_3']
 
 
 @pytest.mark.parametrize(
@@ -346,4 +346,4 @@ def test_archives_of_a_name_with_special_characters():
 )
 def test_outdated_goes_by_commit_not_by_iteration(max_keep, expected):
     order = {'hf_model_iter_10': 3, 'hf_model_iter_100': 1, 'hf_model_iter_9': 2}
-    assert retention.outdated(order, max_keep) == expected
+    assert kept_folder.outdated(order, max_keep) == expected

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.integrity.manifest import FileRecord
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+from xhf_hooks.threads import WorkerThreads
 
 
 class SaveTarget(ABC):

@@ -1,16 +1,58 @@
-"""Formats the log lines of a run."""
+"""Log lines, progress, warnings of stalls, and the stages of a save with their times."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.distributed.collective import rank_and_world_size
+from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.format.text import counted, some
+from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
+
+
+class SaveClock:
+    """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
+
+    Args:
+        prepare_secs: Time that the save took before this object was created.
+
+    Attributes:
+        stage_secs: Seconds by stage, in the order in which they were entered.
+    """
+
+    def __init__(self, prepare_secs: float = 0.0) -> None:
+        self.meter = MemoryMeter()
+        self.stage_secs: dict[str, float] = {'prepare': prepare_secs} if prepare_secs else {}
+        self._started = time.perf_counter() - prepare_secs
+        self._stalled_secs: float | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of a block to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stage_secs[name] = self.stage_secs.get(name, 0.0) + time.perf_counter() - started
+
+    def training_goes_on(self) -> None:
+        """Called when training goes on; later time does not count as a stall."""
+        self._stalled_secs = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Time since the save began."""
+        return time.perf_counter() - self._started
+
+    @property
+    def stalled_secs(self) -> float:
+        """How long the save has stalled training."""
+        return self.seconds if self._stalled_secs is None else self._stalled_secs
 
 
 class RunLog(logging.LoggerAdapter):
@@ -154,4 +196,4 @@ class StallWatch:
         if not self._in_background:
             faster = ' or an out_dir that all ranks see, for the positional writer' if self._writer == 'stream' else ''
             return f'set async_save=True, or a larger interval{faster}'
-        return "set a larger interval, or async_busy='skip' to skip saves while one is being written"
+        return 'set a larger interval'

@@ -13,8 +13,8 @@ import threading
 import time
 from pathlib import Path
 
-from xhf_hooks.commit.fresh_name import look_up
 from xhf_hooks.errors import TargetError
+from xhf_hooks.places.kept_folder import look_up
 
 #: errnos of flock(2) on file systems without locks: Lustre mounted without ``flock``, some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

@@ -1,10 +1,16 @@
-"""Host memory that holds the bytes of a background save while training goes on."""
+"""Host memory: for the bytes of a background save, for buffers, and how much of it a save takes."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
+import queue
+import weakref
+from pathlib import Path
 
+import numpy as np
 import torch
 
 #: Small beside a model whose saves take long, large beside a local shard (sources/local_shards.py).
@@ -91,3 +97,70 @@ def host_memory(nbytes: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+
+
+class BufferPool:
+    """Buffers of one size. Used by: one thread that takes them, and any threads that drop them.
+
+    Fresh pages are expensive, so buffers are reused. The pool grows to as many buffers as are in use at once; the
+    caller must limit that. :meth:`take` never waits, so a reference that is kept too long, such as in an error, cannot
+    cause a deadlock.
+
+    Args:
+        nbytes: Size of each buffer.
+        count: Number of buffers to allocate in advance.
+    """
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self._nbytes = nbytes
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(host_memory(nbytes))
+
+    def take(self) -> np.ndarray:
+        """A buffer as bytes. It returns to the pool when this array and all views of it are gone."""
+        try:
+            block = self._free.get_nowait()
+        except queue.Empty:
+            block = host_memory(self._nbytes)
+        array = block.numpy()
+        weakref.finalize(array, self._free.put, block).atexit = False
+        return array
+
+
+_STATM = Path('/proc/self/statm')
+
+
+class MemoryMeter:
+    """Extra anonymous memory since its creation, in bytes. The peak is the largest value that :meth:`sample` saw."""
+
+    def __init__(self) -> None:
+        self._start = _anonymous_nbytes()
+        self.peak_extra_nbytes = 0
+
+    def sample(self) -> int:
+        """Extra memory now."""
+        extra = _anonymous_nbytes() - self._start
+        self.peak_extra_nbytes = max(self.peak_extra_nbytes, extra)
+        return extra
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps freed pages in each thread's arena, and gloo's threads have arenas of their own. Without this call, a
+    save of many tensors would hold several times the memory that it uses. Does nothing without glibc.
+    """
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
+    if trim is not None:
+        trim(0)
+
+
+def _anonymous_nbytes() -> int:
+    """Resident memory that is neither file pages nor shared (proc(5), statm); 0 where there is no /proc."""
+    try:
+        content = _STATM.read_text()
+    except FileNotFoundError:
+        return 0
+    _, resident, shared, *_ = content.split()
+    return (int(resident) - int(shared)) * os.sysconf('SC_PAGE_SIZE')

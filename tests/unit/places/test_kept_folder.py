@@ -8,13 +8,13 @@ import os
 import pytest
 
 from tests.helpers.tiny_checkpoint import commit_one, content, visible
-from xhf_hooks.commit import kept_folder
-from xhf_hooks.commit.checkpoint_folder import CheckpointFolder, sweep_dead_runs
-from xhf_hooks.commit.kept_folder import KeptFolder
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit, read_manifest
+from xhf_hooks.places import kept_folder
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.places.kept_folder import KeptFolder
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 

@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import logging
 import os
 import re
 import shutil
 import stat
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.commit import retention
-from xhf_hooks.commit.fresh_name import look_up
-from xhf_hooks.commit.lock import Answer, RunLock
-from xhf_hooks.commit.others import others_in, set_apart
-from xhf_hooks.commit.rename_exchange import exchange
-from xhf_hooks.commit.target import SaveTarget, write_indexes
-from xhf_hooks.concurrency.thread_pool import WorkerThreads
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import Commit, describe_folder, read_commit, write_manifest
+from xhf_hooks.places.kept_folder import (
+    archive_name,
+    archives,
+    exchange,
+    look_up,
+    new_name,
+    others_in,
+    outdated,
+    set_apart,
+)
+from xhf_hooks.places.lock import Answer, RunLock
+from xhf_hooks.places.target import SaveTarget, write_indexes
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+from xhf_hooks.threads import WorkerThreads
 
 #: Bytes that names beside the final one add: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
 _MOST_ADDED_TO_NAME = 24
@@ -255,7 +261,7 @@ class CheckpointFolder(SaveTarget):
             _fsync(self.final.parent)
 
     def _archive(self, folder: Path, commit: Commit) -> None:
-        name = self.final.with_name(retention.archive_name(self.final.name, commit.step.label))
+        name = self.final.with_name(archive_name(self.final.name, commit.step.label))
         if look_up(name) is not None:
             self._discard(name)
         os.rename(folder, name)
@@ -264,7 +270,7 @@ class CheckpointFolder(SaveTarget):
     def _archives(self) -> dict[str, Commit]:
         """Older saves by name; foreign folders are left out."""
         parent = self.final.parent
-        names = retention.archives(self.final.name, os.listdir(parent))
+        names = archives(self.final.name, os.listdir(parent))
         for name in names:
             if name not in self._archived and look_up(parent / name) is not None:
                 self._archived[name] = read_commit(parent / name)
@@ -272,7 +278,7 @@ class CheckpointFolder(SaveTarget):
 
     def _delete_outdated(self) -> None:
         if self.max_keep != -1:
-            for name in retention.outdated(self._archives(), self.max_keep):
+            for name in outdated(self._archives(), self.max_keep):
                 if look_up(self.final.with_name(name)) is not None:
                     self._discard(self.final.with_name(name))
 
@@ -324,11 +330,6 @@ class CheckpointFolder(SaveTarget):
         return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
 
 
-def new_name(final: Path, kind: str) -> Path:
-    """A new, unique name beside the final one. :meth:`CheckpointFolder.recover` knows the kinds."""
-    return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
-
-
 def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
     """Recover or delete what killed runs left under other timestamps of a work_dir. Skips live runs, by their locks.
 
@@ -357,3 +358,34 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def claim_targets(
+    log: logging.LoggerAdapter, folders: Sequence[SaveTarget], nbytes: int, base_dir: str, *, sweep: Path | None = None
+) -> None:
+    """Claim the folders and check that saves of ``nbytes`` fit. Runs on: rank 0.
+
+    Args:
+        folders: The folder of the newest save, then those of the best.
+        sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
+
+    Raises:
+        TargetError: A folder cannot be used, or the disk is too small.
+    """
+    newest = folders[0]
+    if base_dir and Path(base_dir).absolute() == newest.final:
+        raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
+    for folder in folders:
+        folder.claim()
+        for warning in folder.warnings:
+            log.warning(warning)
+        if sweep is not None:
+            for path in sweep_dead_runs(sweep, folder.final.name):
+                log.info(f'removed what a killed run left: {path}')
+    free = newest.require_room(nbytes)
+    copies = newest.max_keep + 1  # those that are kept, and the one being written
+    if newest.max_keep > 0 and free is not None and free < copies * nbytes:
+        log.warning(
+            f'{newest.final.parent} has {free / 1e9:.2f} GB free; keeping {newest.max_keep} '
+            f'and writing the next needs {copies * nbytes / 1e9:.2f} GB'
+        )

@@ -1,1 +1,0 @@
-"""Commits a staging folder under its final name, and deletes old saves."""

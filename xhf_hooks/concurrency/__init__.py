@@ -1,1 +1,0 @@
-"""Threads and memory of background saves."""

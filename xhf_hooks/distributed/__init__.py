@@ -1,1 +1,0 @@
-"""Ranks: agreement between them, and whether they share a file system."""

@@ -1,1 +1,0 @@
-"""Safe access to files: regular files only, mappings without SIGBUS, limits."""

@@ -1,0 +1,130 @@
+"""The trained model without its wrappers, and its tensors by name, in the order of nn.Module.state_dict."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block, transformers says nothing: its log lines quote the files, and failures are raised anyway."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+#: Path components that FSDP1, activation checkpointing and torch.compile add.
+_WRAPPERS = re.compile(r'(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)')
+
+
+def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers; tied ones under each of their names.
+
+    Args:
+        as_wrapped: Keep the wrappers' path components in the names.
+
+    Does not call ``state_dict()``, which a model may override to leave tensors out.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = path if as_wrapped else without_wrappers(path)
+        own = list(module._parameters.items())
+        own += [(n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set]
+        found += [(f'{prefix}.{n}' if prefix else n, t) for n, t in own if t is not None]
+    return found
+
+
+def names_by_identity(model: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    """Each tensor once, with all of its names.
+
+    By identity, not by storage: DeepSpeed's flat buffers put unrelated tensors into one storage.
+    """
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in module_tensors(model):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def without_wrappers(path: str) -> str:
+    """A module's path without the components of wrappers."""
+    return _WRAPPERS.sub('', path).removeprefix('.')
+
+
+def input_embedding(model: nn.Module) -> torch.Tensor | None:
+    """The weight of a transformers model's input embedding; None if it has none."""
+    try:
+        return getattr(model.get_input_embeddings(), 'weight', None)
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def model_class(model: nn.Module) -> type[nn.Module]:
+    """The original class of the model; ``fully_shard`` replaces it with a subclass.
+
+    Source: ``torch/distributed/fsdp/_fully_shard/_fully_shard.py``, ``_get_cls`` and ``FSDPModule.__new__``.
+    """
+    bases = type(model).__mro__
+    if len(bases) > 2 and bases[1].__name__ == 'FSDPModule':
+        return bases[getattr(type(model), '_orig_cls_mro_index', 2)]
+    return type(model)
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """A trained model without its wrappers.
+
+    Attributes:
+        model: The bare module.
+        root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
+        facts: Fields of the manifest.
+        engine: The DeepSpeed engine, if there is one.
+    """
+
+    model: nn.Module
+    root: nn.Module
+    facts: dict[str, Any] = field(default_factory=lambda: {'engine': 'torch'})
+    engine: Any | None = None
+
+
+def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
+    """Remove a DeepSpeed engine, DDP, FSDP1 and torch.compile, nested in any order.
+
+    Args:
+        other_wrappers: More classes that hold the model as ``module``.
+    """
+    wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
+    facts: dict[str, Any] = {'engine': 'torch'}
+    root: nn.Module | None = None
+    engine: Any | None = None
+    while True:
+        if hasattr(model, 'zero_optimization_stage'):
+            facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
+            engine, model = model, model.module
+        elif isinstance(model, FullyShardedDataParallel):
+            root, model = root or model, model.module
+        elif isinstance(model, wrappers):
+            model = model.module
+        elif isinstance(getattr(model, '_orig_mod', None), nn.Module):
+            model = model._orig_mod
+        else:
+            return Unwrapped(model, root or model, facts, engine)

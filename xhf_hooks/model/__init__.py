@@ -1,1 +1,0 @@
-"""Tensors of a live model, and its wrappers."""

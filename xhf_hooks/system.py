@@ -1,0 +1,137 @@
+"""What the operating system gives: calls that Python lacks, limits, and temporary folders."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import LimitError
+
+#: errnos for unsupported calls or files.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ESPIPE}
+
+
+class LinuxCall:
+    """A function of the C library that returns 0 or sets errno.
+
+    Attributes:
+        function: None if the C library does not have it.
+    """
+
+    def __init__(self, name: str, *argument_types: Any) -> None:
+        self.function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+        if self.function is not None:
+            self.function.argtypes = argument_types
+
+    def __call__(self, *arguments: Any, of: Any = None) -> bool:
+        """Make the call, and repeat it if a signal interrupts it.
+
+        Args:
+            of: The path or paths, for the error.
+
+        Returns:
+            False if it is not supported; then nothing happened.
+
+        Raises:
+            OSError: The call failed.
+        """
+        if self.function is None:
+            return False
+        while self.function(*arguments):
+            number = ctypes.get_errno()
+            if number in _UNSUPPORTED:
+                return False
+            if number != errno.EINTR:
+                names = of if isinstance(of, tuple) else (of,)
+                filenames = [None if name is None else str(name) for name in names]
+                raise OSError(number, os.strerror(number), filenames[0], None, *filenames[1:2])
+        return True
+
+
+renameat2 = LinuxCall('renameat2', ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+fstatfs = LinuxCall('fstatfs', ctypes.c_int, ctypes.c_void_p)
+fallocate = LinuxCall('fallocate', ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+sync_file_range = LinuxCall('sync_file_range', ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+_OPEN = Path('/proc/self/fd')
+#: Reserve for other files of the process: data, logs, libraries.
+_SPARE = 64
+
+
+def allow_open_files(n_files: int, what: str) -> None:
+    """Raise the soft limit of open files for ``n_files`` more, if necessary. Runs on: any rank.
+
+    The usual soft limit is 1024; a process may raise it up to the hard limit, which is usually far higher.
+
+    Raises:
+        LimitError: The hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = len(os.listdir(_OPEN)) if _OPEN.exists() else 0
+    needed = n_open + n_files + _SPARE
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LimitError(
+            f'a save needs {n_files} more open files ({what}) besides the {n_open} open ones: expected a limit of '
+            f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or in the job script'
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+_PREFIX = 'xhf_temporary-'
+#: A folder of this age may not have its lock yet.
+_NEW_SECS = 10.0
+#: Linux's in-memory file system.
+_MEMORY = Path('/dev/shm')
+
+
+def memory_place() -> Path:
+    """Where small temporary files are in memory; the system's folder for temporary files if there is none."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class MemoryFolder:
+    """A new, empty folder; removed by :meth:`close` or, after a kill, when the next one is created on this host.
+
+    Args:
+        parent: None: ``/dev/shm`` or, if that is missing or not writable, the system's folder for temporary files.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or memory_place()
+        for left in parent.glob(f'{_PREFIX}*'):
+            _remove_unless_held(left)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._fd = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove the folder. Does nothing the second time."""
+        if self._fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _remove_unless_held(folder: Path) -> None:
+    """Remove it unless a live process holds its lock: the kernel drops a process's locks when it ends."""
+    with contextlib.suppress(OSError):  # another user's, or just removed
+        if time.time() - folder.stat().st_mtime < _NEW_SECS:
+            return
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(fd)

@@ -1,1 +1,0 @@
-"""Log lines, times and memory of saves."""
