@@ -23,11 +23,10 @@ from typing import Any
 # For what bench shares with tests/helpers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import convert, out_dir, plan, ranks, saves, upload
-from bench.charts import chart_of
+from bench import convert, out_dir, saves, upload
+from bench.charts import chart_of, draw
 from bench.progress import time_words
 from bench.report import describe_machine, table
-from bench.svg import svg
 
 from xhf_hooks.cli.output import CommandParser
 
@@ -109,21 +108,6 @@ BENCHES = {
         saves.stall_secs,
         saves.measure_stall,
     ),
-    'plan': Bench(
-        'planning alone, for models with hundreds of billions of parameters',
-        'Time, memory and numbers of writes for one of many ranks.',
-        plan.add_options,
-        plan.expected_secs,
-        plan.measure,
-    ),
-    'ranks': Bench(
-        'save_hf with many small tensors: what agreement between ranks costs',
-        '2,000 tensors; the cost is shown by stage.',
-        ranks.add_options,
-        ranks.expected_secs,
-        ranks.measure,
-        is_quoted=False,
-    ),
     'upload': Bench(
         'uploads to an object store by all ranks, compared with rank 0 alone',
         "Each rank's upload rate is limited. Also measures how much an upload slows training down.",
@@ -199,7 +183,7 @@ def run(what: str, args: Namespace) -> None:
 
 def show(what: str, measured: dict[str, Any], out: Path) -> None:
     """Draw the chart, write and print the table."""
-    (out / f'{what}.svg').write_text(svg(chart_of(what, measured)))
+    draw(chart_of(what, measured), out / f'{what}.svg')
     (out / f'{what}.md').write_text(table(what, measured))
     print(table(what, measured))
 

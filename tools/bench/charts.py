@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.report import Figures, fastest, medians, size_words
-from bench.svg import Chart, Column, Row, Section
 from bench.ways import BY, FLOOR_GATHER, NO_SAVE, OURS
 
 _CONVERT = 'xhf-convert'
@@ -21,6 +22,78 @@ _SHORT = (
 )
 
 
+_OURS_COLOR, _OTHER_COLOR, _LINE_COLOR = '#1a7f5a', '#a3acb7', '#b5482a'
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bar in each column; None draws nothing."""
+
+    label: str
+    values: tuple[float | None, ...]
+    is_ours: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows under a title; ``lines`` are names and values drawn across the first column: the minima of all bars."""
+
+    title: str
+    rows: Sequence[Row]
+    lines: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """What the bars of a column measure, and digits after the decimal point."""
+
+    title: str
+    digits: int = 2
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart. Each column has one scale for all sections."""
+
+    title: str
+    columns: Sequence[Column]
+    sections: Sequence[Section]
+    notes: Sequence[str] = ()
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Write the chart as SVG, the same bytes each time with one version of matplotlib."""
+    import matplotlib.pyplot as plt
+
+    heights = [len(section.rows) + 0.7 * len(section.lines) + 1 for section in chart.sections]
+    style = {'svg.hashsalt': 'xhf_hooks', 'svg.fonttype': 'none', 'font.size': 9, 'axes.spines.right': False}
+    with plt.rc_context({**style, 'axes.spines.top': False, 'axes.spines.bottom': False, 'xtick.bottom': False}):
+        figure, axes = plt.subplots(
+            *(len(chart.sections), len(chart.columns)), squeeze=False, sharex='col', sharey='row', layout='constrained',
+            figsize=(11, 0.36 * sum(heights) + 1.2), height_ratios=heights,
+        )  # fmt: skip
+        figure.suptitle(chart.title, weight='bold')
+        figure.supxlabel('; '.join(chart.notes), size=8)
+        for section, row in zip(chart.sections, axes, strict=True):
+            for number, (column, axis) in enumerate(zip(chart.columns, row, strict=True)):
+                values = [found.values[number] for found in section.rows]
+                colors = [_OURS_COLOR if found.is_ours else _OTHER_COLOR for found in section.rows]
+                bars = axis.barh(range(len(values)), [value or 0.0 for value in values], color=colors)
+                words = ['' if value is None else f'{value:,.{column.digits}f}' for value in values]
+                axis.bar_label(bars, words, padding=3)
+                axis.set_title(f'{section.title}\n{column.title}' if number == 0 else column.title, loc='left', size=9)
+                axis.set_xticklabels([])
+                axis.margins(x=0.25)
+            row[0].set_yticks(range(len(section.rows)), [found.label for found in section.rows])
+            for line, (name, value) in enumerate(sorted(section.lines, key=lambda line: -line[1])):
+                row[0].axvline(value, color=_LINE_COLOR, linestyle='--', linewidth=1)
+                place = (value, len(section.rows) - 0.3 + 0.7 * line)
+                row[0].annotate(f'{name}: {value:.{chart.columns[0].digits}f}', place, color=_LINE_COLOR, size=8)
+            row[0].set_ylim(len(section.rows) - 0.4 + 0.7 * len(section.lines), -0.6)
+        figure.savefig(path, format='svg', metadata={'Date': None})
+        plt.close(figure)
+
+
 def chart_of(what: str, measured: dict[str, Any]) -> Chart:
     """The chart of ``docs/bench/WHAT.json``."""
     makers = {
@@ -29,8 +102,6 @@ def chart_of(what: str, measured: dict[str, Any]) -> Chart:
         'throttled': _throttled,
         'memory': _memory,
         'stall': _stall,
-        'plan': _plan,
-        'ranks': _ranks,
         'upload': _upload,
         'out_dir': _upload,
         'convert': _convert,
@@ -109,17 +180,6 @@ def _stall(measured: dict[str, Any]) -> Chart:
     return Chart('What a save takes from training', columns, sections, _notes(measured))
 
 
-def _plan(measured: dict[str, Any]) -> Chart:
-    rows = [Row(p['model'], (p['seconds'], p['memory_mb']), is_ours=True) for p in measured['plans']]
-    columns = (Column('seconds of planning'), Column('memory, MB', 0))
-    return Chart('Planning a save', columns, [Section(f'{measured["ranks"]} ranks', rows)], _notes(measured))
-
-
-def _ranks(measured: dict[str, Any]) -> Chart:
-    rows = [Row(f'{run["ranks"]} ranks', (run['later']['seconds'],), is_ours=True) for run in measured['runs']]
-    return Chart('save_hf of many small tensors', (Column('seconds per call'),), [Section('', rows)], _notes(measured))
-
-
 def _upload(measured: dict[str, Any]) -> Chart:
     found = medians(measured['runs'])
     rows = [
@@ -149,7 +209,7 @@ def _convert(measured: dict[str, Any]) -> Chart:
 
 def _row(way: str, *, is_ours: bool, figures: tuple[float | None, ...]) -> Row:
     label, _, detail = way.partition(': ' if ': ' in way else ', ')
-    return Row(label, figures, '' if 'fsync' in detail else detail, is_ours)
+    return Row(f'{label}\n{detail}' if detail and 'fsync' not in detail else label, figures, is_ours)
 
 
 def _notes(measured: dict[str, Any]) -> list[str]:

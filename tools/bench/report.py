@@ -26,8 +26,6 @@ from bench.ways import (
     name_of_ours,
 )
 
-#: Stages of a save whose costs ``ranks`` shows.
-STAGES = ('prepare', 'plan', 'staging', 'write', 'check', 'tally', 'commit')
 _STREAM = f'{OURS}stream'
 _CONVERT = 'xhf-convert'
 Runs = dict[str, list[dict[str, float]]]
@@ -39,8 +37,6 @@ Column = tuple[str, Callable[[str, dict[str, float]], str | None]]
 def table(what: str, measured: dict[str, Any]) -> str:
     """The table in Markdown."""
     whole = {
-        'plan': _plan_table,
-        'ranks': _ranks_table,
         'memory': _memory_table,
         'upload': _upload_table,
         'out_dir': _upload_table,
@@ -247,49 +243,6 @@ def _upload_table(measured: dict[str, Any]) -> str:
             f'{processor:.1%} of a core.',
         ]
     return '\n'.join([head, '', *_rows(found, columns), *beside, ''])
-
-
-def _plan_table(measured: dict[str, Any]) -> str:
-    lines = [
-        f'{measured["ranks"]} ranks, positional:',
-        '',
-        '| model | tensors | files | planning, s | memory, MB | writes per rank | median, KB | mean | files opened |',
-        '|---|---|---|---|---|---|---|---|---|',
-    ]
-    for plan in measured['plans']:
-        lines.append(
-            f'| {plan["model"]} | {plan["tensors"]} | {plan["files"]} | {plan["seconds"]:.2f} | '
-            f'{plan["memory_mb"]:.0f} | {plan["writes_per_rank"]} | {plan["median_write_nbytes"] / 1e3:.0f} | '
-            f'{plan["nbytes_per_rank"] / plan["writes_per_rank"] / 1e3:.0f} | {plan["opens_per_rank"]} |'
-        )
-    lines += [
-        '',
-        'How often ranks agree, parallel:',
-        '',
-        '| model | writers | rounds | buckets | agreements | steps of all waits and agreements, one after the other |',
-        '|---|---|---|---|---|---|',
-    ]
-    for plan in measured['plans']:
-        lines.append(
-            f'| {plan["model"]} | {plan["writers"]} | {plan["rounds"]} | {plan["buckets"]} | '
-            f'{plan["agreements"]} | {plan["steps"]} |'
-        )
-    return '\n'.join([*lines, ''])
-
-
-def _ranks_table(measured: dict[str, Any]) -> str:
-    stages = [stage for stage in STAGES if stage in measured['runs'][0]['later']]
-    lines = [
-        f'save_hf of {measured["runs"][0]["tensors"]} tensors, positional, seconds:',
-        '',
-        f'| ranks | first call | later ones | of that in `cost.seconds` | {" | ".join(stages)} |',
-        '|---' * (4 + len(stages)) + '|',
-    ]
-    for run in measured['runs']:
-        later = run['later']
-        figures = [run['first']['seconds'], later['seconds'], later['told'], *(later[stage] for stage in stages)]
-        lines.append(f'| {run["ranks"]} | {" | ".join(f"{figure:.2f}" for figure in figures)} |')
-    return '\n'.join([*lines, ''])
 
 
 def size_words(size: dict[str, Any]) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
-import xml.etree.ElementTree as ElementTree
+from html import unescape
 from pathlib import Path
 
 import pytest
-from bench.charts import chart_of
+from bench.charts import Chart, Column, Row, Section, chart_of, draw
 from bench.report import fastest, table
-from bench.svg import Chart, Column, Row, Section, svg
-from bench.ways import BY, FLOOR, FLOOR_FSYNC, WRITERS, XTUNER, ways_to_save
+from bench.ways import BY, FLOOR, FLOOR_FSYNC, XTUNER
 
 ROOT = Path(__file__).parents[3]
 MEASURED = sorted((ROOT / 'docs' / 'bench').glob('*.json'))
-SVG = '{http://www.w3.org/2000/svg}'
 
 
 @pytest.fixture(scope='module')
@@ -29,10 +28,23 @@ def command():
     return module
 
 
+def words_of(drawn: Path) -> set[str]:
+    """The text of an SVG."""
+    return {unescape(word).strip() for word in re.findall(r'>([^<>]+)<', drawn.read_text())}
+
+
 @pytest.mark.parametrize('file', MEASURED, ids=lambda file: file.stem)
-def test_the_chart_is_the_one_of_the_figures(file):
-    """`python tools/bench.py draw --out docs/bench` draws them again."""
-    assert svg(chart_of(file.stem, json.loads(file.read_text()))) == file.with_suffix('.svg').read_text()
+def test_the_chart_has_the_figures(file):
+    """`python tools/bench.py draw --out docs/bench` draws them again; the bytes depend on the version of matplotlib."""
+    chart = chart_of(file.stem, json.loads(file.read_text()))
+    rows = [row for section in chart.sections for row in section.rows]
+    figures = {
+        f'{value:,.{column.digits}f}'
+        for row in rows
+        for column, value in zip(chart.columns, row.values, strict=True)
+        if value is not None
+    }
+    assert rows and not figures - words_of(file.with_suffix('.svg'))
 
 
 def test_no_chart_without_figures():
@@ -89,30 +101,13 @@ def test_all_refuses_at_once_where_an_environment_is_missing(command, tmp_path):
         command.run_all(args, parser)
 
 
-def test_a_bar_is_as_long_as_its_figure_and_a_line_lies_at_its_value():
+def test_a_chart_is_drawn(tmp_path):
     rows = [Row('theirs', (8.0, None)), Row('ours', (2.0, 1.0), is_ours=True)]
-    drawn = svg(Chart('<title>', [Column('seconds'), Column('MB', 0)], [Section('one', rows, [('floor', 1.0)])]))
-    root = ElementTree.fromstring(drawn)
-    bars = [rect for rect in root.iter(f'{SVG}rect') if rect.get('class') in ('ours', 'other')]
-    assert [bar.get('class') for bar in bars] == ['other', 'ours', 'ours']
-    theirs, ours = (float(bar.get('width')) for bar in bars[:2])
-    assert theirs == pytest.approx(4 * ours, abs=0.2)
-    (line,) = [line for line in root.iter(f'{SVG}line') if line.get('class') == 'floor']
-    assert float(line.get('x1')) - float(bars[0].get('x')) == pytest.approx(ours / 2, abs=0.2)
-    words = [text.text for text in root.iter(f'{SVG}text') if text.get('class') != 'halo']
-    assert {'8.00', '2.00', '1', 'floor: 1.00', '<title>'} <= set(words)
-    assert 'prefers-color-scheme: dark' in drawn
-
-
-def test_names_leave_room_for_the_bars():
-    """About, of letters of 13 and 11.5 pixels."""
-    ways = ways_to_save(WRITERS)
-    runs = {way.name: [{'seconds': 1.0, 'peak_extra_mb': 1.0}] for way in ways}
-    sizes = [{'parameters': 1, 'nbytes': 1, 'runs': runs}]
-    chart = chart_of('save', {'machine': {'cpu': '', 'cores': 2}, 'ranks': 2, 'repeats': 1, 'sizes': sizes})
-    rows = [row for section in chart.sections for row in section.rows]
-    assert len(rows) == sum(not way.name.startswith('floor') for way in ways)
-    assert max(7.6 * len(row.label) for row in rows) < 270 and max(6.1 * len(row.detail) for row in rows) < 270
+    chart = Chart('<title>', [Column('seconds'), Column('MB', 0)], [Section('one', rows, [('floor', 1.0)])])
+    for name in 'ab':
+        draw(chart, tmp_path / name)
+    assert (tmp_path / 'a').read_bytes() == (tmp_path / 'b').read_bytes()
+    assert {'8.00', '2.00', '1', 'floor: 1.00', '<title>', 'theirs', 'ours'} <= words_of(tmp_path / 'a')
 
 
 def test_of_a_floor_the_fastest_way_counts():
