@@ -1,4 +1,4 @@
-"""The interface of exporters, exporters made of several, and tensors that are computed from others.
+"""The interface of exporters, and tensors that are computed from others.
 
 A computed tensor, such as a merged LoRA weight, replaces one of its inputs: it is named, compared, converted and
 planned like any other, and the last step adds the other inputs to its entries.
@@ -19,8 +19,6 @@ from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from xhf_hooks.exporters.lora.adapter import AdapterExporter
 
 
 class Exporter(ABC):
@@ -164,40 +162,3 @@ class _Renamed:
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return {self.hf_name: tensors[self.read]}
-
-
-class CompositeExporter(Exporter):
-    """Base class of exporters with several parts. Subclasses set both attributes in the constructor.
-
-    Attributes:
-        parts: Exporters by folder, relative to the checkpoint (``''`` is the checkpoint itself).
-        tokenizer_folder: Folder of the part that gets the tokenizer; None if no part gets it.
-    """
-
-    parts: dict[str, Exporter | AdapterExporter]
-    tokenizer_folder: str | None = ''
-
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        entries = []
-        for folder, part in self.parts.items():
-            for entry in part.entries(specs, dtype):
-                entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
-        self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
-        left_out = [set(part.left_out) for part in self.parts.values()]
-        self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
-        return entries
-
-    @property
-    def n_parameters(self) -> Mapping[str, Any]:
-        return {folder: part.n_parameters for folder, part in self.parts.items()}
-
-    def base_tokenizer(self) -> Any | None:
-        return next(iter(self.parts.values())).base_tokenizer()
-
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        warnings = []
-        for name, part in self.parts.items():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            own_tokenizer = tokenizer if name == self.tokenizer_folder else None
-            warnings += part.write_hf_assets(folder / name, own_tokenizer, eos_token_ids)
-        return warnings

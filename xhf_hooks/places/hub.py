@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.objects import again_if_it_fails, without_secrets
-from xhf_hooks.places.upload import UploadJob
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+    from xhf_hooks.places.upload import UploadJob
 
 PREFIX = 'hf://'
 #: Files that the Hub creates in a new repository or that users edit there. A save does not delete them.

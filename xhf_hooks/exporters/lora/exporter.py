@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from xhf_hooks.exporters.base import CompositeExporter
+from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import pretrained_in
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.merge import MergedExporter, base_path

@@ -10,7 +10,8 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import find_pretrained
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.nested import NestedLoraExporter, quantized_parts

@@ -9,7 +9,7 @@ from torch import nn
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import CompositeExporter
+from xhf_hooks.exporters.composite import CompositeExporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
 from xhf_hooks.exporters.lora.exporter import ADAPTER_FOLDER
