@@ -181,7 +181,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(count):
-                # A daemon: at exit a time-limited wait (exit_guard.py) applies, not the interpreter's
+                # A daemon: at exit a time-limited wait (:class:`ExitWait`) applies, not the interpreter's
                 thread = threading.Thread(target=self._work, name=f'xhf-worker-{number}', daemon=True)
                 _require_memory()
                 thread.start()

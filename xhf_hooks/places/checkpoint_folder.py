@@ -48,7 +48,7 @@ class CheckpointFolder(SaveTarget):
     """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
 
     Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
-    folder is changed, the server is asked what its name refers to (fresh_name.py).
+    folder is changed, the server is asked what its name refers to (:func:`.kept_folder.look_up`).
 
     Args:
         final: The name of the newest committed save.

@@ -175,7 +175,7 @@ class RunLock:
 
 
 def _open_current(path: Path) -> int | None:
-    """Open or create the lock file; tries O_EXCL first, which bypasses stale caches (fresh_name.py).
+    """Open or create the lock file; tries O_EXCL first, which bypasses stale caches (:func:`.kept_folder.look_up`).
 
     Returns:
         None if another host created it and this one does not see it yet.
