@@ -17,9 +17,9 @@ from types import ModuleType
 PACKAGE = Path(__file__).parents[2] / 'xhf_hooks'
 
 
-def load(path: str) -> ModuleType:
+def load(name: str) -> ModuleType:
     """Load a module from its file, since the package imports torch."""
-    spec = importlib.util.spec_from_file_location(path.replace('/', '_'), PACKAGE / f'{path}.py')
+    spec = importlib.util.spec_from_file_location(name, PACKAGE / f'{name}.py')
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -27,8 +27,8 @@ def load(path: str) -> ModuleType:
 
 def main() -> None:
     result, how = Path(sys.argv[1]), sys.argv[2]
-    background = load('concurrency/background_task').Background('late')
-    workers = load('concurrency/thread_pool').WorkerThreads(3)
+    threads = load('threads')
+    background, workers = threads.Background('late'), threads.WorkerThreads(3)
 
     def work() -> None:
         while threading.main_thread().is_alive():  # until the interpreter shuts down
@@ -37,7 +37,7 @@ def main() -> None:
         workers.close()
 
     background.start(work)
-    load('concurrency/exit_guard').ExitWait(lambda: background.wait(60))
+    threads.ExitWait(lambda: background.wait(60))
     if how == 'raise':
         raise RuntimeError('training failed')
     if how == 'exit':
