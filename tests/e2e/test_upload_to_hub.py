@@ -25,6 +25,8 @@ def hub(monkeypatch):
 
     with hub_server() as running:
         monkeypatch.setattr(constants, 'ENDPOINT', running.url)
+        template = f'{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}'
+        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
         monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)
         monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
         monkeypatch.setenv('HF_TOKEN', TOKEN)
@@ -67,6 +69,17 @@ def test_each_save_is_a_commit_and_a_tag(hub, run, tmp_path, caplog):
     assert hub.commits == ['hf_model_iter_1', 'hf_model_iter_2', 'hf_model_best_iter_2']
     assert [*hub.tags] == hub.commits and 'uploaded iter_2 to hf://org/name/hf_model_iter_2' in caplog.text
     assert TOKEN not in caplog.text and not [path for path in tmp_path.iterdir() if '.kept' in path.name]
+
+
+def test_files_of_others_stay(hub, run, tmp_path):
+    """Also beside the files of a save, which go with it."""
+    first = run(1)
+    hub.branches['main'] |= {'model.gguf': b'made of it', 'eval/results.json': b'{}'}
+    assert [name for name in first if name.startswith('model-')]
+    hub.branches['main'] |= {'tokenizer.model': b'of a person'}
+    second = run(2)
+    theirs = {'.gitattributes': b'*', 'model.gguf': b'made of it', 'eval/results.json': b'{}'}
+    assert hub.branches['main'] == {**theirs, 'tokenizer.model': b'of a person', **second}
 
 
 def test_it_is_tried_again(hub, run, caplog):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from xhf_hooks.errors import StoreError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.errors import DamagedError, StoreError
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, parse_manifest
 from xhf_hooks.places.objects import again_if_it_fails, without_secrets
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from xhf_hooks.places.upload import UploadJob
 
 PREFIX = 'hf://'
-#: Files that the Hub creates in a new repository or that users edit there. A save does not delete them.
-_NOT_OURS = ('.gitattributes', 'README.md')
+#: Loaders would mix these with those of a new save, so they are deleted whoever wrote them; tags keep them.
+_WEIGHTS = ('.safetensors', '.safetensors.index.json')
 
 
 class HubDestination:
@@ -69,7 +69,7 @@ class HubDestination:
         return None
 
     def upload(self, job: UploadJob) -> str:
-        """Commit all files at once, remove those of the previous save, and tag the commit."""
+        """Commit all files at once, remove those of the previous save, and tag the commit. Files of others stay."""
         tag = name = f'{self._name}_{job.step.label}'
         count = 1
         while tag in self._tags:
@@ -89,11 +89,24 @@ class HubDestination:
         with self._told():
             api = self._api()
             there = api.list_repo_files(self._repository, revision=self._branch)
-            others = [name for name in there if name not in names and name not in _NOT_OURS]
+            before = self._files_of_save() if MANIFEST_NAME in there else set()
+            old = [name for name in there if name in before or ('/' not in name and name.endswith(_WEIGHTS))]
             added = [CommitOperationAdd(name, str(job.folder / name)) for name in names]
-            removed = [CommitOperationDelete(name) for name in others]
+            removed = [CommitOperationDelete(name) for name in old if name not in names]
             api.create_commit(self._repository, [*added, *removed], commit_message=tag, revision=self._branch)
             api.create_tag(self._repository, tag=tag, revision=self._branch, exist_ok=True)
+
+    def _files_of_save(self) -> set[str]:
+        """The files of the save that the branch holds."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session
+
+        url = hf_hub_url(self._repository, MANIFEST_NAME, revision=self._branch)
+        answer = get_session().get(url, headers=build_hf_headers())
+        answer.raise_for_status()
+        with suppress(DamagedError, ValueError, AttributeError):  # somebody changed it
+            return {*parse_manifest(answer.json(), url).files}
+        return set()
 
     def _api(self) -> HfApi:
         from huggingface_hub import HfApi
