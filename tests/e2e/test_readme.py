@@ -46,7 +46,7 @@ COMMANDS = {
     ],
     'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
     'reliability.md': LONG_RUNS,
-    'performance.md': [*BENCHMARKS[:6], XTUNERS, *BENCHMARKS[6:], 'python tools/bench.py all --out docs/bench'],
+    'performance.md': [*BENCHMARKS[:5], XTUNERS, *BENCHMARKS[5:], 'python tools/bench.py all --out docs/bench'],
     # tools/env.sh does the same, which every test needs, and tests/unit/test_versions.py
     'versions.md': [
         INSTALL[0],

@@ -88,7 +88,18 @@ def save_llava(folder: Path) -> None:
     LlavaForConditionalGeneration(config).save_pretrained(folder)
 
 
+def save_processor(folder: Path) -> None:
+    """With a tokenizer whose class transformers 5 saves under another name."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    tokenizer = llama_3()
+    tokenizer.chat_template = TEMPLATE
+    images = CLIPImageProcessor(size={'shortest_edge': 8}, crop_size={'height': 8, 'width': 8})
+    LlavaProcessor(images, tokenizer, patch_size=4, chat_template=TEMPLATE).save_pretrained(folder)
+
+
 if __name__ == '__main__':
+    save_processor(Path(sys.argv[1]) / 'processor')
     save_llava(Path(sys.argv[1]) / 'llava_base')
     for make in (llama_3, qwen2, llama_2):
         tokenizer = make()

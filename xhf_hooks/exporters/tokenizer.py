@@ -8,6 +8,7 @@ it: one that saves the same files, byte for byte but for how it was loaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -61,6 +62,11 @@ _VOCABULARIES = (
 _OTHERS = (CONFIG, JSON, JINJA, 'added_tokens.json', 'special_tokens_map.json')
 _CLASSES = {'TokenizersBackend': 'PreTrainedTokenizerFast'}  # since transformers 5
 _EXTRA, _ADDITIONAL, _DECODER = 'extra_special_tokens', 'additional_special_tokens', 'added_tokens_decoder'
+#: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
+_OF_PROCESSOR = (
+    *('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json'),
+    *('chat_template.json', JINJA),
+)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
 
@@ -84,7 +90,7 @@ _WRITTEN: WeakKeyDictionary[Any, _Written] = WeakKeyDictionary()
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
-    """Write the tokenizer, beside the model's config.json if there is one. Runs on: rank 0.
+    """Write the tokenizer or processor, beside the model's config.json if there is one. Runs on: rank 0.
 
     Args:
         base_dir: Folder or hub name of the base model, used if the tokenizer does not know where it came from.
@@ -94,8 +100,13 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     """
     from transformers import PreTrainedTokenizerBase
 
+    own = getattr(tokenizer, 'tokenizer', None)
+    if isinstance(own, PreTrainedTokenizerBase) and not _is_custom(tokenizer) and not _is_custom(own):
+        warnings = write_tokenizer(folder, own, base_dir)
+        _write_processor(folder, tokenizer, base_dir)
+        return warnings
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or _is_custom(tokenizer):
-        tokenizer.save_pretrained(folder)  # a processor, or custom code
+        tokenizer.save_pretrained(folder)  # an image processor, or custom code
         return []
     with closing(MemoryFolder()) as temporary:
         place = temporary.path
@@ -109,6 +120,34 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     return list(written.warnings)
+
+
+def _write_processor(folder: Path, processor: Any, base_dir: str) -> None:
+    """Write a processor's files besides its tokenizer's: those of its base, if it was not changed."""
+    from transformers import AutoProcessor
+
+    own_dir = processor.tokenizer.name_or_path
+    base_dir = own_dir if any(base_file(own_dir, name) for name in _OF_PROCESSOR) else base_dir
+
+    def saved(place: Path, found: Any) -> dict[str, bytes]:
+        found.save_pretrained(place / 'processor')
+        found.tokenizer.save_pretrained(place / 'tokenizer')
+        kept = _contents(place / 'tokenizer').keys() - {JINJA}
+        return {name: data for name, data in _contents(place / 'processor').items() if name not in kept}
+
+    with closing(MemoryFolder()) as temporary:
+        files = saved(temporary.path / 'own', processor)
+        made_from = _digest({'': base_dir.encode(), **files})
+        written = _WRITTEN.get(processor)
+        if written is None or written.made_from != made_from:
+            with contextlib.suppress(Exception):  # any failure counts as another processor
+                base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
+                if not _is_custom(base) and saved(temporary.path / 'base', base) == files:
+                    paths = {name: base_file(base_dir, name) for name in _OF_PROCESSOR}
+                    files = {n: p.read_bytes() for n, p in paths.items() if p and _belongs_to(p, base_dir)}
+            written = _WRITTEN[processor] = _Written(made_from, files, ())
+    for name, content in written.files.items():
+        (folder / name).write_bytes(content)
 
 
 class _Writing:
