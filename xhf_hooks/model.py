@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
@@ -112,6 +111,8 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     Args:
         other_wrappers: More classes that hold the model as ``module``.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel  # conversions do without: it takes half a second
+
     wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     facts: dict[str, Any] = {'engine': 'torch'}
     root: nn.Module | None = None

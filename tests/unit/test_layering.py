@@ -238,7 +238,16 @@ def test_mmengine_stays_at_the_doors():
 def test_heavy_packages_are_imported_when_used():
     """Each integration is imported by those who have what it is for."""
     others = [path for path in FILES if path not in files_in('integrations/')]
-    assert breaches(others, ('deepspeed', 'transformers', 'peft', 'xtuner', 'axolotl'), ('module',)) == []
+    heavy = (
+        'deepspeed',
+        'transformers',
+        'peft',
+        'xtuner',
+        'axolotl',
+        'torch.distributed.fsdp',
+        'torch.distributed.tensor',
+    )
+    assert breaches(others, heavy, ('module',)) == []
 
 
 def test_nothing_is_imported_from_tests_or_tools():
