@@ -58,7 +58,6 @@ class Bench:
         expected_secs: Estimates its duration from the options.
         measure: Returns the content of WHAT.json, except the machine.
         stack: The environment that it needs.
-        is_quoted: Whether README and docs quote it.
     """
 
     meaning: str
@@ -67,7 +66,6 @@ class Bench:
     expected_secs: Callable[[Namespace], float]
     measure: Callable[[Namespace], dict[str, Any]]
     stack: str = 'modern'
-    is_quoted: bool = True
 
 
 #: In the order of ``all``. A new benchmark needs an entry here, a table in report.py and a chart in charts.py.
@@ -143,9 +141,11 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
     for what, bench in BENCHES.items():
         bench.add_options(_add_command(commands, what, bench.meaning, bench.details))
-    quoted = ', '.join(what for what, bench in BENCHES.items() if bench.is_quoted)
     everything = _add_command(
-        commands, 'all', 'all benchmarks that README and docs quote, with their defaults', f'These are {quoted}.'
+        commands,
+        'all',
+        'all benchmarks that README and docs quote, with their defaults',
+        f'These are {", ".join(BENCHES)}.',
     )
     everything.add_argument(
         '--xtuner-env',
@@ -193,11 +193,10 @@ def run_all(args: Namespace, parser: ArgumentParser) -> None:
     pythons = {'modern': sys.executable, 'xtuner': str(args.xtuner_env.absolute() / 'bin' / 'python')}
     if not Path(pythons['xtuner']).exists():
         sys.exit(f'{pythons["xtuner"]} does not exist; set --xtuner-env to an environment that has XTuner')
-    quoted = {what: bench for what, bench in BENCHES.items() if bench.is_quoted}
-    expected = {what: bench.expected_secs(parser.parse_args([what])) for what, bench in quoted.items()}
+    expected = {what: bench.expected_secs(parser.parse_args([what])) for what, bench in BENCHES.items()}
     shares = ', '.join(f'{what} {seconds / 60:.0f}' for what, seconds in expected.items())
     print(f'all: {time_words(sum(expected.values()))} ({shares} min)', file=sys.stderr, flush=True)
-    for what, bench in quoted.items():
+    for what, bench in BENCHES.items():
         subprocess.run([pythons[bench.stack], __file__, what, '--out', str(args.out)], cwd=ROOT, check=True)
 
 

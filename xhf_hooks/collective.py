@@ -138,7 +138,7 @@ class Collective:
             self._in_flight = [dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)]
 
         def answer() -> bool:
-            self._is_in_flight(math.inf)  # handles signals meanwhile, unlike wait()
+            self._wait_for_answer(math.inf)  # handles signals meanwhile, unlike the work's own wait()
             with self._in_touch(stage):
                 self._in_flight.pop().wait()
             return bool(flags)
@@ -273,7 +273,7 @@ class Collective:
         """
         if self._group is not None:
             group, self._group = self._group, None
-            if self._is_in_flight(_END_SECS):
+            if not self._wait_for_answer(_END_SECS):
                 return  # torch would wait for it as long as the time-out, if a rank hangs
             self._in_flight.clear()  # it keeps the connections open, and with them the ranks that wait for this one
             # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
@@ -285,14 +285,14 @@ class Collective:
         if self._is_shared and dist.group.WORLD is not None:
             _SHARED.pop(dist.group.WORLD, None)
 
-    def _is_in_flight(self, secs: float) -> bool:
-        """Whether the question of :meth:`start_any` is still without an answer after so long."""
+    def _wait_for_answer(self, secs: float) -> bool:
+        """Wait for the answer to :meth:`start_any`, at most so long; returns whether it has come."""
         deadline = time.monotonic() + secs
-        while any(not work.is_completed() for work in self._in_flight):
+        while not all(work.is_completed() for work in self._in_flight):
             if time.monotonic() > deadline:
-                return True
+                return False
             time.sleep(_LOOK_SECS)
-        return False
+        return True
 
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
         # A new group's time-out also applies while it looks up its ranks in the store: short for that, then long

@@ -102,52 +102,72 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
 
     own = getattr(tokenizer, 'tokenizer', None)
     if isinstance(own, PreTrainedTokenizerBase) and not _is_custom(tokenizer) and not _is_custom(own):
-        warnings = write_tokenizer(folder, own, base_dir)
-        _write_processor(folder, tokenizer, base_dir)
+        warnings, names = _write_plain(folder, own, base_dir)
+        _write_processor(folder, tokenizer, base_dir, names)
         return warnings
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or _is_custom(tokenizer):
         tokenizer.save_pretrained(folder)  # an image processor, or custom code
         return []
+    return _write_plain(folder, tokenizer, base_dir)[0]
+
+
+def _write_plain(folder: Path, tokenizer: Any, base_dir: str) -> tuple[list[str], set[str]]:
+    """Write a tokenizer; returns warnings, and the names of the files that it saves by itself."""
     with closing(MemoryFolder()) as temporary:
         place = temporary.path
         tokenizer.save_pretrained(place / 'saved')
-        made_from = _digest({'': base_dir.encode(), **_contents(place / 'saved')})
-        written = _WRITTEN.get(tokenizer)
-        if written is None or written.made_from != made_from:
+        saved = _contents(place / 'saved')
+
+        def choose() -> tuple[Mapping[str, bytes], tuple[str, ...]]:
             form, *warnings = _Writing(tokenizer, base_dir, place).chosen(folder)
-            written = _WRITTEN[tokenizer] = _Written(made_from, _contents(form), tuple(warnings))
+            return _contents(form), tuple(warnings)
+
+        return _write_remembered(folder, tokenizer, {'': base_dir.encode(), **saved}, choose), {*saved}
+
+
+def _write_remembered(
+    folder: Path,
+    tokenizer: Any,
+    saves: Mapping[str, bytes],
+    choose: Callable[[], tuple[Mapping[str, bytes], tuple[str, ...]]],
+) -> list[str]:
+    """Write the files that ``choose`` returns, or did for what ``tokenizer`` saved when it was written before."""
+    made_from, written = _digest(saves), _WRITTEN.get(tokenizer)
+    if written is None or written.made_from != made_from:
+        written = _WRITTEN[tokenizer] = _Written(made_from, *choose())
     for name, content in written.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     return list(written.warnings)
 
 
-def _write_processor(folder: Path, processor: Any, base_dir: str) -> None:
+def _write_processor(folder: Path, processor: Any, base_dir: str, of_tokenizer: set[str]) -> None:
     """Write a processor's files besides its tokenizer's: those of its base, if it was not changed."""
     from transformers import AutoProcessor
 
     own_dir = processor.tokenizer.name_or_path
     base_dir = own_dir if any(base_file(own_dir, name) for name in _OF_PROCESSOR) else base_dir
 
-    def saved(place: Path, found: Any) -> dict[str, bytes]:
-        found.save_pretrained(place / 'processor')
-        found.tokenizer.save_pretrained(place / 'tokenizer')
-        kept = _contents(place / 'tokenizer').keys() - {JINJA}
-        return {name: data for name, data in _contents(place / 'processor').items() if name not in kept}
+    def without(names: set[str], place: Path) -> dict[str, bytes]:
+        kept = names - {JINJA}  # which is the processor's, too
+        return {name: data for name, data in _contents(place).items() if name not in kept}
 
     with closing(MemoryFolder()) as temporary:
-        files = saved(temporary.path / 'own', processor)
-        made_from = _digest({'': base_dir.encode(), **files})
-        written = _WRITTEN.get(processor)
-        if written is None or written.made_from != made_from:
+        place = temporary.path
+        processor.save_pretrained(place / 'own')
+        files = without(of_tokenizer, place / 'own')
+
+        def choose() -> tuple[Mapping[str, bytes], tuple[str, ...]]:
             with contextlib.suppress(Exception):  # any failure counts as another processor
                 base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
-                if not _is_custom(base) and saved(temporary.path / 'base', base) == files:
+                base.save_pretrained(place / 'base')
+                base.tokenizer.save_pretrained(place / 'tokenizer')
+                if not _is_custom(base) and without({*_contents(place / 'tokenizer')}, place / 'base') == files:
                     paths = {name: base_file(base_dir, name) for name in _OF_PROCESSOR}
-                    files = {n: p.read_bytes() for n, p in paths.items() if p and _belongs_to(p, base_dir)}
-            written = _WRITTEN[processor] = _Written(made_from, files, ())
-    for name, content in written.files.items():
-        (folder / name).write_bytes(content)
+                    return {n: p.read_bytes() for n, p in paths.items() if p and _belongs_to(p, base_dir)}, ()
+            return files, ()
+
+        _write_remembered(folder, processor, {'': base_dir.encode(), **files}, choose)
 
 
 class _Writing:

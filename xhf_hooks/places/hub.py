@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from xhf_hooks.errors import DamagedError, StoreError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, parse_manifest
+from xhf_hooks.errors import StoreError
+from xhf_hooks.integrity.check import INDEX_SUFFIX, WEIGHTS_SUFFIX
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, parse_commit
 from xhf_hooks.places.objects import again_if_it_fails, without_secrets
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from xhf_hooks.places.upload import UploadJob
 
 PREFIX = 'hf://'
-#: Loaders would mix these with those of a new save, so they are deleted whoever wrote them; tags keep them.
-_WEIGHTS = ('.safetensors', '.safetensors.index.json')
 
 
 class HubDestination:
@@ -89,14 +88,16 @@ class HubDestination:
         with self._told():
             api = self._api()
             there = api.list_repo_files(self._repository, revision=self._branch)
-            before = self._files_of_save() if MANIFEST_NAME in there else set()
-            old = [name for name in there if name in before or ('/' not in name and name.endswith(_WEIGHTS))]
+            before = self._files_of_save() if MANIFEST_NAME in there else ()
+            # Loaders would mix weights with those of the new save, whoever wrote them; tags keep them
+            weights = (WEIGHTS_SUFFIX, INDEX_SUFFIX)
+            old = [name for name in there if name in before or ('/' not in name and name.endswith(weights))]
             added = [CommitOperationAdd(name, str(job.folder / name)) for name in names]
             removed = [CommitOperationDelete(name) for name in old if name not in names]
             api.create_commit(self._repository, [*added, *removed], commit_message=tag, revision=self._branch)
             api.create_tag(self._repository, tag=tag, revision=self._branch, exist_ok=True)
 
-    def _files_of_save(self) -> set[str]:
+    def _files_of_save(self) -> Collection[str]:
         """The files of the save that the branch holds."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session
@@ -104,9 +105,8 @@ class HubDestination:
         url = hf_hub_url(self._repository, MANIFEST_NAME, revision=self._branch)
         answer = get_session().get(url, headers=build_hf_headers())
         answer.raise_for_status()
-        with suppress(DamagedError, ValueError, AttributeError):  # somebody changed it
-            return {*parse_manifest(answer.json(), url).files}
-        return set()
+        commit = parse_commit(answer.content)
+        return () if commit is None or commit.files is None else commit.files
 
     def _api(self) -> HfApi:
         from huggingface_hub import HfApi

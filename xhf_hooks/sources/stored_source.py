@@ -27,7 +27,6 @@ from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import Source
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -136,20 +135,20 @@ class PieceReader:
                 part = target
                 self._fill(piece, first, part)
             else:
-                part = self._elements(piece, first, count, 'part')
+                part = self._elements(piece, first, count)
                 target.copy_(part if through in (None, part.dtype, target.dtype) else part.to(through))
                 overflows += count_overflows(part, target)
             done += count
         return overflows
 
-    def _elements(self, piece: Piece, first: int, count: int, buffer: str) -> torch.Tensor:
-        """A copy of the elements, in this thread's buffer with that name or in new memory."""
+    def _elements(self, piece: Piece, first: int, count: int) -> torch.Tensor:
+        """A copy of the elements, in this thread's buffer or in new memory."""
         if piece.stride is not None and piece.shape is not None:
             return self._strided(piece, piece.stride, piece.shape, first, count)
-        if not hasattr(self._own, buffer):
-            setattr(self._own, buffer, torch.empty(_CHUNK * _WIDEST, dtype=torch.uint8))
+        if not hasattr(self._own, 'buffer'):
+            self._own.buffer = torch.empty(_CHUNK * _WIDEST, dtype=torch.uint8)
         dtype = TORCH_DTYPES[piece.dtype]
-        part = getattr(self._own, buffer)[: count * dtype.itemsize].view(dtype)
+        part = self._own.buffer[: count * dtype.itemsize].view(dtype)
         self._fill(piece, first, part)
         return part
 

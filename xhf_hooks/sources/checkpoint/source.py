@@ -39,6 +39,7 @@ from xhf_hooks.sources.stored_source import StoredSource, StoredTensor
 #: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
 _KEYS = ('state_dict', 'module', 'model')
 _MMENGINES, _OF_EMA = _KEYS[0], 'ema_state_dict'
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,6 @@ def _live(content: Mapping[str, Any], averaged: Mapping[str, LazyTensor]) -> dic
 
 def _tensors(state_dict: Mapping[Any, Any]) -> dict[str, LazyTensor]:
     return {name: t for name, t in state_dict.items() if isinstance(t, LazyTensor) and isinstance(name, str)}
-
-
-_SHOWN = 5
 
 
 class CheckpointSource(StoredSource):
