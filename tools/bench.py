@@ -24,8 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import convert, out_dir, saves, upload
-from bench.charts import chart_of, draw
-from bench.progress import time_words
+from bench.charts import draw
 from bench.report import describe_machine, table
 
 from xhf_hooks.cli.output import CommandParser
@@ -41,7 +40,7 @@ _EXAMPLES = {
     'draw --out docs/bench': 'measure nothing; make tables and charts again from the JSON files there',
 }
 _EPILOG = """\
-A benchmark first prints how long it will take, then its progress, and at the end a table of medians.
+A benchmark prints its progress, and at the end a table of medians.
 It writes the table, a chart and the JSON behind them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json.
 
 `python tools/bench.py NAME --help` shows the options of a benchmark. docs/performance.md explains the results."""
@@ -55,7 +54,6 @@ class Bench:
         meaning: What it measures, in one line.
         details: More about it, in sentences, for its own help.
         add_options: Adds its options to its command.
-        expected_secs: Estimates its duration from the options.
         measure: Returns the content of WHAT.json, except the machine.
         stack: The environment that it needs.
     """
@@ -63,7 +61,6 @@ class Bench:
     meaning: str
     details: str
     add_options: Callable[[ArgumentParser], None]
-    expected_secs: Callable[[Namespace], float]
     measure: Callable[[Namespace], dict[str, Any]]
     stack: str = 'modern'
 
@@ -75,56 +72,48 @@ BENCHES = {
         'gloo processes hold a bf16 Llama at ZeRO-3 and save it in all ways, in random order. Floors show how fast '
         'disk and loopback can move as many bytes.',
         saves.add_save_options,
-        saves.save_secs,
         saves.measure_save,
     ),
     'floors': Bench(
         'saves with every writer, compared with how fast disk and loopback can move as many bytes',
         'The same measurement as save, without the peers.',
         saves.add_floors_options,
-        saves.save_secs,
         saves.measure_save,
     ),
     'throttled': Bench(
         'saves with every writer and a limited bandwidth from each rank to the disk',
         f'No rank can write more than {saves.LIMIT / 1e6:.0f} MB/s, as on a network share that limits each client.',
         saves.add_throttled_options,
-        saves.throttled_secs,
         saves.measure_throttled,
     ),
     'memory': Bench(
         'memory and network traffic of every writer',
         'For each model size and number of ranks.',
         saves.add_memory_options,
-        saves.memory_secs,
         saves.measure_memory,
     ),
     'stall': Bench(
         'how long a save stops training, and how much it slows training down',
         'Also how much of the save is in the page cache.',
         saves.add_stall_options,
-        saves.stall_secs,
         saves.measure_stall,
     ),
     'upload': Bench(
         'uploads to an object store by all ranks, compared with rank 0 alone',
         "Each rank's upload rate is limited. Also measures how much an upload slows training down.",
         upload.add_options,
-        upload.expected_secs,
         upload.measure,
     ),
     'out_dir': Bench(
         'saves to an object store without a disk, compared with an upload by rank 0',
         "Rank 0 gathers, saves to its disk and uploads. Each rank's upload rate is limited.",
         out_dir.add_options,
-        out_dir.expected_secs,
         out_dir.measure,
     ),
     'convert': Bench(
         "conversion of a checkpoint, compared with other converters; needs XTuner's environment",
         'Start-up is included. First: source tools/env.sh && use_env .venv-xtuner',
         convert.add_options,
-        convert.expected_secs,
         convert.measure,
         stack='xtuner',
     ),
@@ -174,28 +163,23 @@ def _add_command(commands: Any, what: str, meaning: str, details: str) -> Argume
 
 def run(what: str, args: Namespace) -> None:
     """Run a benchmark; write JSON, chart and table."""
-    bench = BENCHES[what]
-    print(f'{what}: {time_words(bench.expected_secs(args))}', file=sys.stderr, flush=True)
-    measured = {'machine': describe_machine(), **bench.measure(args)}
+    measured = {'machine': describe_machine(), **BENCHES[what].measure(args)}
     (args.out / f'{what}.json').write_text(json.dumps(measured, indent=2) + '\n')
     show(what, measured, args.out)
 
 
 def show(what: str, measured: dict[str, Any], out: Path) -> None:
     """Draw the chart, write and print the table."""
-    draw(chart_of(what, measured), out / f'{what}.svg')
+    draw(what, measured, out / f'{what}.svg')
     (out / f'{what}.md').write_text(table(what, measured))
     print(table(what, measured))
 
 
-def run_all(args: Namespace, parser: ArgumentParser) -> None:
+def run_all(args: Namespace) -> None:
     """Run each benchmark in a separate process, since ``convert`` needs another environment."""
     pythons = {'modern': sys.executable, 'xtuner': str(args.xtuner_env.absolute() / 'bin' / 'python')}
     if not Path(pythons['xtuner']).exists():
         sys.exit(f'{pythons["xtuner"]} does not exist; set --xtuner-env to an environment that has XTuner')
-    expected = {what: bench.expected_secs(parser.parse_args([what])) for what, bench in BENCHES.items()}
-    shares = ', '.join(f'{what} {seconds / 60:.0f}' for what, seconds in expected.items())
-    print(f'all: {time_words(sum(expected.values()))} ({shares} min)', file=sys.stderr, flush=True)
     for what, bench in BENCHES.items():
         subprocess.run([pythons[bench.stack], __file__, what, '--out', str(args.out)], cwd=ROOT, check=True)
 
@@ -205,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.what == 'all':
-        run_all(args, parser)
+        run_all(args)
     elif args.what == 'draw':
         for what in BENCHES:
             if (file := args.out / f'{what}.json').exists():

@@ -170,20 +170,6 @@ def test_the_demo_logs_what_the_page_shows(demo_folder):
 
 
 @pytest.mark.modern_only
-def test_the_picture_has_the_scalars_that_a_run_logs(demo_folder):
-    """Made by tools/demo/scalars.py."""
-    from tools.demo.scalars import PREFIX, saves_of
-
-    folder = ROOT / 'docs' / 'run'
-    drawn = saves_of((folder / 'scalars.json').read_text())
-    logged = saves_of((demo_folder.parent / 'vis_data' / 'scalars.json').read_text())
-    picture = (folder / 'scalars.svg').read_text()
-    assert all(f'>{name}<' in picture for name in drawn[0] if name.startswith(PREFIX))
-    assert len(logged) >= 3 and {tuple(save) for save in drawn} == {tuple(save) for save in logged}
-    assert '(run/scalars.svg)' in PAGES['getting-started.md']
-
-
-@pytest.mark.modern_only
 def test_the_loading_lines_load_it(demo_folder):
     lines = code('from_pretrained(').replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
     subprocess.run([sys.executable, '-c', lines], check=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import struct
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 from bench import launch
 from bench.arguments import add_billions, add_number
 from bench.launch import torchrun
-from bench.progress import Progress, end_of_progress, tell_on_stderr
+from bench.progress import in_turns, tell_on_stderr
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name('convert_worker.py')
@@ -34,9 +33,6 @@ OURS = 'xhf-convert'
 ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
 XTUNER = 'XTuner: convert pth_to_hf'
 _SAMPLE_SECS = 0.005
-_MAKING_SECS = 90.0  # to make the checkpoint
-#: Approximate duration of each: seconds, and seconds per billion parameters; only for the estimate.
-_COSTS = {FLOOR: (0.1, 1.6), DRY: (4.0, 0.0), OURS: (4.0, 1.3), ZERO_TO_FP32: (8.0, 15.0), XTUNER: (12.0, 27.0)}
 #: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint; no converter needs
 #: them, but some read them. The largest size uses SGD, with fp32 master weights only: 24 GB are too few for AdamW.
 SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
@@ -181,17 +177,6 @@ def add_options(parser: ArgumentParser) -> None:
     add_number(parser, '--repeats', 5, 'measurements per table row')
 
 
-def expected_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    return sum(_MAKING_SECS + args.repeats * sum(_run_secs(size, way) for way in _COSTS) for size in args.billions)
-
-
-def _run_secs(billions: float, way: str) -> float:
-    """Approximate duration, including reading the checkpoint before it."""
-    imports, per_billion = _COSTS[way]
-    return 2 + imports + (per_billion + 2) * billions
-
-
 def measure(args: Namespace) -> dict[str, Any]:
     """Measure all sizes, one after the other; their files are below ``args.out`` meanwhile."""
     sizes = []
@@ -205,17 +190,12 @@ def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
     """Measure all ways at one size."""
     size = make_checkpoint(billions, folder)
     commands = ways(folder, size)
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    order = random.Random(0)
-    # Random, so that no way always follows the same other one
-    turns = [name for _ in range(repeats) for name in order.sample(list(commands), len(commands))]
-    progress = Progress([_run_secs(billions, name) for name in turns], tell_on_stderr)
-    for name in turns:
+
+    def one(way: str) -> dict[str, float]:
         _read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
-        results[name].append(measure_command(commands[name], folder / 'out'))
-        progress.done(name, results[name][-1]['seconds'])
-    end_of_progress()
-    return {**size, 'runs': results}
+        return measure_command(commands[way], folder / 'out')
+
+    return {**size, 'runs': in_turns(list(commands), repeats, one, tell_on_stderr)}
 
 
 def _read(files: list[Path]) -> None:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.progress import end_of_progress, tell_on_stderr
+from bench.progress import tell_on_stderr
 
 _LARGE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
 _SMALL = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
@@ -23,8 +23,6 @@ MODELS: dict[float, dict[str, int]] = {
     0.8: dict(num_hidden_layers=14, **_LARGE),
     1.6: dict(num_hidden_layers=30, **_LARGE),
 }
-#: Time in which ranks import everything and make their model.
-START_SECS = 30.0
 WORKER = Path(__file__).with_name('worker.py')
 _TOOLS = Path(__file__).resolve().parents[1]
 _POLL_SECS = 0.3
@@ -72,7 +70,6 @@ def run_worker(n_ranks: int, job: dict[str, Any], out: Path) -> dict[str, Any]:
             finally:
                 process.terminate()  # does nothing if it has ended
                 process.wait()
-        end_of_progress()
         if process.returncode:
             sys.exit(f'{" ".join(command)} failed:\n{(folder / "output").read_text()[-12000:]}')
         return json.loads((folder / 'result.json').read_text())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import add_billions, add_number, add_ranks
-from bench.launch import MODELS, START_SECS, run_worker
+from bench.launch import MODELS, run_worker
 from bench.upload import SERVER_OPTIONS
 from tests.helpers.s3_servers import s3_server
 
@@ -24,14 +24,8 @@ def add_options(parser: ArgumentParser) -> None:
     add_number(parser, '--repeats', 3, 'measurements per table row')
 
 
-def expected_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    alone = args.billions * 2000 / args.uplink
-    return 2 * START_SECS + args.repeats * (6.0 + alone + alone / args.ranks)
-
-
 def measure(args: Namespace) -> dict[str, Any]:
-    """Measure the ways in turns, in random order.
+    """Measure the ways in turns.
 
     Returns:
         For every run, by way: seconds, bytes that rank 0 sent, and bytes then on the local disk.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from bench.peers import xtuner_way
-from bench.progress import Progress
+from bench.progress import in_turns
 from bench.upload import limited_sending
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 from xhf_hooks.collective import Collective
@@ -33,19 +33,17 @@ _FILES_PER_RANK = 2
 def bench_out_dir(
     engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure both ways in turns, in random order. Runs on: all ranks."""
+    """Measure both ways in turns. Runs on: all ranks."""
     os.environ.update(CREDENTIALS)
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     n_files = _FILES_PER_RANK * dist.get_world_size()
     saver = Saver(engine.module, SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='parallel')
     saver.prepare()
-    alone = nbytes / job['uplink_nbytes_per_sec']
-    expected = {OURS: 3.0 + alone / dist.get_world_size(), RANK0: 3.0 + alone}
-    order, runs = random.Random(0), {OURS: [], RANK0: []}
-    turns = [way for _ in range(job['repeats']) for way in order.sample(list(expected), len(expected))]
-    progress = Progress([expected[way] for way in turns], tell)
-    for number, way in enumerate(turns):
-        url = f's3://{BUCKET}/run{number}'
+    numbers = itertools.count()
+
+    def one(way: str) -> dict[str, float]:
+        name = f'run{next(numbers)}'
+        url = f's3://{BUCKET}/{name}'
         with limited_sending(job['uplink_nbytes_per_sec']) as throttle:
             save = _ours(saver, url, job) if way == OURS else _rank0(engine, url, job, folder)
             dist.barrier()
@@ -58,13 +56,13 @@ def bench_out_dir(
         if sum(sent) < nbytes:
             raise RuntimeError(f'{way}: of {nbytes} bytes only {sum(sent)} were sent')
         on_disk = sum(path.stat().st_size for path in folder.parent.rglob('*') if path.is_file())
-        runs[way].append({'seconds': seconds, 'sent_mb': sent[0] / 1e6, 'on_disk_mb': on_disk / 1e6})
-        progress.done(way, seconds)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder.parent, ignore_errors=True)
-            shutil.rmtree(Path(job['objects'], BUCKET, f'run{number}'))
-    return {'nbytes': nbytes, 'runs': runs}
+            shutil.rmtree(Path(job['objects'], BUCKET, name))
+        return {'seconds': seconds, 'sent_mb': sent[0] / 1e6, 'on_disk_mb': on_disk / 1e6}
+
+    return {'nbytes': nbytes, 'runs': in_turns([OURS, RANK0], job['repeats'], one, tell)}
 
 
 def _ours(saver: Saver, url: str, job: dict[str, Any]) -> Callable[[], object]:

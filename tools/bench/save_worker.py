@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from bench.floors import Floors
 from bench.measuring import measure, measure_last
 from bench.peers import PEERS, DcpPeer
-from bench.progress import Progress
+from bench.progress import in_turns
 from bench.throttle import limited_writes
-from bench.ways import DCP_ALL, DCP_RANK0, FSYNC_WORDS, OURS, Way
+from bench.ways import DCP_ALL, DCP_RANK0, FLOOR_GATHER, FSYNC_WORDS, OURS
 from xhf_hooks.collective import Collective
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -83,19 +82,14 @@ class Ways:
 
 
 def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Measure the ways in turns, in random order, so that no way always follows the same other one."""
+    """Measure the ways in turns."""
     ways = Ways(engine, job['bucket_nbytes'])
-    wanted = [Way(**way) for way in job['ways']]
-    turns = _turns(wanted, job['repeats'])
-    n_runs, gigabytes = job['in_a_row'], ways.nbytes / 1e9
-    progress = Progress([n_runs * (0.5 + way.secs_per_gb * gigabytes) for way in turns], tell)
-    runs: dict[str, list[dict[str, float]]] = {way.name: [] for way in wanted}
-    for way in turns:
-        with ways.way(way.name) as save:
-            found = measure_last(n_runs, save, folder, ways.least_nbytes if way.writes else 0)
-        runs[way.name].append(found)
-        progress.done(way.name, found['seconds'])
-    return {'nbytes': ways.nbytes, 'runs': runs}
+
+    def one(way: str) -> dict[str, float]:
+        with ways.way(way) as save:
+            return measure_last(job['in_a_row'], save, folder, 0 if way == FLOOR_GATHER else ways.least_nbytes)
+
+    return {'nbytes': ways.nbytes, 'runs': in_turns(job['ways'], job['repeats'], one, tell)}
 
 
 def bench_throttled(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -105,23 +99,16 @@ def bench_throttled(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], fold
         RuntimeError: Some bytes were not throttled.
     """
     ways, rate = Ways(engine, job['bucket_nbytes']), job['limit_nbytes_per_sec']
-    wanted = [Way(**way) for way in job['ways']]
-    turns = _turns(wanted, job['repeats'])
-    progress = Progress([0.5 + way.secs_per_gb * ways.nbytes / 1e9 for way in turns], tell)
-    runs: dict[str, list[dict[str, float]]] = {way.name: [] for way in wanted}
-    for way in turns:
-        save = ways.saver(way.name.removeprefix(OURS)).save
+
+    def one(way: str) -> dict[str, float]:
+        save = ways.saver(way.removeprefix(OURS)).save
         with limited_writes(rate) as throttle:
-            found = measure(lambda to, save=save: save(CheckpointFolder(to, 1), STEP), folder, ways.least_nbytes)
+            found = measure(lambda to: save(CheckpointFolder(to, 1), STEP), folder, ways.least_nbytes)
         held_back: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(held_back, throttle.nbytes)
         if sum(held_back) < ways.least_nbytes:
-            raise RuntimeError(f'{way.name}: of {ways.least_nbytes} bytes only {sum(held_back)} were held back')
-        runs[way.name].append({**found, 'written_by_busiest_mb': max(held_back) / 1e6})
-        progress.done(way.name, found['seconds'])
+            raise RuntimeError(f'{way}: of {ways.least_nbytes} bytes only {sum(held_back)} were held back')
+        return {**found, 'written_by_busiest_mb': max(held_back) / 1e6}
+
+    runs = in_turns(job['ways'], job['repeats'], one, tell)
     return {'nbytes': ways.nbytes, 'limit_nbytes_per_sec': rate, 'limited_runs': runs}
-
-
-def _turns(ways: list[Way], repeats: int) -> list[Way]:
-    order = random.Random(0)
-    return [way for _ in range(repeats) for way in order.sample(ways, len(ways))]

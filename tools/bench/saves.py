@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from bench.arguments import add_billions, add_number, add_ranks
-from bench.launch import MODELS, START_SECS, run_worker
-from bench.ways import OURS, WRITERS, Way, choose, name_of_ours, ways_to_save
+from bench.launch import MODELS, run_worker
+from bench.ways import OURS, WRITERS, choose, name_of_ours, ways_to_save
 from xhf_hooks.config.checks import parse_size
 
 #: Bytes per second that a rank may write if its connection to a share is the limit.
@@ -64,26 +62,16 @@ def _add_ways_option(parser: ArgumentParser) -> None:
     )
 
 
-def save_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    return _estimate(args, _save_ways(args), args.in_a_row)
-
-
 def measure_save(args: Namespace) -> dict[str, Any]:
     """Measure all ways to save, side by side."""
-    ways = _save_ways(args)
-    jobs = [_job(args, 'save', size, ways=_as_dicts(ways), in_a_row=args.in_a_row) for size in args.billions]
+    ways = choose(ways_to_save(WRITERS), args.ways)
+    jobs = [_job(args, 'save', size, ways=ways, in_a_row=args.in_a_row) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
-
-
-def throttled_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    return _estimate(args, _throttled_ways(args), 1)
 
 
 def measure_throttled(args: Namespace) -> dict[str, Any]:
     """Measure each writer, with each rank limited to :data:`LIMIT`."""
-    ways = _as_dicts(_throttled_ways(args))
+    ways = choose([f'{OURS}{writer}' for writer in WRITERS], args.ways)
     cases = []
     for size in args.billions:
         for n_ranks in args.ranks:
@@ -92,14 +80,9 @@ def measure_throttled(args: Namespace) -> dict[str, Any]:
     return {'repeats': args.repeats, 'cases': cases}
 
 
-def memory_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    return _estimate(args, _memory_ways(args), _MEMORY_RUNS)
-
-
 def measure_memory(args: Namespace) -> dict[str, Any]:
     """Measure the memory and traffic of each writer, by model size and number of ranks."""
-    ways = _as_dicts(_memory_ways(args))
+    ways = choose([name_of_ours(writer, True) for writer in WRITERS], args.ways)
     cases = []
     for n_ranks in args.ranks:
         for size in args.billions:
@@ -108,31 +91,10 @@ def measure_memory(args: Namespace) -> dict[str, Any]:
     return {'repeats': args.repeats, 'bucket_nbytes': parse_size(args.bucket_size), 'cases': cases}
 
 
-def stall_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    return _estimate(args, [Way('all five', 13 + 2.4 * args.iterations)], 1)
-
-
 def measure_stall(args: Namespace) -> dict[str, Any]:
     """Measure how long a save stops training, and how much it slows it."""
     jobs = [_job(args, 'stall', size, iterations=args.iterations) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
-
-
-def _save_ways(args: Namespace) -> list[Way]:
-    return choose(ways_to_save(WRITERS), args.ways)
-
-
-def _throttled_ways(args: Namespace) -> list[Way]:
-    return choose([Way(f'{OURS}{writer}', 4.0) for writer in WRITERS], args.ways)
-
-
-def _memory_ways(args: Namespace) -> list[Way]:
-    return choose([Way(name_of_ours(writer, True), 2.2) for writer in WRITERS], args.ways)
-
-
-def _as_dicts(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    return [asdict(way) for way in ways]
 
 
 def _job(args: Namespace, what: str, billions: float, **more: Any) -> dict[str, Any]:
@@ -142,12 +104,3 @@ def _job(args: Namespace, what: str, billions: float, **more: Any) -> dict[str, 
 
 def _head(args: Namespace) -> dict[str, Any]:
     return {'ranks': args.ranks, 'repeats': args.repeats}
-
-
-def _estimate(args: Namespace, ways: Sequence[Way], in_a_row: int) -> float:
-    seconds = 0.0
-    for _ in args.ranks if isinstance(args.ranks, list) else [args.ranks]:
-        for billions in args.billions:
-            runs = sum(0.5 + way.secs_per_gb * 2 * billions for way in ways)
-            seconds += START_SECS + args.repeats * in_a_row * runs
-    return seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from bench.measuring import clear
 from bench.page_cache import PageCacheSampler
 from bench.peers import xtuner_way
-from bench.progress import Progress
+from bench.progress import in_turns
 from bench.save_worker import STEP, Tell, saver_of
 from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -55,27 +54,19 @@ class Training:
 
 
 def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Measure the ways in turns, in random order."""
+    """Measure the ways in turns."""
     saver = saver_of(engine, 'positional', job['bucket_nbytes'], in_background=True)
     saver.reserve_snapshot()
     training = Training(engine)
-    n_iterations, gigabytes = job['iterations'], saver.plan.nbytes / 1e9
-    runs: dict[str, list[dict[str, float]]] = {XTUNER: [], SYNC: [], ASYNC: [], NO_SAVE: []}
-    secs_per_gb = {XTUNER: 4.0, SYNC: 1.0, ASYNC: 4.0, NO_SAVE: 2.4 * n_iterations}
-    order = random.Random(0)
-    turns = [way for _ in range(job['repeats']) for way in order.sample(list(runs), len(runs))]
-    progress = Progress([0.5 + secs_per_gb[way] * gigabytes for way in turns], tell)
-    for way in turns:
+
+    def one(way: str) -> dict[str, float]:
         clear(folder, sync=True)
         if way == NO_SAVE:
-            n_done, seconds = training.run(n_iterations)
-            found = {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
-        elif way == ASYNC:
-            found = _beside(saver, training, folder)
-        else:
-            found = _instead(saver, engine, way, folder)
-        runs[way].append(found)
-        progress.done(way, found.get('save_secs', 0.0))
+            n_done, seconds = training.run(job['iterations'])
+            return {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
+        return _beside(saver, training, folder) if way == ASYNC else _instead(saver, engine, way, folder)
+
+    runs = in_turns([XTUNER, SYNC, ASYNC, NO_SAVE], job['repeats'], one, tell)
     saver.close()
     add_slowdown(runs)
     return {'nbytes': saver.plan.nbytes, 'runs': runs}

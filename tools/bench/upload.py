@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import add_number, add_ranks
-from bench.progress import Progress, end_of_progress, tell_on_stderr
+from bench.progress import in_turns, tell_on_stderr
 from bench.throttle import Throttle
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 
@@ -43,7 +43,6 @@ _FILES_PER_RANK = 2
 _PIECE_NBYTES = 256 * 1024
 #: What the kernel sends while a process waits for a core: a fraction of Linux's largest send buffer (tcp_wmem).
 _BUFFER_NBYTES = 2**20
-_START_SECS = 40.0
 #: Of the model that trains beside an upload: an iteration takes some 50 ms, as little as any of a language model.
 _WIDTH = 1024
 #: Number of uploads beside training, and the least duration of each.
@@ -61,16 +60,6 @@ def add_options(parser: ArgumentParser) -> None:
     add_number(parser, '--training-uplink', 10, 'upload rate of each of these ranks in MB/s')
 
 
-def expected_secs(args: Namespace) -> float:
-    """Estimated duration."""
-    return 2 * _START_SECS + sum(_expected(args)) + _TRAINING_REPEATS * 2 * _UPLOAD_SECS
-
-
-def _expected(args: Namespace) -> list[float]:
-    alone = args.megabytes / args.uplink
-    return [alone, 2.0 + alone / args.ranks] * args.repeats
-
-
 def measure(args: Namespace) -> dict[str, Any]:
     """Measure the uploads, and training beside an upload.
 
@@ -81,7 +70,7 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 
 def _measure_uploads(args: Namespace) -> dict[str, Any]:
-    """Measure the ways in turns, in random order."""
+    """Measure the ways in turns."""
     memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
     turns = [f'upload-{number}' for number in range(args.repeats * len(WAYS))]
     prefixes = [f'{turn}/{_SAVE}' for turn in turns]
@@ -115,21 +104,18 @@ def _measure_uploads(args: Namespace) -> dict[str, Any]:
         for rank in ranks:
             rank.start()
         barrier.wait()
-        progress = Progress(_expected(args), tell_on_stderr)
-        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        order = random.Random(0)
-        for _ in range(args.repeats):
-            for way in order.sample(WAYS, len(WAYS)):
-                turn = turns.pop()
-                for queue in orders:
-                    queue.put((way, f's3://{BUCKET}/{turn}'))
-                seconds, sent = _next(results, ranks)
-                runs[way].append({'seconds': seconds, 'sent_mb': sent / 1e6})
-                objects = Path(folder, 'objects', BUCKET, turn)
-                _check(objects, save)
-                shutil.rmtree(objects)
-                progress.done(way, seconds)
-        end_of_progress()
+
+        def one(way: str) -> dict[str, float]:
+            turn = turns.pop()
+            for queue in orders:
+                queue.put((way, f's3://{BUCKET}/{turn}'))
+            seconds, sent = _next(results, ranks)
+            objects = Path(folder, 'objects', BUCKET, turn)
+            _check(objects, save)
+            shutil.rmtree(objects)
+            return {'seconds': seconds, 'sent_mb': sent / 1e6}
+
+        runs = in_turns(WAYS, args.repeats, one, tell_on_stderr)
         for queue in orders:
             queue.put(None)
         for rank in ranks:

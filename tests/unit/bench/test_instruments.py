@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from bench.floors import Floors
 from bench.page_cache import PageCacheSampler, cached_nbytes
-from bench.progress import Progress, time_words
+from bench.progress import in_turns
 from bench.throttle import limited_writes
 from bench.ways import FLOOR_GATHER, SENDERS, WRITERS, choose, name_of_ours, ways_to_save
 from bench.wire import sent_nbytes
@@ -76,28 +76,25 @@ def test_limited_writes_are_counted_and_let_go_at_the_end(tmp_path):
     os.close(fd)
 
 
-def test_progress_tells_what_is_left():
+def test_each_way_is_measured_as_often_and_progress_is_told():
     lines: list[str] = []
-    progress = Progress([1.0, 1.0], lines.append)
-    progress.done('one', 0.5)
-    progress.done('two', 0.25)
-    assert lines[0].startswith('[1/2] one: 0.50 s; about ') and lines[0].endswith(' left')
-    assert lines[1] == '[2/2] two: 0.25 s; about 0 s left'
-    assert time_words(30) == 'about 30 s' and time_words(600) == 'about 10 min'
+    runs = in_turns(['one', 'two'], 2, lambda way: {'seconds': 0.5}, lines.append)
+    assert runs == {'one': [{'seconds': 0.5}] * 2, 'two': [{'seconds': 0.5}] * 2}
+    assert lines[0].startswith('[1/4] ') and lines[3].endswith(': 0.50 s; about 0 min left')
 
 
 def test_every_writer_is_measured():
     from xhf_hooks.writers.choose import WhoWrites
 
     assert list(WRITERS) == [who.value for who in WhoWrites]
-    names = {way.name for way in ways_to_save(WRITERS)}
+    names = set(ways_to_save(WRITERS))
     assert {name_of_ours(writer, fsync) for writer in WRITERS for fsync in (False, True)} <= names
 
 
 def test_ways_are_chosen_by_a_part_of_their_name():
     ways = ways_to_save(['stream', 'parallel'])
     assert choose(ways, []) == ways
-    chosen = [way.name for way in choose(ways, ['STREAM', 'all_gather'])]
+    chosen = choose(ways, ['STREAM', 'all_gather'])
     assert chosen == [FLOOR_GATHER, name_of_ours('stream', False), name_of_ours('stream', True)]
     with pytest.raises(SystemExit, match="--ways 'strom'"):
         choose(ways, ['strom'])
@@ -114,7 +111,7 @@ def test_each_floor_writes_all_bytes(one_rank, tmp_path):
     """Of a size that is no multiple of a page, of a block or of what O_DIRECT writes."""
     nbytes = 17 * 2**20 + 4097
     ways = Floors(nbytes, bucket_nbytes=2**20).ways()
-    assert set(ways) == {way.name for way in ways_to_save([]) if way.name.startswith('floor')}
+    assert set(ways) == {way for way in ways_to_save([]) if way.startswith('floor')}
     for name, way in ways.items():
         folder = tmp_path / name.replace('/', '-')
         way(folder)

@@ -10,7 +10,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from bench.charts import Chart, Column, Row, Section, chart_of, draw
+from bench.charts import CHARTS, draw, sections
 from bench.report import fastest, table
 from bench.ways import BY, FLOOR, FLOOR_FSYNC, XTUNER
 
@@ -36,15 +36,12 @@ def words_of(drawn: Path) -> set[str]:
 @pytest.mark.parametrize('file', MEASURED, ids=lambda file: file.stem)
 def test_the_chart_has_the_figures(file):
     """`python tools/bench.py draw --out docs/bench` draws them again; the bytes depend on the version of matplotlib."""
-    chart = chart_of(file.stem, json.loads(file.read_text()))
-    rows = [row for section in chart.sections for row in section.rows]
-    figures = {
-        f'{value:,.{column.digits}f}'
-        for row in rows
-        for column, value in zip(chart.columns, row.values, strict=True)
-        if value is not None
-    }
-    assert rows and not figures - words_of(file.with_suffix('.svg'))
+    drawn = words_of(file.with_suffix('.svg'))
+    parts = sections(file.stem, json.loads(file.read_text()))
+    for _, figures in parts:
+        for found in figures.values():
+            assert {words.format(found[key]) for key, _, words in CHARTS[file.stem][1] if key in found} <= drawn
+    assert all(figures for _, figures in parts)
 
 
 def test_no_chart_without_figures():
@@ -53,8 +50,6 @@ def test_no_chart_without_figures():
 
 def test_one_command_measures_all_that_is_quoted(command):
     assert set(command.BENCHES) >= {file.stem for file in MEASURED}
-    parser = command.make_parser()
-    assert all(command.BENCHES[what].expected_secs(parser.parse_args([what])) > 0 for what in command.BENCHES)
 
 
 def test_the_help_begins_with_examples_that_parse(command):
@@ -73,20 +68,19 @@ def test_every_option_is_explained(command):
         assert not unexplained and parser.description, what
 
 
-def test_all_says_how_long_it_takes_and_runs_each_in_its_environment(command, tmp_path, monkeypatch, capsys):
+def test_all_runs_each_in_its_environment(command, tmp_path, monkeypatch):
     python = tmp_path / 'env' / 'bin' / 'python'
     python.parent.mkdir(parents=True)
     python.touch()
     launched: list[list[str]] = []
 
     def launch(line: list[str], **_: object) -> None:
-        assert capsys.readouterr().err.startswith('all: about ') or launched, 'before anything is measured'
         launched.append(line)
 
     monkeypatch.setattr(command.subprocess, 'run', launch)
     parser = command.make_parser()
     args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'env'), '--out', str(tmp_path)])
-    command.run_all(args, parser)
+    command.run_all(args)
     pythons = {line[2]: line[0] for line in launched}
     assert set(pythons) == set(command.BENCHES)
     assert pythons.pop('convert') == str(python) and set(pythons.values()) == {sys.executable}
@@ -97,16 +91,17 @@ def test_all_refuses_at_once_where_an_environment_is_missing(command, tmp_path):
     parser = command.make_parser()
     args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'none'), '--out', str(tmp_path)])
     with pytest.raises(SystemExit, match='--xtuner-env'):
-        command.run_all(args, parser)
+        command.run_all(args)
 
 
 def test_a_chart_is_drawn(tmp_path):
-    rows = [Row('theirs', (8.0, None)), Row('ours', (2.0, 1.0), is_ours=True)]
-    chart = Chart('<title>', [Column('seconds'), Column('MB', 0)], [Section('one', rows, [('floor', 1.0)])])
+    runs = {'theirs': [{'seconds': 8.0}], 'xhf_hooks stream': [{'seconds': 2.0, 'peak_extra_mb': 1.0}]}
+    size = {'parameters': 10**8, 'nbytes': 2 * 10**8, 'runs': runs}
+    measured = {'machine': {'cpu': '<cpu>', 'cores': 2}, 'ranks': 2, 'sizes': [size]}
     for name in 'ab':
-        draw(chart, tmp_path / name)
+        draw('save', measured, tmp_path / name)
     assert (tmp_path / 'a').read_bytes() == (tmp_path / 'b').read_bytes()
-    assert {'8.00', '2.00', '1', 'floor: 1.00', '<title>', 'theirs', 'ours'} <= words_of(tmp_path / 'a')
+    assert {'8.00', '2.00', '1', '<cpu>, 2 cores', 'theirs', 'xhf_hooks stream'} <= words_of(tmp_path / 'a')
 
 
 def test_of_a_floor_the_fastest_way_counts():
