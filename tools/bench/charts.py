@@ -81,10 +81,15 @@ def draw(what: str, measured: dict[str, Any], path: Path) -> None:
                 axis.set_title(heading if axis is not row[0] else f'{head}\n{heading}', loc='left', size=9)
                 axis.set_xticklabels([])
                 axis.margins(x=0.25)
-            row[0].set_yticks(range(len(figures)), [way.replace(': ', '\n').replace(', ', '\n', 1) for way in figures])
+            row[0].set_yticks(range(len(figures)), [_label(way) for way in figures])
             row[0].set_ylim(len(figures) - 0.4, -0.6)
         figure.savefig(path, format='svg', metadata={'Date': None})
         plt.close(figure)
+
+
+def _label(way: str) -> str:
+    name, _, detail = way.partition(': ' if ': ' in way else ', ')
+    return f'{name}\n{detail}' if len(way) > 30 else way
 
 
 def _color(way: str) -> str:
