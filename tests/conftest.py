@@ -14,6 +14,18 @@ TESTS = Path(__file__).parent
 NOT_TESTED = 'NOT TESTED: '
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        '--times', type=int, default=1, help='how often tests/stress kills runs, and saves on a network file system'
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with the argument ``turn`` runs that often."""
+    if 'turn' in metafunc.fixturenames:
+        metafunc.parametrize('turn', range(metafunc.config.getoption('--times')), scope='module')
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """tests/unit are marked ``unit``, and so on. Launches come last: what they need is compiled meanwhile."""
     for item in items:

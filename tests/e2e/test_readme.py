@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
 MEASURED = ['save', 'floors', 'throttled', 'memory', 'stall', 'convert', 'upload', 'out_dir']
-LONG_RUNS = ['python tools/kill_test.py --kills 240', 'python tools/network_fs_test.py --saves 200']
+#: tests/stress runs both once.
+LONG_RUNS = [
+    f'bash tools/test.sh tests/stress/test_{what}.py --times {n}' for what, n in (('kills', 10), ('network_fs', 2))
+]
 BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
@@ -412,18 +414,6 @@ def test_the_tests_that_are_named_are_there():
 
 
 @pytest.mark.modern_only
-def test_the_kill_command_runs(monkeypatch, capsys):
-    """In this process, whose server of ranks has the imports done."""
-    command = [*LONG_RUNS[0].split()[1:-1], '4']
-    monkeypatch.setattr(sys, 'argv', command)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / command[0]), run_name='__main__')
-    said = capsys.readouterr().out
-    assert ended.value.code == 0, said
-    assert '4 runs killed' in said and '0 lost, 0 partial' in said
-
-
-@pytest.mark.modern_only
 def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
     """By its Python's path alone: torchrun and ninja are not on PATH."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
@@ -433,7 +423,7 @@ def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
     finished = subprocess.run([*command, '--out', str(tmp_path)], cwd=ROOT, env=BARE, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.startswith('0.05 B parameters'), 'what is pasted into the README is the table alone'
-    assert finished.stderr.startswith('save: about '), 'how long it will take, before it starts'
+    assert finished.stderr.startswith('[1/') and ' left' in finished.stderr, 'how long it will take'
     (size,) = json.loads((tmp_path / 'save.json').read_text())['sizes']
     share = {way: runs[0]['sent_mb'] * 1e6 / size['nbytes'] for way, runs in size['runs'].items()}
     assert share['xhf_hooks positional, with fsync, as the hook'] < 0.01

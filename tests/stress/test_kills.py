@@ -1,4 +1,7 @@
-"""Runs that are killed at random instants of a save: a sample of what tools/kill_test.py does at length."""
+"""Runs that are killed at random instants of a save.
+
+With ``--times 5`` all 24 kinds of runs are killed instead of a sample, each five times, and keep one to three saves.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 
 import pytest
 
-from tests.helpers.kill_runs import NAME, Kind, live_and_die, next_start
+from tests.helpers.kill_runs import KINDS, NAME, Kind, live_and_die, next_start
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -30,12 +33,17 @@ def parent(tmp_path_factory):
     return tmp_path_factory.mktemp('lives')
 
 
-@pytest.mark.parametrize('kind', SAMPLE, ids=str)
-def test_nothing_is_lost_and_the_next_run_saves(parent, kind):
-    first = next_start(parent).get(NAME, 0) + 1
-    death = live_and_die(parent, kind, first, random.Random(str(kind)))
+def pytest_generate_tests(metafunc):
+    many = metafunc.config.getoption('--times') > 1
+    metafunc.parametrize('kind', KINDS if many else SAMPLE, ids=str)
+
+
+def test_nothing_is_lost_and_the_next_run_saves(parent, kind, turn):
+    max_keep = 1 + turn % 3
+    first = next_start(parent, max_keep).get(NAME, 0) + 1
+    death = live_and_die(parent, kind, first, random.Random(f'{kind}{turn}'), max_keep)
     assert death.began >= first
-    found = next_start(parent)[NAME] if death.committed else next_start(parent).get(NAME, 0)
+    found = next_start(parent, max_keep).get(NAME, 0)
     assert found >= death.committed
     if kind.victims == 'one':
         assert all('not ours' not in text for text in death.survivors), death.survivors

@@ -1,7 +1,7 @@
 """Saves on a network file system whose clients cache names for a minute, looked at from a host that caches nothing.
 
 `tests.helpers.moosefs` says what such a file system is, `tests.helpers.network_saves` what is saved and how it is
-judged; tools/network_fs_test.py does the same at length.
+judged. With ``--times 2`` the saves in a row are made twice.
 """
 
 from __future__ import annotations
@@ -139,11 +139,13 @@ def test_when_another_host_dies_the_next_run_goes_on(fs):
 
 
 @pytest.fixture(scope='module')
-def rows(fs):
+def rows(fs, turn):
     results = {}
     for row, (names, ways) in ROWS.items():
         todo = {
-            str(way): partial(saves.save_in_a_row, way, new_folder(fs, f'{row}_{way}'), fs.hosts['judge'], NUMBERS)
+            str(way): partial(
+                saves.save_in_a_row, way, new_folder(fs, f'{turn}_{row}_{way}'), fs.hosts['judge'], NUMBERS
+            )
             for way in ways
         }
         hosts = [fs.hosts[name] for name in names]
