@@ -1,11 +1,12 @@
 """Packaging. Tested version sets are pinned in requirements/; xhf_hooks/installed.py says what can work at all."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = (HERE / 'xhf_hooks' / 'version.py').read_text().split("'")[1]
+VERSION = re.search(r"__version__ = '(.+)'", (HERE / 'xhf_hooks' / 'installed.py').read_text())[1]
 
 #: Of a machine that has no trainer: the bounds of xhf_hooks/installed.py, and a faster CRC-32.
 CONVERT = ['transformers>=4.46', 'safetensors>=0.4.3', 'huggingface_hub>=0.26', 'isal>=1.6']

@@ -1,4 +1,4 @@
-"""Which versions of other packages work: those that cannot are refused, those never tested are named."""
+"""The version of this package, and which versions of others work: the rest is refused, or named as never tested."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from xhf_hooks.errors import InstalledError
+
+__version__ = '0.1.0'
 
 #: The oldest versions that work.
 LEAST = {'torch': '2.4', 'transformers': '4.46', 'deepspeed': '0.14', 'mmengine': '0.10.4'}
@@ -35,6 +37,11 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages in use, for the manifest."""
+    return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}
 
 
 def require_usable(*names: str) -> None:

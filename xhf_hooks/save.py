@@ -30,6 +30,7 @@ from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.host_memory import MemoryMeter, SnapshotMemory
+from xhf_hooks.installed import package_versions
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, SaveCost, SavePlan, Spread, Step, TensorSpec
@@ -39,7 +40,6 @@ from xhf_hooks.sources.replicated import Replicas
 from xhf_hooks.system import allow_open_files
 from xhf_hooks.telemetry import SaveClock
 from xhf_hooks.threads import Background, WorkerThreads, default_workers, lower_priority
-from xhf_hooks.version import package_versions
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.evidence import some_samples
 from xhf_hooks.writers.output_file import FileIdentity

@@ -32,7 +32,7 @@ PURE = (
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'verify', 'convert', 'save', 'meta_model',
     'background', 'config', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'host_memory',
-    'threads', 'registry', 'planning', 'collective', 'format', 'system', 'model', 'version', 'installed', 'errors',
+    'threads', 'registry', 'planning', 'collective', 'format', 'system', 'model', 'installed', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.
 APART = [('sources', 'exporters'), ('sources', 'writers'), ('exporters', 'writers'), ('hooks', 'integrations')]

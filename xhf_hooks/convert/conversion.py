@@ -23,6 +23,7 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.host_memory import MemoryMeter
+from xhf_hooks.installed import package_versions
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -30,7 +31,6 @@ from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.sources.stored_source import FileSource
-from xhf_hooks.version import package_versions
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 
