@@ -138,8 +138,8 @@ def assert_ran(outcome: tuple[int | None, str], name: str) -> None:
 
 
 def filled_in(config: str, **settings: Any) -> str:
-    """The text of a config with other values in PART 1."""
-    text = (HERE / config).read_text()
+    """The text of a config, with what all have in common, and with other values of its settings."""
+    text = f'{(HERE / config).read_text()}\n{(HERE / "runtime.py").read_text()}'
     for name, value in settings.items():
         text, count = re.subn(rf'^{name} = .*$', f'{name} = {value!r}', text, flags=re.MULTILINE)
         assert count == 1, f'{config} sets {name} {count} times'

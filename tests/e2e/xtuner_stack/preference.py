@@ -1,24 +1,14 @@
 """DPO, ORPO or a reward model as XTuner's own configs have it; one import differs: where HFCheckpointHook comes from.
 
-tests/e2e/xtuner_stack/launches.py fills in PART 1 and runs it.
+tests/e2e/xtuner_stack/launches.py appends runtime.py, fills in PART 1 and runs it.
 """
 
 from datasets import load_dataset
 from mmengine.dataset import DefaultSampler
-from mmengine.hooks import (
-    CheckpointHook,
-    DistSamplerSeedHook,
-    IterTimerHook,
-    LoggerHook,
-    ParamSchedulerHook,
-)
-from mmengine.optim import CosineAnnealingLR, LinearLR, OptimWrapper
 from peft import LoraConfig
-from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtuner.dataset.collate_fns.preference_collate_fn import preference_collate_fn
 from xtuner.dataset.preference_dataset import build_preference_dataset, orpo_dpo_mix_40k_map_fn
-from xtuner.engine.runner import TrainLoop
 from xtuner.model.dpo import DPO
 from xtuner.model.orpo import ORPO
 from xtuner.model.reward import RewardModel
@@ -39,21 +29,10 @@ reward_token_id = 2  # <pad>
 data_path = None
 max_length = 64
 
-# Scheduler & Optimizer
 batch_size = 1  # per_device
-accumulative_counts = 1
 dataloader_num_workers = 0
-max_iters = 4
-optim_type = AdamW
-lr = 1e-2  # tiny models: the weights must move
-betas = (0.9, 0.999)
-weight_decay = 0
-max_norm = 1  # grad clip
-warmup_iters = 1
 
 # Save
-save_steps = 2
-save_total_limit = -1  # Maximum checkpoints to keep (-1 means unlimited)
 export_options = {}  # of HFCheckpointHook
 
 #######################################################################
@@ -110,75 +89,8 @@ train_dataloader = dict(
 )
 
 #######################################################################
-#                    PART 4  Scheduler & Optimizer                    #
-#######################################################################
-# optimizer
-optim_wrapper = dict(
-    type=OptimWrapper,  # XTuner's configs have AmpOptimWrapper, which refuses a CPU
-    optimizer=dict(type=optim_type, lr=lr, betas=betas, weight_decay=weight_decay),
-    clip_grad=dict(max_norm=max_norm, error_if_nonfinite=False),
-    accumulative_counts=accumulative_counts,
-)
-
-# learning policy
-param_scheduler = [
-    dict(type=LinearLR, start_factor=0.1, by_epoch=False, begin=0, end=warmup_iters),
-    dict(type=CosineAnnealingLR, eta_min=0.0, by_epoch=False, begin=warmup_iters, end=max_iters),
-]
-
-# train, val, test setting
-train_cfg = dict(type=TrainLoop, max_iters=max_iters)
-
-#######################################################################
-#                           PART 5  Runtime                           #
+#                        PART 4  Custom hooks                         #
 #######################################################################
 custom_hooks = [
     dict(type=HFCheckpointHook, **export_options),
 ]
-
-# configure default hooks
-default_hooks = dict(
-    # record the time of every iteration.
-    timer=dict(type=IterTimerHook),
-    # print log every iteration.
-    logger=dict(type=LoggerHook, log_metric_by_epoch=False, interval=1),
-    # enable the parameter scheduler.
-    param_scheduler=dict(type=ParamSchedulerHook),
-    # save checkpoint per `save_steps`.
-    checkpoint=dict(
-        type=CheckpointHook,
-        by_epoch=False,
-        interval=save_steps,
-        max_keep_ckpts=save_total_limit,
-    ),
-    # set sampler seed in distributed evrionment.
-    sampler_seed=dict(type=DistSamplerSeedHook),
-)
-
-# configure environment
-env_cfg = dict(
-    # whether to enable cudnn benchmark
-    cudnn_benchmark=False,
-    # set multi process parameters
-    mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0),
-    # set distributed parameters
-    dist_cfg=dict(backend='gloo'),
-)
-
-# set visualizer
-visualizer = None
-
-# set log level
-log_level = 'INFO'
-
-# load from which checkpoint
-load_from = None
-
-# whether to resume training from the loaded checkpoint
-resume = False
-
-# the same data order in every run
-randomness = dict(seed=0, deterministic=False)
-
-# set log processor
-log_processor = dict(by_epoch=False)

@@ -28,7 +28,7 @@ from tests.helpers.zoo.llava import N_PATCHES, VOCAB_SIZE, save_bases
 LAST = 2
 FULL = {'freeze_llm': False, 'freeze_visual_encoder': False, 'visual_select_layer': -1}
 RUNS = {
-    name: Launch('llm', PARTITIONED, settings, config='llava_config.py')
+    name: Launch('llm', PARTITIONED, {'max_iters': LAST, **settings}, config='llava_config.py')
     for name, settings in {'pretrain': {}, 'full': FULL, 'lora': {'with_lora': True}}.items()
 }
 NEW_ROWS = 192 - VOCAB_SIZE
