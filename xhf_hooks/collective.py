@@ -180,18 +180,6 @@ class Collective:
             dist.broadcast(content, 0, group=self._group)
         return pickle.loads(content.numpy())
 
-    def exchange(self, value: T, distance: int) -> T:
-        """Send a value to rank ``rank + distance``, receive one from ``rank - distance``. Runs on: all ranks."""
-        if self.world_size == 1:
-            return value
-        to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-        mine, length = _pickled(value), torch.empty(1, dtype=torch.int64)
-        with self._in_touch('exchange'):
-            self._swap(torch.tensor([mine.numel()]), to, length, source)
-            theirs = torch.empty(int(length), dtype=torch.uint8)
-            self._swap(mine, to, theirs, source)
-        return pickle.loads(theirs.numpy())
-
     def post(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], stage: str
     ) -> Callable[[], None]:
@@ -322,11 +310,6 @@ class Collective:
 
     def _receive(self, values: np.ndarray, rank: int) -> None:
         dist.irecv(_as_tensor(values), rank, group=self._group).wait(self._timeout)
-
-    def _swap(self, mine: torch.Tensor, to: int, theirs: torch.Tensor, source: int) -> None:
-        sending = dist.isend(mine, to, group=self._group)
-        dist.irecv(theirs, source, group=self._group).wait(self._timeout)
-        sending.wait(self._timeout)
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

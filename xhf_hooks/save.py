@@ -8,7 +8,6 @@ local_shards()      ranks write their local shards    with writer='positional', 
 SliceSender         or send them to the owner         with 'stream' and 'parallel', where possible
 gather()            the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
-require_samples()   other ranks check samples         before the commit
 upload()            each rank its own files           if out_dir is a store
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
@@ -41,7 +40,6 @@ from xhf_hooks.system import allow_open_files
 from xhf_hooks.telemetry import SaveClock
 from xhf_hooks.threads import Background, WorkerThreads, default_workers, lower_priority
 from xhf_hooks.writers.choose import WhoWrites
-from xhf_hooks.writers.evidence import some_samples
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, add_up, warn_of_non_finite
 from xhf_hooks.writers.writer import Writer
@@ -355,8 +353,6 @@ class Saver:
                         files = writer.create(plan, place, owner=collective.rank)
             with clock.stage('write'):
                 tally, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
-            with clock.stage('check'):
-                self._look(writer, collective, exchange=self._who.all_ranks and folder.is_shared)
             with clock.stage('tally'):
                 tally.numbers = collective.all_reduce(tally.numbers, add_up)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
@@ -431,16 +427,6 @@ class Saver:
             if collective.rank == 0:
                 names |= begun[1].keys() - {file.name for file in self.plan.files}
             job.folder.upload(begun, sorted(names), self._options.verify)
-
-    def _look(self, writer: Writer, collective: Collective, *, exchange: bool) -> None:
-        """Let other ranks check samples of what each rank wrote, or with ``exchange=False`` each rank its own."""
-        samples = some_samples(writer.samples, collective.rank)
-        if exchange:
-            # The next rank and the one half way round: with several hosts, one of them is on another host
-            distances = sorted({1, max(1, collective.world_size // 2)})
-            samples = [sample for distance in distances for sample in collective.exchange(samples, distance)]
-        with collective.stage('check'):
-            writer.look(samples)
 
     def _own_nbytes(self, collective: Collective) -> int:
         """Estimate of the bytes that this rank writes."""

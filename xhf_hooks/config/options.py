@@ -114,9 +114,8 @@ class SaveOptions(_Options):
     )
     verify: str = _option(
         'sizes',
-        "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, the headers, and "
-        "samples of each rank's writes, which another rank reads back. 'full': also every byte, read back from the "
-        'disk and compared with checksums taken from memory.',
+        "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, and the headers. "
+        "'full': also every byte, read back from the disk and compared with checksums taken from memory.",
         one_of(*VERIFY_LEVELS),
     )
     max_keep_ckpts: int = _option(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.threads import lower_priority
 from xhf_hooks.writers.direct import AlignedBuffer
-from xhf_hooks.writers.evidence import Sample, SampleTaker, require_samples
 from xhf_hooks.writers.output_file import PART_NBYTES, FileIdentity, OutputFile, create_file
 from xhf_hooks.writers.tally import Tally
 
@@ -32,12 +31,7 @@ class Writer:
             nothing else waits.
         fsync: Flush files to the disk, and drop them from the page cache, before :meth:`finish` returns.
         beside_training: Whether training goes on meanwhile and must not be slowed down.
-
-    Attributes:
-        samples: After :meth:`finish`, a few bytes that this rank has written into each file.
     """
-
-    samples: list[Sample]
 
     def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
         self._limit = pending_nbytes
@@ -49,7 +43,6 @@ class Writer:
         self._error: Exception | None = None
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
-        self._taker = SampleTaker()
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
         # Started now, before training goes on: no thread can be started while the process exits
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
@@ -106,18 +99,7 @@ class Writer:
         self._close()
         if self._error:
             raise self._error
-        self.samples = self._taker.samples()
         return self._tally
-
-    def look(self, samples: Iterable[Sample]) -> None:
-        """Check, after all ranks have finished, that samples of other ranks' writes are in the files.
-
-        Raises:
-            IncompleteError: A sample is missing.
-            TargetError: A file is not the one that rank 0 made.
-            OSError: A file cannot be read.
-        """
-        require_samples(self._folder, self._made, samples)
 
     def abort(self) -> None:
         """Drop pending chunks, close the files and end the threads. Never raises."""
@@ -168,7 +150,6 @@ class Writer:
             self._tally.add(place, start, piece.nbytes, crc32(piece), count_non_finite(piece, place.dtype))
             if not self._beside_training:
                 file.write(piece, place.offset + start)
-            self._taker.see(place.file, place.offset + start, piece)
         if self._beside_training:  # in one piece: each direct write waits for the disk
             file.write(chunk.data, place.offset + chunk.start)
 

@@ -43,7 +43,7 @@ def test_what_will_be_saved_fits_in_a_terminal(log, caplog, in_background):
 
 
 def test_what_a_save_has_cost_fits_in_a_terminal(log, caplog):
-    stages = ('plan', 'staging', 'write', 'check', 'tally', 'commit')
+    stages = ('plan', 'staging', 'write', 'tally', 'commit')
     cost = SimpleNamespace(
         nbytes=812_000_000_000,
         seconds=123.456,
