@@ -43,7 +43,7 @@ def test_peers_of_a_failed_rank_are_stopped_and_all_is_told(monkeypatch):
 
 
 def test_a_rank_that_hangs():
-    with pytest.raises(RankFailures, match='time limit of 3 s is over(.|\n)*in raise_on'):
+    with pytest.raises(RankFailures, match=r'time limit of 3 s is over(.|\n)*in raise_on'):
         run_ranks(raise_on, 1, None, 1000.0, init=None, timeout_secs=3)
 
 
