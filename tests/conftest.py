@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in ('unit', 'e2e'))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Exempt what was imported from garbage collection, which transformers and DeepSpeed start again and again."""
+    if len(sys.modules) != getattr(item.session, 'n_modules', 0):
+        item.session.n_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 
 from tests.distributed.test_hook_runs import log_dir_of, run, saves
+from tests.helpers import ending_run
 from tests.helpers.compare import folder_tensors
-from tests.helpers.ending_run import ENDS_AT
 from tests.helpers.engines import zero_engine
+from tests.helpers.ranks import run_program
 from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.torchrun import run_by_torchrun
 
 EVERY = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
 LAST = 5
@@ -214,17 +214,17 @@ def test_an_error_in_the_background_ends_the_run_when_asked_to(finished):
 @pytest.mark.modern_only
 @pytest.mark.parametrize('how', ENDS)
 def test_a_process_that_ends_finishes_its_save(how, tmp_path):
-    ended = run_by_torchrun('ending_run', str(tmp_path / 'run'), how)
-    output = ended.stdout
-    assert ended.returncode != 0, output
+    ended = run_program(ending_run.__file__, tmp_path / 'run', how, world_size=2)
+    output = '\n'.join(rank.stdout for rank in ended)
+    assert all(rank.returncode != 0 for rank in ended), output
     assert 'waiting for it' in output, output[-5000:]
     (folder,) = (tmp_path / 'run').glob('*/hf_model')
-    assert saves(folder.parent) == {'hf_model': ENDS_AT - 1}, output[-5000:]
+    assert saves(folder.parent) == {'hf_model': ending_run.ENDS_AT - 1}, output[-5000:]
     assert folder_tensors(folder)
     pointer = json.loads((tmp_path / 'run' / 'stored' / 'hf_model.json').read_text())
-    assert pointer['step']['number'] == ENDS_AT - 1, 'it is uploaded, too'
+    assert pointer['step']['number'] == ending_run.ENDS_AT - 1, 'it is uploaded, too'
     log = log_of(folder.parent)  # the command of the first save is ended, its supervisor perhaps while it starts
     assert 'on_saved for hf_model, iter_1 failed' in log or 'on_saved for hf_model, iter_1 was skipped' in log
     outputs = folder.parent / 'hf_model_on_saved'
-    assert not (outputs / f'iter_{ENDS_AT - 1}').exists(), 'no command starts while the save is awaited'
+    assert not (outputs / f'iter_{ending_run.ENDS_AT - 1}').exists(), 'no command starts while the save is awaited'
     assert [path.name for path in folder.parent.iterdir() if 'kept' in path.name] == []

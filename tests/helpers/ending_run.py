@@ -1,6 +1,6 @@
 """A run that ends during a background save; launched by tests/distributed/test_async.py.
 
-torchrun --nproc_per_node 2 tests/helpers/ending_run.py WORK_DIR exception|sigterm
+python tests/helpers/ending_run.py WORK_DIR exception|sigterm    on two ranks
 
 Nothing depends on time: the upload of the first save ends, and the second save is written, once the process that
 ends waits for that save.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
-import gc
 import os
 import pickle
+import runpy
 import signal
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +33,6 @@ def main(folder: str, index: int, environment: dict[str, str], released: Connect
         released: Closed when the process may exit.
     """
     os.setsid()  # processes that the function starts are killed with it
-    gc.freeze()  # DeepSpeed often collects garbage: skip everything that the server has imported
     files = RankFiles(Path(folder), index)
     output = os.open(files.output, os.O_WRONLY)
     os.dup2(output, 1)
@@ -59,6 +60,34 @@ def main(folder: str, index: int, environment: dict[str, str], released: Connect
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+def main_of_program(command: list[str], folder: str, environment: dict[str, str], output: str) -> None:
+    """Run in a child process: what ``python PROGRAM ARGUMENTS`` does in that folder, its last steps included."""
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = command
+    status: object = 0
+    try:
+        if os.path.exists(command[0]):
+            runpy.run_path(command[0], run_name='__main__')
+        else:
+            sys.argv = ['-c', *command[1:]]
+            exec(compile(command[0], '-c', 'exec'), {'__name__': '__main__'})
+    except SystemExit as error:
+        status = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 def _init_process_group(init: str | None) -> None:

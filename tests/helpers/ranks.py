@@ -24,10 +24,11 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from tests.helpers.free_port import free_port
-from tests.helpers.rank_child import RankFiles, main
+from tests.helpers.rank_child import RankFiles, main, main_of_program
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_SECS = 30.0
@@ -40,7 +41,7 @@ PRELOADED = (
     *('torch.distributed', 'deepspeed', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
     's3fs',
-    *('xhf_hooks.manager', 'xhf_hooks.convert'),
+    *('xhf_hooks.manager', 'xhf_hooks.convert', 'tests.helpers.frozen'),
 )
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(list(PRELOADED))
@@ -104,6 +105,32 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+def run_program(program: str | Path, *arguments: str | Path, world_size: int = 1) -> list[CompletedProcess[str]]:
+    """Runs a program of Python (a file, or its lines) as torchrun would: with `world_size` processes in this folder.
+
+    They are forked like ranks; their ends are those of a program. Standard error is part of the output.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix='program-') as folder:
+        outputs = [Path(folder, str(index)) for index in range(world_size)]
+        command = [str(program), *map(str, arguments)]
+        processes = []
+        for index, output in enumerate(outputs):
+            environment = _rank_environment(index, world_size, port)
+            processes.append(start_process(main_of_program, command, os.getcwd(), environment, str(output)))
+        try:
+            deadline = time.monotonic() + HANG_SECS
+            for process in processes:
+                process.join(deadline - time.monotonic())
+            return [
+                CompletedProcess(command, process.exitcode, output.read_text(errors='replace'))
+                for process, output in zip(processes, outputs, strict=True)
+            ]
+        finally:
+            for process in processes:
+                process.kill()
 
 
 def start_process(function: Callable[..., None], *args: Any) -> multiprocessing.Process:

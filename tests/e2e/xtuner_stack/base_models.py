@@ -33,7 +33,6 @@ _SIZES = dict(
 )
 _VOCABULARY_SIZE = 301  # 256 bytes, 3 special tokens, and what the BPE learns from the dataset
 _N_SAMPLES = 48
-N_CHATS = 4
 
 
 def make_base_model(folder: Path, family: str) -> None:
@@ -55,31 +54,21 @@ def make_base_model(folder: Path, family: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_clip(folder: Path) -> None:
-    """A folder that CLIPVisionModel and CLIPImageProcessor load: 4 patches of 4 x 4 pixels."""
-    import torch
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
-
-    config = CLIPVisionConfig(
-        hidden_size=35, intermediate_size=51, num_hidden_layers=2, num_attention_heads=5, image_size=8, patch_size=4
-    )
-    torch.manual_seed(1)
-    CLIPVisionModel(config).save_pretrained(folder)
-    sides = dict(height=8, width=8)
-    CLIPImageProcessor(size=dict(shortest_edge=8), crop_size=sides).save_pretrained(folder)
-
-
-def make_chats(folder: Path) -> None:
-    """LLaVA's chats (chats.json) about one picture (dot.png)."""
+def make_llava(root: Path) -> None:
+    """What a LLaVA starts from (llm, clip), chats about images (chats.json), and the images."""
     from PIL import Image
 
+    from tests.helpers.zoo.llava import save_bases
+
+    save_bases(root)
+    (root / 'images').mkdir()
     chats = []
-    for i, sample in enumerate(_samples()[:N_CHATS]):
-        turns = [('human', '<image>\nWhat is this?'), ('gpt', sample['output'])]
-        conversation = [{'from': who, 'value': text} for who, text in turns]
-        chats.append({'id': str(i), 'image': 'dot.png', 'conversations': conversation})
-    (folder / 'chats.json').write_text(json.dumps(chats))
-    Image.new('RGB', (8, 8), 'red').save(folder / 'dot.png')
+    for i in range(4):
+        Image.effect_noise((9 + i, 11), 60).convert('RGB').save(root / 'images' / f'{i}.png')
+        turns = {'human': f'<image>\nwhat is this w{i}', 'gpt': f'this is a cat w{i}'}
+        conversation = [{'from': who, 'value': text} for who, text in turns.items()]
+        chats.append({'id': i, 'image': f'{i}.png', 'conversations': conversation})
+    (root / 'chats.json').write_text(json.dumps(chats))
 
 
 def make_dataset(file: Path) -> None:
@@ -87,10 +76,10 @@ def make_dataset(file: Path) -> None:
     file.write_text(json.dumps(_samples(), indent=1))
 
 
-def make_preferences(file: Path, n_pairs: int | None = None) -> None:
+def make_preferences(file: Path) -> None:
     """A json file in the style of orpo-dpo-mix-40k: the same sums, with a wrong answer beside each right one."""
     pairs = []
-    for sample in _samples()[:n_pairs]:
+    for sample in _samples()[:8]:
         question = {'role': 'user', 'content': f'{sample["instruction"]} {sample["input"]}'}
         answers = {'chosen': sample['output'], 'rejected': 'I do not know.'}
         pairs.append({kind: [question, {'role': 'assistant', 'content': text}] for kind, text in answers.items()})

@@ -1,31 +1,111 @@
-"""Launches `xtuner train`, each run once, and finds what it left."""
+"""Runs `xtuner train` with configs/xtuner, made small enough for a CPU, and finds what the runs left."""
 
 from __future__ import annotations
 
+import ast
+import gc
 import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.helpers.ranks import RankFailures, python_path, run_ranks
+from tests.e2e.xtuner_stack.base_models import FAMILIES, make_base_model, make_dataset, make_llava, make_preferences
+from tests.helpers.ranks import REPO_ROOT, RankFailures, python_path, run_ranks
 
 HERE = Path(__file__).parent
+CONFIGS = REPO_ROOT / 'configs' / 'xtuner'
+SHIPPED = sorted(file.stem for file in CONFIGS.glob('*.py'))
+FULL = 'llama3_8b_instruct_full_alpaca_zero3'
+QWEN = 'qwen2_5_7b_instruct_full_alpaca_zero3'
+LORA = 'llama3_8b_instruct_lora_alpaca_zero3'
+QLORA = 'llama3_8b_instruct_qlora_alpaca_zero2'
+DPO = 'qwen2_5_1_5b_instruct_dpo_full_zero3'
+LLAVA = 'llava_llama3_8b_instruct_full_clip_vit_large_p14_336_finetune_zero3'
 TIMEOUT_SECS = 1800  # a run takes half a minute; what takes so long on a busy machine hangs
 OUTPUT_TAIL = 6000
+LAST = 4
+RESUMED_FROM = 2
 #: The DeepSpeed config that :func:`partitioning_config` makes.
 PARTITIONED = 'partitioned.json'
 TORCHRUN = [
     *(sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'),
     *('-m', 'xtuner.tools.train'),
 ]
-#: The run that torchrun itself starts.
-WITH_TORCHRUN = 'llama3_8b_instruct_full_alpaca_zero3'
+
+#: PART 1 of every config.
+_SETTINGS = dict(
+    max_length=256,  # what does not fit has no labels, and is dropped
+    batch_size=1,
+    accumulative_counts=1,
+    dataloader_num_workers=0,
+    lr=1e-2,  # in bf16 the weights must move
+    save_steps=2,
+    save_total_limit=-1,
+    pretrained_pth=None,
+)
+#: The end of every config, and of those that train on Alpaca, on pairs, or with 4 bits.
+_SMALL = f"""
+train_cfg = dict(type=TrainLoop, max_iters={LAST})
+param_scheduler = None
+env_cfg['dist_cfg']['backend'] = 'gloo'
+randomness['seed'] = 0
+custom_hooks[1].update(evaluation_inputs='Hi', max_new_tokens=1)
+custom_hooks[2]['max_shard_size'] = '40KB'
+"""
+_ALPACA = """
+alpaca_en['map_num_proc'] = None  # XTuner's default is 32 processes
+"""
+_PAIRS = """
+train_dataset['num_proc'] = 1
+train_dataset['dataset']['path'] = 'pairs'
+"""
+_IN_BFLOAT16 = """
+model['llm']['torch_dtype'] = torch.bfloat16  # DeepSpeed has no float16 on a CPU
+model['llm']['quantization_config']['bnb_4bit_compute_dtype'] = torch.bfloat16
+"""
+# What the runs below add to that
+_XTUNERS_HOOK = """
+from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
+custom_hooks.append(dict(type=XTunersHook))
+"""
+_AVERAGING = """
+from mmengine.hooks import EMAHook
+from mmengine.optim import OptimWrapper
+optim_wrapper = dict(type=OptimWrapper, optimizer=optim_wrapper['optimizer'])  # XTuner's refuses a CPU
+custom_hooks.append(dict(type=EMAHook, momentum=0.1))
+"""
+_ORPO_LORA = """
+from peft import LoraConfig
+from xtuner.model.orpo import ORPO
+lora = dict(type=LoraConfig, r=8, lora_alpha=16, lora_dropout=0.1, bias='none', task_type='CAUSAL_LM')
+model = dict(type=ORPO, llm=model['llm'], lora=lora)
+custom_hooks[2]['lora'] = 'both'
+"""
+_REWARD = """
+from xtuner.model.reward import RewardModel
+model = dict(type=RewardModel, llm=model['llm'])
+train_dataset.update(is_dpo=False, is_reward=True, reward_token_id=2)
+del custom_hooks[1]  # it talks with the model
+"""
+_COMPLETE = """
+custom_hooks.append(dict(type=HFCheckpointHook, llava_format='huggingface', out_dir='{name}_complete'))
+"""
+_LLAVA_PRETRAIN = """
+model['freeze_llm'] = True
+"""
+_LLAVA_LORA = """
+from peft import LoraConfig
+lora = dict(type=LoraConfig, lora_alpha=16, lora_dropout=0.05, bias='none')
+model.update(freeze_llm=True, llm_lora=dict(r=5, task_type='CAUSAL_LM', **lora), visual_encoder_lora=dict(r=3, **lora))
+"""
 
 
 @dataclass(frozen=True)
@@ -33,31 +113,68 @@ class Launch:
     """One `xtuner train`.
 
     Attributes:
+        config: Its name in configs/xtuner.
+        base: The folder of the base model.
         deepspeed: What `--deepspeed` is given, with two processes; None is one process without DeepSpeed.
-        settings: Name to value in PART 1 of the config.
-        config: File in this folder.
-        data: File in the root.
-        resumes: Goes on, by the config that it dumped, from an iteration of another launch; all else is ignored.
+        more: Lines at the end of the config.
     """
 
-    family: str
+    config: str
+    base: str
     deepspeed: str | None
-    settings: dict[str, Any] = field(default_factory=dict)
-    config: str = 'config.py'
-    data: str = 'data.json'
-    resumes: tuple[str, int] | None = None
+    more: str = ''
+
+
+RUNS = {
+    FULL: Launch(FULL, 'llama', 'deepspeed_zero3', _XTUNERS_HOOK),
+    'mistral_7b_instruct_full_alpaca_zero3': Launch(
+        'mistral_7b_instruct_full_alpaca_zero3', 'mistral', 'deepspeed_zero2', _XTUNERS_HOOK
+    ),
+    QWEN: Launch(QWEN, 'qwen2', PARTITIONED, _XTUNERS_HOOK),
+    LORA: Launch(LORA, 'llama', PARTITIONED, _XTUNERS_HOOK),
+    QLORA: Launch(QLORA, 'llama_by_64', 'deepspeed_zero2'),
+    DPO: Launch(DPO, 'qwen2', 'deepspeed_zero3_offload'),
+    LLAVA: Launch(LLAVA, 'llm', 'deepspeed_zero3', _COMPLETE),
+    'averaging': Launch(FULL, 'llama', None, _AVERAGING),
+    'orpo_lora': Launch(DPO, 'llama', 'deepspeed_zero1', _ORPO_LORA),
+    'reward': Launch(DPO, 'llama', PARTITIONED, _REWARD),
+    'llava_pretrain': Launch(LLAVA, 'llm', PARTITIONED, _LLAVA_PRETRAIN + _COMPLETE),
+    'llava_lora': Launch(LLAVA, 'llm', PARTITIONED, _LLAVA_LORA + _COMPLETE),
+}
+#: Goes on from an iteration of QWEN's run, by the config that it dumped.
+RESUMED = 'resumed'
+LLAVA_RUNS = (LLAVA, 'llava_pretrain', 'llava_lora')
+BESIDE_XTUNERS_HOOK = [name for name, launch in RUNS.items() if launch.more == _XTUNERS_HOOK]
+
+
+class Header:
+    """What the docstring of a config says."""
+
+    def __init__(self, name: str) -> None:
+        self.text = ast.get_docstring(ast.parse((CONFIGS / f'{name}.py').read_text()))
+        (command,) = re.findall(r'^    NPROC_PER_NODE=\d (xtuner train .+)$', self.text, flags=re.MULTILINE)
+        self.command = shlex.split(command)
+        self.base = re.search(r"XTuner's own\n(\S+\.py):\n", self.text)[1]
+        tree = self.text.split('at the end:\n\n')[1]
+        self.in_export = re.findall(r'\S+', ' '.join(re.findall(r'^ {16}(.+)$', tree, flags=re.MULTILINE)))
+        self.work_dir = re.match(r' {4}(\S+)/\n {8}<timestamp>/\n {12}hf_model/\n', tree)[1]
+        self.beside = re.findall(r'\S+', re.search(r'^ {8}(iter_.+)$', tree, flags=re.MULTILINE)[1])
 
 
 class Runs:
-    """Launches each run once, when its result is first asked for.
+    """Launches each of :data:`RUNS` once, when its result is first asked for, in a folder with all that they need."""
 
-    Args:
-        root: Has a folder with the base model of each family, and the data.
-    """
-
-    def __init__(self, root: Path, launches: dict[str, Launch]) -> None:
-        self._root, self._launches = root, launches
-        self._outcomes: dict[str, tuple[int | None, str]] = {}
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._outcomes: dict[str, tuple[int, str]] = {}
+        for family in FAMILIES:
+            make_base_model(root / family, family)
+        for folder in ('alpaca', 'pairs'):
+            (root / folder).mkdir()
+        make_dataset(root / 'alpaca' / 'train.json')
+        make_preferences(root / 'pairs' / 'train.json')
+        make_llava(root)
+        (root / PARTITIONED).write_text(json.dumps(partitioning_config()))
 
     def work_dir(self, name: str) -> Path:
         """The folder of a finished run.
@@ -66,58 +183,70 @@ class Runs:
             AssertionError: It failed; the end of its output is in the message.
         """
         if name not in self._outcomes:
-            launch = self._launches[name]
-            command = self._resume(*launch.resumes) if launch.resumes else self._train(launch, name)
-            self._outcomes[name] = run([*command, '--work-dir', str(self._root / name)], self._root, name)
-        assert_ran(self._outcomes[name], name)
-        return self._root / name
+            self._outcomes[name] = self._resume() if name == RESUMED else self._train(name)
+        status, output = self._outcomes[name]
+        assert status == 0, f'{name}: exit status {status}\n{output[-OUTPUT_TAIL:]}'
+        return self.root / 'work_dirs' / name
 
-    def _train(self, launch: Launch, name: str) -> list[str]:
-        base, data = str(self._root / launch.family), str(self._root / launch.data)
-        config = self._root / f'{name}.py'
-        config.write_text(
-            filled_in(launch.config, pretrained_model_name_or_path=base, data_path=data, **launch.settings)
+    def output(self, name: str) -> str:
+        self.work_dir(name)
+        return self._outcomes[name][1]
+
+    def small_config(self, name: str) -> str:
+        """Its text, with all that a tiny local model, a local dataset and a CPU need."""
+        launch = RUNS[name]
+        text = (CONFIGS / f'{launch.config}.py').read_text()
+        settings = _SETTINGS | dict(
+            pretrained_model_name_or_path=launch.base,
+            alpaca_en_path='alpaca',
+            llm_name_or_path=launch.base,
+            visual_encoder_name_or_path='clip',
+            data_path='chats.json',
+            image_folder='images',
+            evaluation_images='images/0.png',
         )
-        if launch.deepspeed is None:
-            return [sys.executable, '-m', 'xtuner.tools.train', str(config)]
-        return [*TORCHRUN, str(config), '--launcher', 'pytorch', '--deepspeed', launch.deepspeed]
+        for setting, value in settings.items():
+            text = re.sub(rf'^{setting} = .*$', f'{setting} = {value!r}', text, flags=re.MULTILINE)
+        text += _SMALL
+        for kind, more in (('alpaca', _ALPACA), ('dpo', _PAIRS), ('qlora', _IN_BFLOAT16)):
+            text += more if kind in launch.config else ''
+        return text + launch.more.format(name=name) if '{name}' in launch.more else text + launch.more
 
-    def _resume(self, name: str, iteration: int) -> list[str]:
-        started = self.work_dir(name)
-        dumped, checkpoint = started / f'{name}.py', started / f'iter_{iteration}.pth'
-        return [*TORCHRUN, str(dumped), '--launcher', 'pytorch', '--resume', str(checkpoint)]
+    def _train(self, name: str) -> tuple[int, str]:
+        (self.root / f'{name}.py').write_text(self.small_config(name))
+        deepspeed = RUNS[name].deepspeed
+        if deepspeed is None:
+            return self._run([sys.executable, '-m', 'xtuner.tools.train', f'{name}.py'], name)
+        arguments = [f'{name}.py', '--launcher', 'pytorch', '--deepspeed', deepspeed]
+        return self._run([*TORCHRUN, *arguments], name) if name == FULL else self._fork(arguments, name)
 
+    def _resume(self) -> tuple[int, str]:
+        started = self.work_dir(QWEN)
+        checkpoint, work_dir = str(started / f'iter_{RESUMED_FROM}.pth'), f'work_dirs/{RESUMED}'
+        arguments = ['--launcher', 'pytorch', '--resume', checkpoint, '--work-dir', work_dir]
+        return self._fork([str(started / f'{QWEN}.py'), *arguments], RESUMED)
 
-def run(command: list[str], folder: Path, name: str) -> tuple[int | None, str]:
-    """Exit status (None after a time-out) and output of a command that finds its inputs in `folder`.
-
-    What torchrun would start is forked from a process that has its imports done, but for :data:`WITH_TORCHRUN`.
-    """
-    if command[: len(TORCHRUN)] == TORCHRUN and name != WITH_TORCHRUN:
-        return _run_forked(command[len(TORCHRUN) :], folder, name)
-    file = folder / f'{name}.output'
-    with file.open('wb') as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment(folder), stdout=output, stderr=subprocess.STDOUT
+    def _run(self, command: list[str], name: str) -> tuple[int, str]:
+        done = subprocess.run(
+            command,
+            cwd=self.root,
+            env=_environment(self.root),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECS,
         )
+        return done.returncode, done.stdout
+
+    def _fork(self, arguments: list[str], name: str) -> tuple[int, str]:
+        """What torchrun would start, forked from a process that has its imports done."""
+        file = self.root / f'{name}.output'
+        file.touch()
         try:
-            status = process.wait(TIMEOUT_SECS)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            process.terminate()  # torchrun then ends its processes, too
-            process.wait()
-    return status, file.read_text(errors='replace')
-
-
-def _run_forked(arguments: list[str], folder: Path, name: str) -> tuple[int, str]:
-    file = folder / f'{name}.output'
-    file.touch()
-    try:
-        run_ranks(_train_on_rank, 2, arguments, folder, file, init=None, timeout_secs=TIMEOUT_SECS)
-    except RankFailures as failures:
-        return 1, f'{file.read_text(errors="replace")}\n{failures}'
-    return 0, file.read_text(errors='replace')
+            run_ranks(_train_on_rank, 2, arguments, self.root, file, init=None, timeout_secs=TIMEOUT_SECS)
+        except RankFailures as failures:
+            return 1, f'{file.read_text(errors="replace")}\n{failures}'
+        return 0, file.read_text(errors='replace')
 
 
 def _train_on_rank(arguments: list[str], folder: Path, output: Path) -> None:
@@ -126,24 +255,13 @@ def _train_on_rank(arguments: list[str], folder: Path, output: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(folder)
-    os.environ.update(environment(folder))
+    os.environ.update(_environment(folder))
     sys.argv = ['xtuner.tools.train', *arguments]
-    runpy.run_module('xtuner.tools.train', run_name='__main__', alter_sys=True)
 
-
-def assert_ran(outcome: tuple[int | None, str], name: str) -> None:
-    """Else the end of its output is in the message."""
-    status, output = outcome
-    assert status == 0, f'{name}: exit status {status} (None: more than {TIMEOUT_SECS} s)\n{output[-OUTPUT_TAIL:]}'
-
-
-def filled_in(config: str, **settings: Any) -> str:
-    """The text of a config, with what all have in common, and with other values of its settings."""
-    text = f'{(HERE / config).read_text()}\n{(HERE / "runtime.py").read_text()}'
-    for name, value in settings.items():
-        text, count = re.subn(rf'^{name} = .*$', f'{name} = {value!r}', text, flags=re.MULTILINE)
-        assert count == 1, f'{config} sets {name} {count} times'
-    return text
+    gc.freeze()
+    # A run dumps its config again and again, formatted, which takes as long as the training of a tiny model
+    with mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True)):
+        runpy.run_module('xtuner.tools.train', run_name='__main__', alter_sys=True)
 
 
 def partitioning_config() -> dict[str, Any]:
@@ -154,7 +272,7 @@ def partitioning_config() -> dict[str, Any]:
     return config
 
 
-def environment(cache: Path) -> dict[str, str]:
+def _environment(cache: Path) -> dict[str, str]:
     return os.environ | {
         'PYTHONPATH': os.pathsep.join([str(HERE), python_path()]),
         'DS_ACCELERATOR': 'cpu',

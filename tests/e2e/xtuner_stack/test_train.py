@@ -1,7 +1,7 @@
-"""The hook in real runs of `xtuner train`: one import of XTuner's own config style changed, nothing else.
+"""Real runs of `xtuner train` with the hook: what they save is what they trained, and what XTuner's own hook saves.
 
 Variable-length attention is not among the runs: XTuner asks for flash_attn before it reads the model, and
-transformers finds flash_attn only where there is a GPU. `--deepspeed deepspeed_zero3` is in test_configs.py.
+transformers finds flash_attn only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -9,151 +9,177 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.xtuner_stack.base_models import FAMILIES, make_base_model, make_dataset
-from tests.e2e.xtuner_stack.launches import PARTITIONED, Launch, Runs, export_of, log_of, partitioning_config, saves_in
+from tests.e2e.xtuner_stack.launches import (
+    BESIDE_XTUNERS_HOOK,
+    DPO,
+    FULL,
+    LAST,
+    LLAVA_RUNS,
+    LORA,
+    QLORA,
+    QWEN,
+    RESUMED,
+    RESUMED_FROM,
+    RUNS,
+    export_of,
+    log_of,
+    saves_in,
+)
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.converted import assert_same_files, convert
 
-LAST = 4
-RESUMED_FROM = 2
-
-BESIDE_XTUNERS = {'with_xtuner_hook': True}
-LAUNCHES = {
-    'zero1': Launch('llama', 'deepspeed_zero1'),
-    'zero2': Launch('llama', 'deepspeed_zero2', BESIDE_XTUNERS),
-    'zero3_offload': Launch('llama', 'deepspeed_zero3_offload'),
-    'qwen2_zero3': Launch('qwen2', PARTITIONED, BESIDE_XTUNERS),
-    'no_deepspeed': Launch('llama', None),
-    'averaging': Launch('llama', None, {'with_ema': True}),
-}
-WITHOUT_DEEPSPEED = ('no_deepspeed', 'averaging')
-RESUMED = 'qwen2_zero3'
-RESULTS = [*LAUNCHES, 'resumed']
+ADAPTERS = (LORA, QLORA, 'orpo_lora')
+RESULTS = [name for name in [*RUNS, RESUMED] if name not in LLAVA_RUNS]
+PROMPT = 'The sum of 3 and 4 is'
 
 
-@pytest.fixture(scope='module')
-def runs(tmp_path_factory):
-    root = tmp_path_factory.mktemp('xtuner')
-    for family in FAMILIES:
-        make_base_model(root / family, family)
-    make_dataset(root / 'data.json')
-    (root / PARTITIONED).write_text(json.dumps(partitioning_config()))
-    return Runs(root, {**LAUNCHES, 'resumed': Launch('qwen2', None, resumes=(RESUMED, RESUMED_FROM))})
-
-
-def trained_weights(work_dir: Path) -> dict[str, torch.Tensor]:
-    """The last checkpoint, read by DeepSpeed's own converter where DeepSpeed wrote it, under Hugging Face names."""
+def trained(name: str, work_dir: Path) -> dict[str, torch.Tensor]:
+    """What goes out of the last checkpoint, read by DeepSpeed's own converter where DeepSpeed wrote it."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     checkpoint = work_dir / f'iter_{LAST}.pth'
-    if checkpoint.is_dir():
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(work_dir), tag=checkpoint.name)
-    else:
+    if not checkpoint.is_dir():
         weights = torch.load(checkpoint, weights_only=False)['state_dict']
-    assert all(name.startswith('llm.') for name in weights)
-    return {name.removeprefix('llm.'): tensor for name, tensor in weights.items()}
+    else:
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(work_dir), tag=checkpoint.name)
+    if name in ADAPTERS:
+        return {key.replace('.default', '')[4:]: tensor for key, tensor in weights.items() if 'lora_' in key}
+    if name == 'reward':
+        return {re.sub('^llm', 'model', key).replace('v_head', 'score'): tensor for key, tensor in weights.items()}
+    found = {key.removeprefix('llm.'): tensor for key, tensor in weights.items() if not key.startswith('ref_llm.')}
+    if name in (QWEN, RESUMED, DPO):  # tied
+        assert torch.equal(found.pop('lm_head.weight'), found['model.embed_tokens.weight'])
+    return found
+
+
+def saved(name: str, work_dir: Path) -> dict[str, torch.Tensor]:
+    folder = export_of(work_dir)
+    return folder_tensors(folder / 'adapter' if name == 'orpo_lora' else folder)
 
 
 @pytest.mark.parametrize('name', RESULTS)
-def test_saves_on_the_schedule_of_checkpoint_hook(runs, name):
+def test_what_was_trained_is_saved_when_checkpoint_hook_saves(runs, name):
     work_dir = runs.work_dir(name)
-    expected = [f'iter_{LAST}'] if name == 'resumed' else ['iter_2', f'iter_{LAST}']
-    assert saves_in(log_of(work_dir)) == expected
-    assert sorted(path.stem for path in work_dir.glob('iter_*.pth')) == expected
+    steps = [f'iter_{LAST}'] if name == RESUMED else [f'iter_{RESUMED_FROM}', f'iter_{LAST}']
+    assert saves_in(log_of(work_dir)) == steps == sorted(path.stem for path in work_dir.glob('iter_*.pth'))
     assert json.loads((export_of(work_dir) / 'xhf_manifest.json').read_text())['iteration'] == LAST
+    found, expected = saved(name, work_dir), trained(name, work_dir)
+    dtype = torch.float32 if name == 'averaging' else torch.bfloat16
+    assert found.keys() == expected.keys()
+    assert [key for key, t in found.items() if t.dtype != dtype or not t.equal(expected[key].to(dtype))] == []
 
 
-@pytest.mark.parametrize('name', RESULTS)
-def test_weights_are_those_of_the_checkpoint(runs, name):
-    work_dir = runs.work_dir(name)
-    expected, saved = trained_weights(work_dir), folder_tensors(export_of(work_dir))
-    if name in ('qwen2_zero3', 'resumed'):  # tied
-        assert torch.equal(expected.pop('lm_head.weight'), expected['model.embed_tokens.weight'])
-    assert saved.keys() == expected.keys()
-    dtype = torch.float32 if name in WITHOUT_DEEPSPEED else torch.bfloat16
-    for key, tensor in saved.items():
-        assert tensor.dtype == dtype, key
-        assert torch.equal(tensor, expected[key].to(dtype)), key
-
-
-@pytest.mark.parametrize(('name', 'n_whole'), [('zero3_offload', 19), ('qwen2_zero3', 0), ('resumed', 0)])
-def test_zero3_partitioned_what_was_saved(runs, name, n_whole):
-    """DeepSpeed's log says how many parameters it did not partition: of Llama's 21 all but the embeddings."""
-    output = runs.work_dir(name).with_suffix('.output').read_text()
-    assert re.findall(r'Total persistent parameters: \d+ in (\d+) params', output) == [str(n_whole)]
-
-
-@pytest.mark.parametrize('name', [name for name in LAUNCHES if name not in WITHOUT_DEEPSPEED])
+@pytest.mark.parametrize('name', [name for name in RESULTS if name not in (RESUMED, 'averaging')])
 def test_training_moved_every_weight(runs, name):
     """Else equal weights would prove little."""
-    work_dir = runs.work_dir(name)
-    trained, base = folder_tensors(export_of(work_dir)), folder_tensors(work_dir.parent / LAUNCHES[name].family)
-    assert [key for key, tensor in base.items() if torch.equal(trained[key], tensor.to(torch.bfloat16))] == []
+    found = saved(name, runs.work_dir(name))
+    base = {} if name in ADAPTERS else folder_tensors(runs.root / RUNS[name].base)
+    base = {key: tensor.bfloat16() for key, tensor in base.items()}
+    assert [key for key, t in found.items() if not t.any() or (key in base and t.equal(base[key]))] == []
 
 
-@pytest.mark.parametrize('name', [name for name, launch in LAUNCHES.items() if launch.settings == BESIDE_XTUNERS])
+def test_zero3_partitioned_what_was_saved(runs):
+    """DeepSpeed's log says how many parameters it did not partition: of Llama's 21 all but the embeddings."""
+    for name, n_whole in ((FULL, 19), (QWEN, 0), (RESUMED, 0)):
+        assert re.findall(r'Total persistent parameters: \d+ in (\d+) params', runs.output(name))[0] == str(n_whole)
+
+
+@pytest.mark.parametrize('name', BESIDE_XTUNERS_HOOK)
 def test_same_bytes_as_xtuners_own_hook(runs, name):
     work_dir = runs.work_dir(name)
     assert_same_folder_tensors(export_of(work_dir), work_dir / 'hf_model')
+    if name == LORA:
+        ours, theirs = (at / 'adapter_config.json' for at in (export_of(work_dir), work_dir / 'hf_model'))
+        assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
 
 
-@pytest.mark.parametrize('name', RESULTS)
-def test_loads_and_generates(runs, name):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load(name: str, folder: Path) -> Any:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if name in (LORA, QLORA):
+        return AutoPeftModelForCausalLM.from_pretrained(folder)
+    return assert_loads_clean(folder, AutoModelForSequenceClassification if name == 'reward' else AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize('name', [name for name in RESULTS if name != QLORA])  # its base wants a GPU
+def test_loads_and_generates(runs, name, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.chdir(runs.root)  # an adapter's base
     folder = export_of(runs.work_dir(name))
-    model = assert_loads_clean(folder, AutoModelForCausalLM)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load(name, folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors='pt')
+    if name == 'reward':
+        assert model.config.pad_token_id == 2 and model(**prompt).logits.shape == (1, 1)
+        return
     assert len(tokenizer) == model.config.vocab_size
-    prompt = tokenizer('The sum of 3 and 4 is', return_tensors='pt')
+    if name != LORA:
+        said = json.loads((folder / 'config.json').read_text())['use_cache']
+        assert said is True, 'XTuner sets it to False on the live config'
     generated = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert generated.shape[1] == prompt['input_ids'].shape[1] + 5
 
 
+def test_what_stays_here(runs):
+    of_base = len(folder_tensors(runs.root / 'llama'))
+    for name, said in {
+        LORA: f'not exported: {of_base} tensors (llm.base_model.model.model.embed_tokens.weight',
+        DPO: f'not exported: {len(saved(DPO, runs.work_dir(DPO)))} tensors (ref_llm.model.embed_tokens.weight',
+    }.items():
+        assert said in log_of(runs.work_dir(name))
+    assert not any('not exported' in log_of(runs.work_dir(name)) for name in ('orpo_lora', 'reward', FULL))
+
+
+def test_orpo_saves_the_policy_merged_beside_its_adapter(runs):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = export_of(runs.work_dir('orpo_lora'))
+    base = AutoModelForCausalLM.from_pretrained(runs.root / 'llama', torch_dtype=torch.bfloat16).double()
+    expected = PeftModel.from_pretrained(base, folder / 'adapter').double().merge_and_unload().state_dict()
+    merged = folder_tensors(folder)
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        allowed = 2.0**-8 * expected[name].abs() + 2.0**-20 * expected[name].abs().max()
+        assert ((tensor.double() - expected[name]).abs() <= allowed).all(), name
+
+
 def test_averaged_weights_are_not_the_live_ones(runs):
     """Those of the checkpoint's ``state_dict``, with which the export is compared above."""
-    live = torch.load(runs.work_dir('averaging') / f'iter_{LAST}.pth', weights_only=False)['ema_state_dict']
-    saved = folder_tensors(export_of(runs.work_dir('averaging')))
-    assert sum(not torch.equal(tensor, live[f'module.llm.{name}']) for name, tensor in saved.items()) > 5
-
-
-@pytest.mark.parametrize('name', RESULTS)
-def test_config_says_to_use_the_cache(runs, name):
-    config = json.loads((export_of(runs.work_dir(name)) / 'config.json').read_text())
-    assert config['use_cache'] is True, 'XTuner sets it to False on the live config'
+    work_dir = runs.work_dir('averaging')
+    live = torch.load(work_dir / f'iter_{LAST}.pth', weights_only=False)['ema_state_dict']
+    moved = [key for key, t in saved('averaging', work_dir).items() if not t.equal(live[f'module.llm.{key}'])]
+    assert len(moved) > 5
 
 
 def test_resumed_run_saves_what_the_whole_run_saved(runs):
-    assert_same_folder_tensors(export_of(runs.work_dir('resumed')), export_of(runs.work_dir(RESUMED)))
-
-
-def test_hook_survives_the_dump_of_the_config(runs):
-    """MMEngine writes the config of a run to its work_dir, classes as dotted names, to be run again."""
-    from mmengine.config import Config
-    from mmengine.registry import HOOKS
-
-    from xhf_hooks import HFCheckpointHook
-
-    dumped = Config.fromfile(runs.work_dir('zero1') / 'zero1.py')
-    assert [hook['type'] for hook in dumped.custom_hooks][-1] == 'xhf_hooks.HFCheckpointHook'
-    assert type(HOOKS.build(dumped.custom_hooks[-1])) is HFCheckpointHook
+    assert_same_folder_tensors(export_of(runs.work_dir(RESUMED)), export_of(runs.work_dir(QWEN)))
 
 
 @pytest.mark.parametrize('name', RESULTS)
-def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
-    """The config is the checkpoint's own text; the checkpoint is found through `last_checkpoint`."""
+def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path, monkeypatch):
+    """The config is the checkpoint's own text; the checkpoint is found through `last_checkpoint`.
+
+    What the checkpoint lacks, such as weights under an adapter, comes from the base that its config names.
+    """
+    monkeypatch.chdir(runs.root)
     work_dir = runs.work_dir(name)
-    assert_same_files(convert(work_dir, tmp_path / 'converted', '--verify'), export_of(work_dir))
+    options = ['--lora', 'both'] if name == 'orpo_lora' else []
+    options += ['--max-shard-size', '40KB', '--verify']
+    assert_same_files(convert(work_dir, tmp_path / 'converted', *options), export_of(work_dir))
 
 
-def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path):
+def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path, monkeypatch):
     """The lazy config that the user wrote is read, and what it imports is not imported."""
-    work_dir = runs.work_dir(RESUMED)
-    found = convert(work_dir / 'iter_2.pth', tmp_path / 'out', '--config', work_dir.parent / f'{RESUMED}.py')
-    assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == 2
+    monkeypatch.chdir(runs.root)
+    work_dir = runs.work_dir(QWEN)
+    found = convert(work_dir / f'iter_{RESUMED_FROM}.pth', tmp_path / 'out', '--config', runs.root / f'{QWEN}.py')
+    assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == RESUMED_FROM
     for name in ('config.json', 'tokenizer_config.json', 'generation_config.json'):
         assert (found / name).read_bytes() == (export_of(work_dir) / name).read_bytes()
