@@ -14,72 +14,41 @@ from xhf_hooks.errors import OptionError
 
 
 class Registry:
-    """Classes by name; has the methods of MMEngine's Registry that are used here.
+    """Classes by name, in the order of registration."""
 
-    Args:
-        kind: What the registry holds, for messages.
-
-    Attributes:
-        module_dict: Name to class, in the order of registration.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self.module_dict: dict[str, Any] = {}
 
-    def get(self, name: str) -> Any | None:
-        """The class with this name; None if there is none."""
-        return self.module_dict.get(name)
+    def register_module(self) -> Callable[[type], type]:
+        """A decorator that adds a class; it replaces a class of the same name."""
 
-    def register_module(self, name: str | None = None, force: bool = False, module: Any = None) -> Any:
-        """Add a class, as a decorator (``@SOURCES.register_module(name='mine')``) or with the class as ``module``.
+        def register(cls: type) -> type:
+            self.module_dict.pop(cls.__name__, None)
+            self.module_dict[cls.__name__] = cls
+            return cls
 
-        Args:
-            name: Default: the name of the class.
-            force: Replace the class that has this name.
-
-        Raises:
-            KeyError: The name is taken.
-        """
-        if not (name is None or isinstance(name, str)):
-            raise TypeError(f'registry of {self._kind}s: expected a name, found {name!r}; write register_module()')
-        if module is None:
-            return lambda cls: self.register_module(name, force, module=cls)
-        key = name or module.__name__
-        if key in self.module_dict and not force:
-            raise KeyError(f'{key} is already registered as {self._kind}: {self.module_dict[key]}; give force=True')
-        self.module_dict[key] = module
-        return module
+        return register
 
 
-SOURCES = Registry('source')
-EXPORTERS = Registry('exporter')
+SOURCES, EXPORTERS = Registry(), Registry()
 
 
-def mmengine_hooks() -> Any | None:
-    """MMEngine's registry of hooks; None where MMEngine is not installed.
-
-    Raises:
-        ImportError: It is installed but cannot be imported.
-    """
+def _mmengine_registries() -> Any | None:
+    """MMEngine's module of registries; None where MMEngine is not installed, not where its import fails."""
     try:
-        from mmengine.registry import HOOKS
+        from mmengine import registry
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition('.')[0] != 'mmengine':
             raise
         return None
-    return HOOKS
+    return registry
 
 
 def register_hook(name: str, build: Callable[..., Any]) -> None:
-    """Let MMEngine's configs find a hook by name, if MMEngine is installed.
-
-    Args:
-        build: The class, or a function that builds it. An existing entry with this name is kept.
-    """
-    hooks = mmengine_hooks()
-    if hooks is not None and name not in hooks.module_dict:
-        hooks.register_module(name=name, module=build)
+    """Let MMEngine's configs find a hook by name, if MMEngine is installed. An existing entry is kept."""
+    registries = _mmengine_registries()
+    if registries is not None and name not in registries.HOOKS.module_dict:
+        registries.HOOKS.register_module(name=name, module=build)
 
 
 def build_from_config(config: Mapping[str, Any]) -> Any:
@@ -90,11 +59,8 @@ def build_from_config(config: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: MMEngine is not installed.
     """
-    try:
-        from mmengine.registry import Registry as MMEngineRegistry
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition('.')[0] != 'mmengine':
-            raise
+    registries = _mmengine_registries()
+    if registries is None:
         expected = 'a tokenizer or a folder (configs need MMEngine, which is not installed)'
-        raise OptionError('tokenizer', expected, config) from None
-    return MMEngineRegistry('builder', scope='mmengine').build(dict(config))
+        raise OptionError('tokenizer', expected, config)
+    return registries.Registry('builder', scope='mmengine').build(dict(config))

@@ -27,7 +27,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     'patterns': ('llama', dict(rank_pattern={'v_proj': 7}, alpha_pattern={'layers.1.self_attn.q_proj': 11})),
     'trained_bias': ('qwen2', dict(bias='lora_only')),
     'all_biases': ('qwen2', dict(bias='all')),
-    'lora_bias': ('qwen2', dict(lora_bias=True)),
     'conv1d_weights': ('gpt2', dict(target_modules=['c_attn', 'c_fc'], fan_in_fan_out=True)),
     'conv1d_weights_dora': ('gpt2', dict(target_modules=['c_attn'], fan_in_fan_out=True, use_dora=True)),
     'embedding': ('llama', dict(target_modules=['embed_tokens', 'lm_head', 'q_proj'])),

@@ -9,11 +9,9 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
-from xhf_hooks.exporters.lora.exporter import LoraExporter
-from xhf_hooks.exporters.lora.nested import NestedLoraExporter
-from xhf_hooks.exporters.lora.nested_quantized import QuantizedNestedLoraExporter
+from xhf_hooks.exporters.lora import LoraExporter, NestedLoraExporter
 from xhf_hooks.exporters.xtuner.llava import LlavaExporter
-from xhf_hooks.exporters.xtuner.reward import RewardExporter, RewardLoraExporter
+from xhf_hooks.exporters.xtuner.reward import RewardExporter
 from xhf_hooks.exporters.xtuner.sharded_moe import ShardedMoeExporter
 from xhf_hooks.registry import EXPORTERS
 
@@ -23,9 +21,7 @@ __all__ = [
     'LlavaExporter',
     'LoraExporter',
     'NestedLoraExporter',
-    'QuantizedNestedLoraExporter',
     'RewardExporter',
-    'RewardLoraExporter',
     'ShardedMoeExporter',
     'exporter_for',
 ]

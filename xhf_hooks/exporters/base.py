@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,12 +41,9 @@ class Exporter(ABC):
     combine_nbytes: int = 0
 
     @classmethod
-    @abstractmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        """Whether this exporter can export the model."""
-
-    @abstractmethod
-    def __init__(self, model: nn.Module, module: str | None) -> None: ...
+        """Whether this exporter can export the model. Registered exporters override it."""
+        return False
 
     @abstractmethod
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
@@ -62,9 +59,9 @@ class Exporter(ABC):
         """
 
     @property
-    @abstractmethod
-    def n_parameters(self) -> int | Mapping[str, int | None] | None:
+    def n_parameters(self) -> int | Mapping[str, Any] | None:
         """``total_parameters`` for the index file, by folder if there are several; None omits the field."""
+        return None
 
     @abstractmethod
     def base_tokenizer(self) -> Any | None:
@@ -82,6 +79,43 @@ class Exporter(ABC):
         Returns:
             Warnings for the log.
         """
+
+
+class CompositeExporter(Exporter):
+    """Base class of exporters with several parts, which the constructor sets.
+
+    Attributes:
+        parts: Exporters by folder, relative to the checkpoint (``''`` is the checkpoint itself).
+        tokenizer_folder: Folder of the part that gets the tokenizer; None if no part gets it.
+    """
+
+    parts: dict[str, Exporter]
+    tokenizer_folder: str | None = ''
+
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        entries = []
+        for folder, part in self.parts.items():
+            for entry in part.entries(specs, dtype):
+                entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
+        self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
+        left_out = [set(part.left_out) for part in self.parts.values()]
+        self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
+        return entries
+
+    @property
+    def n_parameters(self) -> Mapping[str, Any]:
+        return {folder: part.n_parameters for folder, part in self.parts.items()}
+
+    def base_tokenizer(self) -> Any | None:
+        return next(iter(self.parts.values())).base_tokenizer()
+
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+        warnings = []
+        for name, part in self.parts.items():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            own_tokenizer = tokenizer if name == self.tokenizer_folder else None
+            warnings += part.write_hf_assets(folder / name, own_tokenizer, eos_token_ids)
+        return warnings
 
 
 def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
@@ -132,33 +166,22 @@ def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, Compute
     Args:
         computed: Computations by the name of the tensor that they replace.
     """
-    made: dict[int | str, _ComputeFirst] = {}
+    combines: dict[int | str, Combine] = {}  # entries with one combine keep one
     result = []
     for entry in entries:
         found = [computed[name] for name in entry.reads if name in computed]
         if found:
             key = entry.hf_name if entry.combine is None else id(entry.combine)
-            then = entry.combine or _Renamed(entry.hf_name, entry.reads[0])
-            combine = made.setdefault(key, _ComputeFirst(tuple(found), then))
+            combine = combines.setdefault(key, _computing_first(found, entry))
             reads = [*entry.reads, *(name for one in found for name in one.reads)]
             entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine, source_offset=None)
         result.append(entry)
     return result
 
 
-@dataclass(frozen=True)
-class _ComputeFirst:
-    found: tuple[ComputedTensor, ...]
-    then: Combine
+def _computing_first(found: Sequence[ComputedTensor], entry: ExportEntry) -> Combine:
+    def combine(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        tensors = {**tensors, **{one.base: one(tensors) for one in found}}
+        return {entry.hf_name: tensors[entry.reads[0]]} if entry.combine is None else entry.combine(tensors)
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return self.then({**tensors, **{one.base: one(tensors) for one in self.found}})
-
-
-@dataclass(frozen=True)
-class _Renamed:
-    hf_name: str
-    read: str
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return {self.hf_name: tensors[self.read]}
+    return combine

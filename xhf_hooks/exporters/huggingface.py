@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,6 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
-from xhf_hooks.exporters.trial_save import index_metadata
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.format.text import some
@@ -34,18 +34,9 @@ if TYPE_CHECKING:
 _FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
 
 
-@dataclass(frozen=True)
-class _Built:
-    """A reference model with its class and config."""
-
-    kind: type[PreTrainedModel]
-    config: dict[str, Any]
-    reference: PreTrainedModel
-
-
-#: Caches each live model's last reference model: building it is the slowest step before the write, and ``save_hf`` is
-#: called many times.
-_BUILT: WeakKeyDictionary[PreTrainedModel, _Built] = WeakKeyDictionary()
+#: Each live model's last reference model, and its class and config: building it is the slowest step before the write,
+#: and ``save_hf`` is called many times.
+_BUILT: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
 
 
 @EXPORTERS.register_module()
@@ -65,11 +56,7 @@ class HuggingFaceExporter(Exporter):
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
         self.base_dir = hf_assets.base_dir_of(self._model)
-        quantized = quantization_of(self._model)
-        if quantized is not None:
-            raise ModelError(
-                f'{type(self._model).__name__} is quantized ({quantized}), and quantized weights cannot be exported'
-            )
+        _require_not_quantized(self._model)
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -101,7 +88,11 @@ class HuggingFaceExporter(Exporter):
 
     @property
     def n_parameters(self) -> int | None:
-        return index_metadata(self._reference).get('total_parameters')
+        from transformers import PreTrainedModel
+
+        # Before 4.57 save_pretrained does not write it
+        is_written = 'total_parameters' in inspect.getsource(PreTrainedModel.save_pretrained)
+        return self._reference.num_parameters() if is_written else None
 
     def base_tokenizer(self) -> Any | None:
         return hf_assets.base_tokenizer_of(self._model)
@@ -140,13 +131,14 @@ class HuggingFaceExporter(Exporter):
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""
         kind, content = model_class(self._model), config.to_dict()
-        built = _BUILT.get(self._model)
-        if built is None or (built.kind, built.config) != (kind, content):
-            built = _BUILT[self._model] = _Built(kind, content, build_on_meta(kind, config))
+        built_from, reference = _BUILT.get(self._model, (None, None))
+        if built_from != (kind, content):
+            reference = build_on_meta(kind, config)
+            _BUILT[self._model] = (kind, content), reference
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None:
-            built.reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
-        return built.reference
+            reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
+        return reference
 
     def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
         weight = input_embedding(self._model)
@@ -164,10 +156,13 @@ class HuggingFaceExporter(Exporter):
 
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
         expected = self._expected_shapes()
-        ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_missing', None) or ())]
-        missing = [n for n in expected if n not in own and not _matches(ignored, n)]
-        ignored = [*(getattr(self._reference, '_keys_to_ignore_on_load_unexpected', None) or ())]
-        unexpected = [n for n in own if n not in expected and not _matches(ignored, n)]
+        missing, unexpected = (
+            [name for name in names if not _matches(getattr(self._reference, ignored, None) or (), name)]
+            for names, ignored in (
+                ([n for n in expected if n not in own], '_keys_to_ignore_on_load_missing'),
+                ([n for n in own if n not in expected], '_keys_to_ignore_on_load_unexpected'),
+            )
+        )
         other_shape = [
             f'{n} expected {expected[n]}, found {own[n].shape}'
             for n in own
@@ -241,6 +236,20 @@ def quantization_of(model: PreTrainedModel) -> str | None:
     found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
     found = getattr(model, 'quantization_method', None) or found
     return None if found is None else str(getattr(found, 'value', found))
+
+
+def _require_not_quantized(model: PreTrainedModel) -> None:
+    from transformers import PreTrainedModel
+
+    for path, part in model.named_modules():
+        quantized = quantization_of(part) if isinstance(part, PreTrainedModel) else None
+        if quantized is not None:
+            where = f'{path} of ' if path else ''
+            raise ModelError(
+                f'{where}{type(model).__name__} is quantized ({quantized}), and such weights can neither be exported '
+                f"nor merged with an adapter without loss. To save the adapter alone, set lora to 'adapter' and, for "
+                f"LLaVA, llava_format to 'xtuner'; for InternVL, set quantization_llm and quantization_vit to False"
+            )
 
 
 def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:

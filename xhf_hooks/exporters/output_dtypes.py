@@ -59,21 +59,18 @@ class BaseDtypes:
         Raises:
             OptionError: The base has other tensors, or they are quantized.
         """
-        floats = [entry for entry in entries if is_float(entry.dtype)]
-        found = {entry.hf_name: self._found(entry.hf_name, f'{prefix}.') for entry in floats}
-        if floats and not any(found.values()):
-            expected = f'another one, since {self.base_dir} has no tensor of the trained model by name'
-            raise OptionError('dtype', f'{expected}, such as {floats[0].hf_name}', 'base')
-        for name, code in found.items():
-            if code is not None and code not in _WRITABLE:
-                raise OptionError(
-                    'dtype', f'another one, since {name} is quantized ({code}) in {self.base_dir}', 'base'
-                )
-        return [replace(entry, dtype=found.get(entry.hf_name, entry.dtype) or self.most) for entry in entries]
-
-    def _found(self, name: str, prefix: str) -> str | None:
-        names = (name, prefix + name, name.removeprefix(prefix))
-        return next((self.of_tensor[name] for name in names if name in self.of_tensor), None)
+        found: dict[str, str] = {}
+        for entry in entries:
+            name = entry.hf_name
+            names = (name, f'{prefix}.{name}', name.removeprefix(f'{prefix}.'))
+            codes = [self.of_tensor[name] for name in names if name in self.of_tensor]
+            if is_float(entry.dtype) and codes:
+                found[name] = codes[0]
+                if codes[0] not in _WRITABLE:
+                    raise _cannot_tell(f'{name} is quantized ({codes[0]}) in {self.base_dir}')
+        if not found:
+            raise _cannot_tell(f'{self.base_dir} has no tensor of the trained model by name')
+        return [replace(e, dtype=found.get(e.hf_name, self.most)) if is_float(e.dtype) else e for e in entries]
 
 
 def base_dtypes(base_dir: str) -> BaseDtypes:
@@ -91,8 +88,8 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
             if entry.dtype in _WRITABLE:
                 elements[entry.dtype] += math.prod(entry.shape)
     if not elements:
-        raise OptionError('dtype', f'another one, since {base_dir} has no tensor in any of {_WRITABLE}', 'base')
-    most = elements.most_common(1)[0][0]
+        raise _cannot_tell(f'{base_dir} has no tensor in any of {_WRITABLE}')
+    ((most, _),) = elements.most_common(1)
     config = base_file(base_dir, 'config.json')
     content = {} if config is None else json.loads(config.read_text(encoding='utf-8'))
     named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
@@ -100,22 +97,21 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
 
 
 def _files(base_dir: str) -> list[Path]:
-    whole, index = base_file(base_dir, _WHOLE), base_file(base_dir, _INDEX)
-    if whole is not None:
-        return [whole]
-    expected = f'another one, unless the base model has {_WHOLE} or {_INDEX} on this machine'
-    if index is None:
-        found = f'base, with {base_dir!r} as the base model' if base_dir else 'base, with an unknown base model'
-        raise OptionError('dtype', expected, found)
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
-        files = {name: base_file(base_dir, name) for name in names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f'{index}: cannot be read ({error})') from None
+    names, index = [_WHOLE], base_file(base_dir, _INDEX)
+    if base_file(base_dir, _WHOLE) is None and index is not None:
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f'{index}: cannot be read ({error})') from None
+    files = {name: base_file(base_dir, name) for name in names}
     missing = [name for name, path in files.items() if path is None]
     if missing:
-        raise OptionError('dtype', f'another one, since {base_dir} lacks {missing[0]}, which {_INDEX} names', 'base')
+        raise _cannot_tell(f'the base model {base_dir!r} has no {missing[0]} on this machine')
     return [path for path in files.values() if path is not None]
+
+
+def _cannot_tell(reason: str) -> OptionError:
+    return OptionError('dtype', f'another one, since {reason}', 'base')
 
 
 def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) -> set[str]:

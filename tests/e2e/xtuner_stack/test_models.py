@@ -20,7 +20,6 @@ from xhf_hooks.exporters import (
     HuggingFaceExporter,
     LoraExporter,
     RewardExporter,
-    RewardLoraExporter,
     ShardedMoeExporter,
     exporter_for,
 )
@@ -130,7 +129,7 @@ def test_reward_model(with_lora, tmp_path):
 
     options = dict(lora=lora(task_type='FEATURE_EXTRACTION')) if with_lora else {}
     model = move(RewardModel(llm=build('llama'), **options))
-    assert type(exporter_for(model, None)) is (RewardLoraExporter if with_lora else RewardExporter)
+    assert type(exporter_for(model, None)) is RewardExporter
     save_folder(model, tmp_path / 'hf_model')
     loaded = assert_loads_clean(tmp_path / 'hf_model', AutoModelForSequenceClassification)
     assert torch.equal(loaded.score.weight, model.v_head.weight) and model.v_head.weight.any()

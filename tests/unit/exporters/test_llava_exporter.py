@@ -19,7 +19,7 @@ from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
 from tests.helpers.zoo.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
 from xhf_hooks.config.checks import dtype_code
-from xhf_hooks.errors import AgreedError, ModelError
+from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
 from xhf_hooks.sources import source_for
 
@@ -117,41 +117,17 @@ def test_adapters(bases, tmp_path, lora):
     assert set(exporter.left_out) == set(model.state_dict()) - trained
 
 
-def test_merged_parts(bases, tmp_path):
-    model = TinyLlava(bases, lora=BOTH_LORA)
-    path, _ = saved(model, tmp_path / 'hf_model', lora='merge')
-    assert folders(path) == {f: ['model.safetensors'] for f in ('.', 'visual_encoder', 'projector')}
-    for name, folder in (('llm', path), ('visual_encoder', path / 'visual_encoder')):
-        copy.deepcopy(getattr(model, name)).merge_and_unload().save_pretrained(tmp_path / name)
-        assert_same_folder_tensors(tmp_path / name, folder)
-
-
 @pytest.mark.parametrize('llava_format', ['xtuner', 'huggingface'])
 def test_adapters_beside_merged_parts(bases, tmp_path, llava_format):
     """XTuner would apply a llm_adapter at the root once more."""
-    path, _ = saved(TinyLlava(bases, lora=BOTH_LORA), tmp_path / 'hf_model', lora='both', llava_format=llava_format)
-    merged = {'.': ['model.safetensors']}
-    if llava_format == 'xtuner':
-        merged |= {f: ['model.safetensors'] for f in ('visual_encoder', 'projector')}
-    adapters = [f'adapter/{name}_adapter' for name in ('llm', 'visual_encoder')]
-    assert folders(path) == {**merged, **{f: ['adapter_model.safetensors'] for f in adapters}}
-
-
-def test_lora_llm_and_frozen_visual_encoder(bases, tmp_path):
-    model = TinyLlava(bases, lora=LLM_LORA, frozen=('visual_encoder',))
-    path, _ = saved(model, tmp_path / 'hf_model')
-    assert set(folders(path)) == {'llm_adapter', 'projector'}
-
-
-def test_index_counts_its_own_part(bases, tmp_path):
-    model = TinyLlava(bases)
-    path, _ = saved(model, tmp_path / 'hf_model', max_shard_size=20_000)
-    for name, part in (('.', model.llm), ('visual_encoder', model.visual_encoder)):
-        part.save_pretrained(tmp_path / name / 'expected', max_shard_size='20KB')
-        index = 'model.safetensors.index.json'
-        assert json.loads((path / name / index).read_text()) == json.loads(
-            (tmp_path / name / 'expected' / index).read_text()
-        )
+    model = TinyLlava(bases, lora=BOTH_LORA)
+    path, _ = saved(model, tmp_path / 'hf_model', lora='both', llava_format=llava_format)
+    merged = ('.', 'visual_encoder', 'projector') if llava_format == 'xtuner' else ('.',)
+    adapters = {f'adapter/{name}_adapter': ['adapter_model.safetensors'] for name in ('llm', 'visual_encoder')}
+    assert folders(path) == {**{folder: ['model.safetensors'] for folder in merged}, **adapters}
+    for name in ('llm', 'visual_encoder') if llava_format == 'xtuner' else ():
+        copy.deepcopy(getattr(model, name)).merge_and_unload().save_pretrained(tmp_path / name)
+        assert_same_folder_tensors(tmp_path / name, path / name if name != 'llm' else path)
 
 
 # LlavaForConditionalGeneration
@@ -200,17 +176,16 @@ def test_while_transformers_partitions_new_models(bases, tmp_path):
 
 def test_new_rows_are_the_mean(bases, tmp_path):
     model = TinyLlava(bases)
-    path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')
+    path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface', dtype='bfloat16')
     tensors = folder_tensors(path)
     for name, live in (
         ('language_model.model.embed_tokens.weight', model.llm.get_input_embeddings().weight),
         ('language_model.lm_head.weight', model.llm.lm_head.weight),
     ):
-        found = tensors[name]
-        assert found.shape == (192, 35)  # the next multiple of 64
-        assert torch.equal(found[:VOCAB_SIZE], live)
-        assert torch.equal(found[VOCAB_SIZE:], live.double().mean(dim=0).float().expand(192 - VOCAB_SIZE, 35))
+        rows = torch.cat([live, live.double().mean(dim=0).float().expand(192 - VOCAB_SIZE, 35)])  # a multiple of 64
+        assert torch.equal(tensors[name], rows.bfloat16())
     assert json.loads((path / 'config.json').read_text())['text_config']['vocab_size'] == 192
+    assert assert_loads_clean(path, LlavaForConditionalGeneration).dtype == torch.bfloat16
 
 
 def test_tied_embeddings_stay_tied(bases, tmp_path):
@@ -244,23 +219,6 @@ def test_processor(bases, tmp_path):
     torch.testing.assert_close(loaded(**inputs).logits[..., :VOCAB_SIZE], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_other_dtype(bases, tmp_path):
-    path, _ = saved(TinyLlava(bases), tmp_path / 'hf_model', llava_format='huggingface', dtype='bfloat16')
-    assert {tensor.dtype for tensor in folder_tensors(path).values()} == {torch.bfloat16}
-    assert assert_loads_clean(path, LlavaForConditionalGeneration).dtype == torch.bfloat16
-
-
-def test_tokenizer_is_copied(bases):
-    exporter = exporter_for(TinyLlava(bases), None, llava_format='huggingface')
-    assert type(exporter) is LlavaExporter
-    from xhf_hooks.exporters.xtuner.llava_hf import with_image_token
-
-    mine = tokenizer()
-    theirs, image_id, pad_id = with_image_token(mine)
-    assert (len(mine), mine.pad_token) == (VOCAB_SIZE, None)
-    assert (image_id, pad_id, len(theirs)) == (VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2)
-
-
 @pytest.mark.parametrize('llava_format', ['xtuner', 'huggingface'])
 def test_live_model_is_untouched(bases, tmp_path, llava_format):
     model = TinyLlava(bases, lora=LLM_LORA)
@@ -284,59 +242,46 @@ def test_recognised_by_its_children(bases):
     assert type(exporter_for(two, None)) is HuggingFaceExporter
 
 
-@pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
-def test_no_adapter(bases, tmp_path, lora):
-    with pytest.raises(AgreedError, match='option lora: expected None, because neither llm nor visual_encoder'):
-        save_folder(TinyLlava(bases), tmp_path / 'hf_model', lora=lora)
+class RemoteLlama(LlamaForCausalLM):
+    """Not transformers' own."""
 
 
-def test_adapter_alone_in_a_complete_model(bases, tmp_path):
-    model = TinyLlava(bases, lora=LLM_LORA)
-    with pytest.raises(AgreedError, match=r"option lora: expected None, 'merge' or 'both' with llava_format"):
-        save_folder(model, tmp_path / 'hf_model', lora='adapter', llava_format='huggingface')
+REFUSED = {
+    'no_adapter': (dict(), dict(lora='merge'), 'lora: expected None, because neither llm nor visual_encoder'),
+    'adapter_alone': (
+        dict(lora=LLM_LORA),
+        dict(lora='adapter', llava_format='huggingface'),
+        "lora: expected None, 'merge' or 'both' with llava_format",
+    ),
+    'three_layers': (dict(depth=3), dict(llava_format='huggingface'), 'of 2 layers, found depth 3; set llava_format'),
+    'remote_code': (
+        dict(llm=RemoteLlama(build('llama').config)),
+        dict(llava_format='huggingface'),
+        r'llm is tests.*RemoteLlama.* needs a model of transformers itself',
+    ),
+    'many_tokens': (
+        dict(words=200),
+        dict(llava_format='huggingface'),
+        'the tokenizer has 202 tokens, but the embeddings have 192 rows',
+    ),
+}
 
 
-def test_format_of_another_model(tmp_path):
-    with pytest.raises(
-        AgreedError,
-        match='option llava_format: expected None, because HuggingFaceExporter, which exports this LlamaForCausalLM',
-    ):
-        save_folder(build('llama'), tmp_path / 'hf_model', llava_format='xtuner')
-
-
-def test_untrained_adapter(bases):
-    model = TinyLlava(bases, lora=LLM_LORA)
-    model.llm.requires_grad_(False)
-    for options in (dict(), dict(llava_format='huggingface')):
-        with pytest.raises(ModelError, match="'default' at 'llm' has no trainable tensors"):
-            exporter_for(model, None, **options)
-
-
-def test_projector_of_three_layers(bases):
-    with pytest.raises(ModelError, match="projector of 2 layers, found depth 3; set llava_format to 'xtuner'"):
-        exporter_for(TinyLlava(bases, depth=3), None, llava_format='huggingface')
+@pytest.mark.parametrize('kind', REFUSED)
+def test_refused(kind, bases, tmp_path):
+    trained, options, said = REFUSED[kind]
+    trained = dict(trained)
+    words = trained.pop('words', VOCAB_SIZE)
+    with pytest.raises((ModelError, OptionError), match=said):
+        saved(TinyLlava(bases, **trained), tmp_path / 'hf_model', words=words, **options)
 
 
 def test_quantized_llm(bases):
     model = TinyLlava(bases, lora=LLM_LORA)
     model.llm.get_base_model().quantization_method = 'bitsandbytes'
     assert type(exporter_for(model, None)) is LlavaExporter
-    with pytest.raises(ModelError, match=r"llm is quantized \(bitsandbytes\); set llava_format to 'xtuner'"):
+    with pytest.raises(ModelError, match=r"is quantized \(bitsandbytes\).* llava_format to 'xtuner'"):
         exporter_for(model, None, llava_format='huggingface')
-
-
-def test_llm_of_remote_code(bases):
-    class RemoteLlama(LlamaForCausalLM):
-        """Not transformers' own."""
-
-    model = TinyLlava(bases, llm=RemoteLlama(build('llama').config))
-    with pytest.raises(ModelError, match=r'llm is tests.*RemoteLlama.* needs a model of transformers itself'):
-        exporter_for(model, None, llava_format='huggingface')
-
-
-def test_tokenizer_that_does_not_fit(bases, tmp_path):
-    with pytest.raises(ModelError, match=r'the tokenizer has 202 tokens, but the embeddings have 192 rows'):
-        saved(TinyLlava(bases), tmp_path / 'hf_model', words=200, llava_format='huggingface')
 
 
 def test_without_tokenizer_and_preprocessor(bases, tmp_path):

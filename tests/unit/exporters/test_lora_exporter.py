@@ -1,20 +1,33 @@
-"""A LoRA adapter goes out as peft writes it, alone or beside the merged model; the live model is only read."""
+"""A LoRA adapter is written as by peft, alone or beside the merged model, which is the one that peft's merge makes."""
 
 from __future__ import annotations
 
+import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import KINDS, adapt, adapted, adapter_kinds, around, merged_by_peft, refusal
+from tests.helpers.adapted import (
+    KINDS,
+    adapt,
+    adapted,
+    adapter_kinds,
+    around,
+    assert_rounded_once,
+    merged_by_peft,
+    refusal,
+)
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import names_read, save_folder
 from tests.helpers.zoo import build
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
+from xhf_hooks.exporters.base import with_computed
+from xhf_hooks.exporters.lora import WeightMerge
+from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
 
 MANIFEST = 'xhf_manifest.json'
@@ -22,35 +35,54 @@ BF16 = torch.bfloat16
 
 #: Where peft saves base weights, too: it takes an adapted embedding for one that may have been resized.
 PEFT_SAVES_EMBEDDINGS = ('embedding', 'embedding_dora')
+#: Where peft adds up in another order in fp32: by a convolution, or along the other axis of a transposed weight.
+OTHER_ORDER = ('conv', 'conv_dora', 'conv1d_weights_dora', 'embedding_dora')
 
 
-def in_adapter(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-# The adapter
-
-
-@pytest.mark.parametrize('dtype', [None, BF16], ids=['fp32', 'bf16'])
 @pytest.mark.parametrize('kind', adapter_kinds())
-def test_adapter_is_the_folder_of_save_pretrained(kind, dtype, tmp_path):
+def test_adapter_and_merged_model_are_pefts(kind, tmp_path):
     family, lora = KINDS[kind]
-    model = adapted(family, dtype, **lora)
+    model = adapted(family, **lora)
+    model.save_pretrained(tmp_path / 'adapter')
+    merged_by_peft(model, tmp_path / 'merged')
+    _, committed = save_folder(around(llm=model), tmp_path / 'hf_model', lora='both')
+    adapter = {path.name: path.read_bytes() for path in (tmp_path / 'adapter').iterdir()}
+    assert {path.name: path.read_bytes() for path in (committed.path / 'adapter').iterdir()} == adapter
+    if kind in OTHER_ORDER:
+        pefts = {name: tensor.double() for name, tensor in folder_tensors(tmp_path / 'merged').items()}
+        assert_rounded_once(folder_tensors(committed.path), pefts)
+    else:
+        assert_same_folder_tensors(tmp_path / 'merged', committed.path)
+    assert_same_config(committed.path, tmp_path / 'merged')
+    for path in (tmp_path / 'merged').glob('generation_config.json'):
+        assert json.loads((committed.path / path.name).read_text()) == json.loads(path.read_text())
+    assert_loads_clean(committed.path, type(model.get_base_model()))
+
+
+@pytest.mark.parametrize('kind', adapter_kinds())
+def test_merge_in_bf16_is_rounded_once(kind, tmp_path):
+    family, lora = KINDS[kind]
+    model = adapted(family, BF16, **lora)
+    save_folder(model, tmp_path / 'hf_model', lora='merge')
+    copy.deepcopy(model).double().merge_and_unload().save_pretrained(tmp_path / 'exact')
+    saved = folder_tensors(tmp_path / 'hf_model')
+    assert {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()} <= {BF16, torch.float32}
+    assert_rounded_once(saved, folder_tensors(tmp_path / 'exact'))
+
+
+@pytest.mark.parametrize('kind', ['plain', *PEFT_SAVES_EMBEDDINGS])
+def test_adapter_alone_reads_nothing_else(kind, tmp_path):
+    family, lora = KINDS[kind]
+    model = adapted(family, BF16, **lora)
     model.save_pretrained(tmp_path / 'expected')
-    plan, committed = save_folder(around(llm=model), tmp_path / 'hf_model')
+    plan, committed = save_folder(around(llm=model), tmp_path / 'hf_model', max_shard_size=100)
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').iterdir()}
-    found = {path.name: path.read_bytes() for path in committed.path.iterdir() if path.name != MANIFEST}
-    assert found == expected
-    of_base = names_read(plan) - {f'llm.{name}' for name in in_adapter(model)}
+    assert {path.name: path.read_bytes() for path in committed.path.iterdir() if path.name != MANIFEST} == expected
+    trained = {f'llm.{name}' for name, parameter in model.named_parameters() if parameter.requires_grad}
+    of_base = names_read(plan) - trained
     assert all('embed' in name or 'lm_head' in name for name in of_base)
     assert bool(of_base) == (kind in PEFT_SAVES_EMBEDDINGS)
-    assert len(names_read(plan)) == len(folder_tensors(committed.path))
-
-
-def test_adapter_is_the_default(tmp_path):
-    model = adapted('llama')
-    plans = [save_folder(model, tmp_path / str(lora), lora=lora)[0] for lora in (None, 'adapter')]
-    assert plans[0].digest == plans[1].digest
+    assert [file.name for file in plan.files] == ['adapter_model.safetensors'] and plan.indexes == {}
 
 
 def test_adapter_loads_onto_its_base(tmp_path):
@@ -61,9 +93,8 @@ def test_adapter_loads_onto_its_base(tmp_path):
     model = adapt(AutoModelForCausalLM.from_pretrained(tmp_path / 'base'))
     _, committed = save_folder(model, tmp_path / 'hf_model')
     assert not committed.warnings
-    assert json.loads((committed.path / 'adapter_config.json').read_text())['base_model_name_or_path'] == str(
-        tmp_path / 'base'
-    )
+    recorded = json.loads((committed.path / 'adapter_config.json').read_text())['base_model_name_or_path']
+    assert recorded == str(tmp_path / 'base')
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / 'base'), committed.path)
     tokens = torch.tensor([[1, 5, 9]])
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
@@ -77,83 +108,103 @@ def test_resized_vocabulary_goes_with_the_adapter(tmp_path):
     base.resize_token_embeddings(137)
     model = adapt(base)
     model.save_pretrained(tmp_path / 'expected')
-    _, committed = save_folder(model, tmp_path / 'hf_model')
-    names = folder_tensors(committed.path)
-    assert {n for n in names if 'lora_' not in n} == {
-        'base_model.model.model.embed_tokens.weight',
-        'base_model.model.lm_head.weight',
-    }
-    assert_same_folder_tensors(tmp_path / 'expected', committed.path)
-    save_folder(model, tmp_path / 'merged', lora='merge')
-    assert_loads_clean(tmp_path / 'merged', type(base))
-    assert json.loads((tmp_path / 'merged' / 'config.json').read_text())['vocab_size'] == 137
+    save_folder(model, tmp_path / 'both', lora='both')
+    assert {'base_model.model.model.embed_tokens.weight'} < set(folder_tensors(tmp_path / 'both' / 'adapter'))
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'both' / 'adapter')
+    assert_loads_clean(tmp_path / 'both', type(base))
+    assert json.loads((tmp_path / 'both' / 'config.json').read_text())['vocab_size'] == 137
 
 
-def test_adapter_of_another_name(tmp_path):
+def test_adapter_of_another_name_in_another_dtype(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build('llama'), LoraConfig(target_modules=['q_proj']), adapter_name='mine')
     model.save_pretrained(tmp_path / 'expected')
-    _, committed = save_folder(model, tmp_path / 'hf_model')
-    assert_same_folder_tensors(tmp_path / 'expected' / 'mine', committed.path)
-    save_folder(model, tmp_path / 'merged', lora='merge')
-    merged_by_peft(model, tmp_path / 'expected_merged')
-    assert_same_folder_tensors(tmp_path / 'expected_merged', tmp_path / 'merged')
+    save_folder(model, tmp_path / 'both', lora='both', dtype='bfloat16')
+    expected = folder_tensors(tmp_path / 'expected' / 'mine')
+    found = folder_tensors(tmp_path / 'both' / 'adapter')
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor.to(BF16)) for name, tensor in expected.items())
+    assert_rounded_once(folder_tensors(tmp_path / 'both'), exact_merge(model))
 
 
-def test_adapter_is_never_split(tmp_path):
-    plan, _ = save_folder(adapted('llama'), tmp_path / 'hf_model', max_shard_size=100)
-    assert [file.name for file in plan.files] == ['adapter_model.safetensors'] and plan.indexes == {}
+def exact_merge(model: nn.Module) -> dict[str, torch.Tensor]:
+    """peft's merge of the same weights in float64."""
+    return copy.deepcopy(model).double().merge_and_unload().state_dict()
 
 
-def test_adapter_in_another_dtype(tmp_path):
-    model = adapted('llama')
-    save_folder(model, tmp_path / 'hf_model', dtype='bfloat16')
-    model.save_pretrained(tmp_path / 'expected')
-    found, trained = folder_tensors(tmp_path / 'hf_model'), folder_tensors(tmp_path / 'expected')
-    assert all(torch.equal(found[name], tensor.to(BF16)) for name, tensor in trained.items())
+def test_one_rounding_is_nearer_than_pefts_several(tmp_path):
+    model = adapted('llama', BF16, target_modules='all-linear')
+    save_folder(model, tmp_path / 'hf_model', lora='merge')
+    merged_by_peft(model, tmp_path / 'peft')
+    exact = exact_merge(model)
+    ours, pefts = folder_tensors(tmp_path / 'hf_model'), folder_tensors(tmp_path / 'peft')
+    for name in (name for name in exact if 'proj' in name):
+        errors = [(tensors[name].double() - exact[name]).abs().mean() for tensors in (ours, pefts)]
+        assert errors[0] < errors[1], name
 
 
-def test_both(tmp_path):
-    model = adapted('llama')
-    model.save_pretrained(tmp_path / 'adapter')
-    merged_by_peft(model, tmp_path / 'merged')
-    plan, committed = save_folder(model, tmp_path / 'hf_model', lora='both', max_shard_size=20_000)
-    assert_same_folder_tensors(tmp_path / 'merged', committed.path)
-    assert_same_folder_tensors(tmp_path / 'adapter', committed.path / 'adapter')
-    assert {path.name for path in (committed.path / 'adapter').iterdir()} == {
-        path.name for path in (tmp_path / 'adapter').iterdir()
-    }
-    loaded = assert_loads_clean(committed.path, type(model.get_base_model()))
-    assert not any('lora_' in name for name in loaded.state_dict())
-    assert list(plan.indexes) == ['model.safetensors.index.json']
+def test_fp32_adapter_on_a_16_bit_base(tmp_path):
+    """What peft's autocast makes of a model that was loaded in bf16, and no engine has cast."""
+    model = adapt(build('llama').to(BF16))
+    assert {parameter.dtype for parameter in model.parameters()} == {BF16, torch.float32}
+    save_folder(model, tmp_path / 'hf_model', lora='merge')
+    found = folder_tensors(tmp_path / 'hf_model')
+    assert {tensor.dtype for tensor in found.values()} == {BF16}
+    assert_rounded_once(found, exact_merge(model))
 
 
-def test_tokenizer_goes_beside_the_weights_once(tmp_path):
-    class Tokenizer:
-        def save_pretrained(self, folder):
-            (Path(folder) / 'tokenizer.json').touch()
+def test_merge_before_a_conversion():
+    """Weights that transformers stacks, splits or transposes on the way out are merged first."""
+    merge = WeightMerge('w', 'a', 'b', None, 2.0, transposed=False)
+    tensors = {'w': torch.randn(4, 3), 'a': torch.randn(2, 3), 'b': torch.randn(4, 2), 'v': torch.randn(4, 3)}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    entry = ExportEntry('stacked', (2, 4, 3), 'F32', ('w', 'v'), lambda t: {'stacked': torch.stack([t['w'], t['v']])})
+    (derived,) = with_computed([entry], {'w': merge})
+    assert derived.reads == ('w', 'v', 'a', 'b')
+    expected = tensors['w'] + tensors['b'] @ tensors['a'] * 2.0
+    assert torch.equal(derived.combine(tensors)['stacked'], torch.stack([expected, tensors['v']]))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
-    for lora in ('adapter', 'merge', 'both'):
-        folder = tmp_path / lora
-        folder.mkdir()
-        exporter = exporter_for(adapted('llama'), None, lora=lora)
-        exporter.entries(source_for(adapted('llama')).specs(), None)
-        exporter.write_hf_assets(folder, Tokenizer(), ())
-        assert [path.parent for path in folder.rglob('tokenizer.json')] == [folder]
+
+def test_shards_are_those_of_the_merged_model_and_memory_is_that_of_one_weight(tmp_path):
+    model = adapted('llama', target_modules='all-linear', use_dora=True)
+    merged = copy.deepcopy(model).merge_and_unload()
+    merged.save_pretrained(tmp_path / 'expected', max_shard_size='20KB')
+    plan, _ = save_folder(model, tmp_path / 'hf_model', lora='merge', max_shard_size=20_000)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('model*')}
+    assert len(expected) > 3
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'hf_model').glob('model*')} == expected
+    groups = [group for bucket in plan.buckets for group in bucket.groups if len(group.reads) > 1]
+    assert groups and all(len(group.placements) == 1 and len(group.reads) == 4 for group in groups)
 
 
-# The live model is read-only
+def test_memory_of_a_merge_is_told(tmp_path):
+    """fp32, its cast, and the cast before that is still being written, of the largest adapted weight."""
+    model = adapted('llama', BF16, target_modules=['q_proj', 'up_proj'])
+    for lora, expected in {'adapter': 0, 'merge': 77 * 35 * 8, 'both': 77 * 35 * 8}.items():
+        exporter = exporter_for(model, None, lora=lora)
+        exporter.entries(source_for(model).specs(), None)
+        assert exporter.combine_nbytes == expected
 
 
 @pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
-def test_live_model_is_untouched(lora, tmp_path):
+def test_live_model_is_untouched_and_the_tokenizer_is_written_once(lora, tmp_path):
     model = adapted('qwen2', use_dora=True, modules_to_save=['lm_head'])
     model.peft_config['default'].base_model_name_or_path = None
     config, peft_config = model.config.to_dict(), model.peft_config['default'].to_dict()
     weights = {name: (t, t.clone(), t.requires_grad) for name, t in model.state_dict(keep_vars=True).items()}
     modules = list(model.modules())
-    save_folder(model, tmp_path / 'hf_model', lora=lora)
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            (folder / 'tokenizer.json').touch()
+
+    exporter = exporter_for(model, None, lora=lora)
+    exporter.entries(source_for(model).specs(), None)
+    warnings = exporter.write_hf_assets(tmp_path, Tokenizer(), ())
+    assert [path.parent for path in tmp_path.rglob('tokenizer.json')] == [tmp_path]
+    assert any('has no base_model_name_or_path' in warning for warning in warnings) == (lora != 'merge')
     assert model.config.to_dict() == config
     assert model.peft_config['default'].to_dict() == peft_config
     after = model.state_dict(keep_vars=True)
@@ -175,36 +226,40 @@ def test_the_adapter_is_found():
         exporter_for(two, None)
     for module in ('critic', 'critic.base_model.model'):
         assert type(exporter_for(two, module)) is LoraExporter
+    beside = around(visual=adapted('llama'), llm=build('llama'))
+    assert type(exporter_for(beside, None)) is HuggingFaceExporter
+    assert type(exporter_for(beside, 'visual')) is LoraExporter
 
 
-def test_a_whole_llm_goes_before_an_adapter_elsewhere():
-    model = around(visual=adapted('llama'), llm=build('llama'))
-    assert type(exporter_for(model, None)) is HuggingFaceExporter
-    assert type(exporter_for(model, 'visual')) is LoraExporter
-
-
-def test_what_is_outside_is_left_out(tmp_path):
-    model = around(llm=adapted('llama'), projector=nn.Linear(2, 2))
-    for lora, n_left in [('adapter', 2 + len(build('llama').state_dict())), ('merge', 2), ('both', 2)]:
-        exporter = exporter_for(model, None, lora=lora)
-        exporter.entries(source_for(model).specs(), None)
-        assert len(exporter.left_out) == n_left
-        assert {'projector.weight', 'projector.bias'} <= set(exporter.left_out)
+@pytest.mark.parametrize('policy', ['full', 'adapter', 'merge', 'both'])
+def test_the_policy_of_dpo_without_its_reference(policy, tmp_path):
+    """XTuner's DPO holds a frozen ``ref_llm`` beside ``llm``, here first."""
+    reference, llm = build('llama', seed=5).requires_grad_(False), build('llama')
+    if policy == 'full':
+        llm.save_pretrained(tmp_path / 'expected')
+    else:
+        llm = adapt(llm)
+        llm.save_pretrained(tmp_path / 'adapter')
+        merged_by_peft(llm, tmp_path / 'expected')
+    model = around(ref_llm=reference, llm=llm)
+    options = {} if policy == 'full' else {'lora': policy}
+    save_folder(model, tmp_path / 'hf_model', **options)
+    assert_same_folder_tensors(tmp_path / ('adapter' if policy == 'adapter' else 'expected'), tmp_path / 'hf_model')
+    exporter = exporter_for(model, None, **options)
+    exporter.entries(source_for(model).specs(), None)
+    of_reference = {f'ref_llm.{name}' for name in reference.state_dict()}
+    assert set(exporter.left_out) == of_reference or (policy == 'adapter' and of_reference < set(exporter.left_out))
 
 
 # What is refused
 
 
 @pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
-def test_no_adapter(lora):
+def test_no_trained_adapter(lora):
     assert 'option lora: expected None, because HuggingFaceExporter, which exports this LlamaForCausalLM' in refusal(
         build('llama'), lora
     )
-
-
-@pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
-def test_nothing_trained(lora):
-    assert "'default' at 'the root' has no trainable tensors" in refusal(adapted('llama').requires_grad_(False), lora)
+    assert "'default' of LlamaForCausalLM has no trainable" in refusal(adapted('llama').requires_grad_(False), lora)
 
 
 def test_trained_outside_the_adapter(tmp_path):
@@ -216,45 +271,58 @@ def test_trained_outside_the_adapter(tmp_path):
     assert torch.equal(folder_tensors(tmp_path / 'hf_model')['lm_head.weight'], model.get_base_model().lm_head.weight)
 
 
-def test_base_model_is_gone(tmp_path):
-    model = adapted('llama')
-    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'gone')
-    assert f'the base model {tmp_path / "gone"} is missing' in refusal(model)
-
-
-def test_base_model_has_another_vocabulary(tmp_path):
-    """peft saves resized embeddings where the config tells of them; here it does not."""
-    build('llama').save_pretrained(tmp_path / 'base')
-    model = adapted('llama')
-    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'base')
-    save_folder(model, tmp_path / 'hf_model')
-    model.get_base_model().model.embed_tokens = nn.Embedding(137, 35)
-    model.get_base_model().model.embed_tokens.requires_grad_(False)
-    found = refusal(model)
-    assert 'has 131 tokens, but the trained model has embeddings for 137' in found and 'modules_to_save' in found
-
-
-def test_base_model_is_not_recorded(tmp_path):
-    _, committed = save_folder(adapted('llama'), tmp_path / 'hf_model')
-    assert any('has no base_model_name_or_path' in warning for warning in committed.warnings)
-
-
-def test_another_kind_of_adapter():
-    from peft import IA3Config, get_peft_model
+def test_other_adapters():
+    from peft import IA3Config, LoraConfig, get_peft_model
 
     config = IA3Config(target_modules=['k_proj', 'down_proj'], feedforward_modules=['down_proj'])
     assert "one adapter of type LORA, found {'default': 'IA3'}" in refusal(get_peft_model(build('llama'), config))
-
-
-def test_two_adapters():
-    from peft import LoraConfig
-
-    model = adapted('llama')
-    model.add_adapter('other', LoraConfig(target_modules=['q_proj']))
-    assert "{'default': 'LORA', 'other': 'LORA'}" in refusal(model)
+    two = adapted('llama')
+    two.add_adapter('other', LoraConfig(target_modules=['q_proj']))
+    assert "{'default': 'LORA', 'other': 'LORA'}" in refusal(two)
 
 
 def test_errors_come_before_training(tmp_path):
     with pytest.raises(AgreedError, match=r"stage 'plan' failed on rank 0: OptionError: option lora"):
         save_folder(build('llama'), tmp_path / 'hf_model', lora='merge')
     assert not (tmp_path / 'hf_model').exists()
+
+
+def test_quantized_base():
+    model = adapted('llama')
+    model.get_base_model().quantization_method = 'bitsandbytes'  # what HfQuantizer.preprocess_model sets
+    for lora in ('merge', 'both'):
+        found = refusal(model, lora)
+        assert 'quantized (bitsandbytes)' in found and "set lora to 'adapter'" in found
+    exporter_for(model, None).entries(source_for(model).specs(), None)
+
+
+UNMERGEABLE = {
+    'tied': (dict(target_modules=['embed_tokens']), 'is tied to a layer'),
+    'both_of_tied': (dict(target_modules=['embed_tokens', 'lm_head']), 'is tied to a layer'),
+    'trainable_tokens': (dict(trainable_token_indices=[1, 2]), 'TrainableTokensWrapper is not supported'),
+    'mica': (dict(init_lora_weights='mica'), 'MiCALinearVariant is not supported'),
+    'lora_bias': (dict(lora_bias=True), 'with lora_bias is not supported'),
+}
+
+
+@pytest.mark.parametrize('kind', UNMERGEABLE)
+def test_unmergeable(kind, tmp_path):
+    lora, reason = UNMERGEABLE[kind]
+    model = adapted('qwen2', **lora)
+    found = refusal(model, 'merge')
+    assert reason in found and "set lora to 'adapter'" in found
+    save_folder(model, tmp_path / 'hf_model')
+    model.save_pretrained(tmp_path / 'expected')
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
+
+
+@pytest.mark.modern_only  # in transformers 4 experts are linear layers
+def test_adapted_expert_parameters():
+    lora = dict(target_modules=[], target_parameters=['experts.gate_up_proj'], task_type='CAUSAL_LM')
+    assert 'ParamWrapper is not supported' in refusal(adapted('qwen3_moe', **lora), 'merge')
+
+
+def test_merged_live():
+    model = adapted('llama')
+    model.merge_adapter()
+    assert 'already merged into the live model' in refusal(model, 'merge')

@@ -16,7 +16,7 @@ from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import NOISE_STD, available, build
 from xhf_hooks.errors import AgreedError, ModelError
-from xhf_hooks.exporters import HuggingFaceExporter, RewardExporter, RewardLoraExporter, exporter_for
+from xhf_hooks.exporters import HuggingFaceExporter, RewardExporter, exporter_for
 from xhf_hooks.sources import source_for
 
 FAMILIES = [family for family in ('llama', 'qwen2', 'qwen3', 'mixtral', 'gemma2') if available(family)]
@@ -79,7 +79,7 @@ def test_folder_is_xtuners(family, tmp_path):
 
 def test_exporters_are_chosen():
     assert type(exporter_for(reward_model('llama'), None)) is RewardExporter
-    assert type(exporter_for(reward_model('llama', {}), None)) is RewardLoraExporter
+    assert type(exporter_for(reward_model('llama', {}), None)) is RewardExporter
     assert type(exporter_for(reward_model('llama'), 'llm')) is HuggingFaceExporter  # the backbone, as asked
     assert type(exporter_for(around(llm=build('llama')), None)) is HuggingFaceExporter
 

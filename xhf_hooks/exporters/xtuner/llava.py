@@ -1,30 +1,47 @@
-"""Exports XTuner's ``LLaVAModel``: ``llm``, ``visual_encoder`` and ``projector``."""
+"""Exports XTuner's ``LLaVAModel``: ``llm``, ``visual_encoder`` and ``projector``.
+
+In XTuner's layout, or as transformers' ``LlavaForConditionalGeneration`` with adapters merged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.composite import CompositeExporter
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter
-from xhf_hooks.exporters.lora.adapter import AdapterExporter, adapters_in, trained_adapter
-from xhf_hooks.exporters.lora.exporter import ADAPTER_FOLDER
-from xhf_hooks.exporters.lora.merge import MergedExporter
-from xhf_hooks.exporters.xtuner.llava_hf import LlavaHuggingFaceExporter
-from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.exporters.base import CompositeExporter, ComputedTensor
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
+from xhf_hooks.exporters.lora import ADAPTER_FOLDER, MergedExporter, base_path
+from xhf_hooks.exporters.lora_adapter import AdapterExporter, adapters_in
+from xhf_hooks.exporters.tokenizer import base_file
+from xhf_hooks.format.dtypes import AS_IN_BASE
+from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import LlavaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 #: Folders of complete parts in ``LLaVAModel.to_xtuner_llava`` (xtuner ``model/llava.py``), with the llm in the
 #: checkpoint itself, where ``xtuner chat CHECKPOINT --llava CHECKPOINT`` expects it. Adapters: ``<part>_adapter``.
 _FOLDERS = {'llm': '', 'visual_encoder': 'visual_encoder', 'projector': 'projector'}
+_ORDER = ('visual_encoder', 'projector', 'llm')  # in LlavaForConditionalGeneration
+IMAGE_TOKEN, PAD_TOKEN = '<image>', '<pad>'
+#: Maps names in XTuner's ``model/modules/projector`` to those in transformers' ``LlavaMultiModalProjector``.
+_PROJECTOR_NAMES = {'model.0.': 'linear_1.', 'model.2.': 'linear_2.'}
+#: XTuner pads the rows of embeddings to a multiple of this, "for performance reasons".
+_ROWS_MULTIPLE = 64
+_CHUNK_ROWS = 1024
 
 
 @EXPORTERS.register_module()
@@ -47,19 +64,29 @@ class LlavaExporter(CompositeExporter):
         self, model: nn.Module, module: str | None, lora: str | None = None, llava_format: str = 'xtuner'
     ) -> None:
         adapted = {name: child for name, child in adapters_in(model).items() if name in _FOLDERS}
+        as_one_model = llava_format == 'huggingface'
         if lora is not None and not adapted:
             raise OptionError('lora', 'None, because neither llm nor visual_encoder has an adapter', lora)
-        if llava_format == 'huggingface' and lora == 'adapter':
+        if as_one_model and lora == 'adapter':
             raise OptionError('lora', "None, 'merge' or 'both' with llava_format 'huggingface'", lora)
-        self.parts = {}
+        lora = lora or ('merge' if as_one_model else 'adapter')
         notes: list[str] = []
-        if llava_format == 'huggingface':
-            self.parts[''] = LlavaHuggingFaceExporter(model)
-            self._add_adapters(adapted, beside_merged=True, wanted=lora == 'both')
+        if as_one_model:
+            self.parts = {'': _LlavaHuggingFaceExporter(model)}
         else:
-            lora = lora or 'adapter'
-            self._add_trained_parts(model, adapted, lora, notes)
-            self._add_adapters(adapted, beside_merged=lora == 'both', wanted=lora != 'merge')
+            self.parts = {}
+            for name, folder in _FOLDERS.items():
+                child = getattr(model, name)
+                if name == 'projector' or any(p.requires_grad for p in child.parameters()):
+                    if name not in adapted or lora != 'adapter':
+                        self.parts[folder] = _whole(model, name, adapted)
+                else:
+                    base = hf_assets.base_dir_of(child) or 'its base model'
+                    notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
+        if lora != 'merge':
+            for name, child in adapted.items():
+                folder = f'{ADAPTER_FOLDER}/{name}_adapter' if lora == 'both' else f'{name}_adapter'
+                self.parts[folder] = AdapterExporter(name, child, alone=lora == 'adapter')
         self.tokenizer_folder = next((folder for folder in ('', 'llm_adapter') if folder in self.parts), None)
         if self.tokenizer_folder is None:
             notes.append('the llm and its tokenizer are not written')
@@ -80,29 +107,212 @@ class LlavaExporter(CompositeExporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         if dtype == AS_IN_BASE:
-            raise OptionError(
-                'dtype', "another one for XTuner's LLaVAModel, whose parts have bases of their own", dtype
-            )
+            raise OptionError('dtype', "another one for XTuner's LLaVAModel, whose parts have their own bases", dtype)
         return super().entries(specs, dtype)
 
     def base_tokenizer(self) -> Any | None:
         return hf_assets.base_tokenizer_of(self._llm)
 
-    def _add_trained_parts(self, model: nn.Module, adapted: dict[str, PeftModel], lora: str, notes: list[str]) -> None:
-        for name, folder in _FOLDERS.items():
-            child = getattr(model, name)
-            if name in adapted:
-                if lora != 'adapter':
-                    self.parts[folder] = MergedExporter(model, name, child, trained_adapter(name, child))
-            elif name == 'projector' or any(p.requires_grad for p in child.parameters()):
-                self.parts[folder] = HuggingFaceExporter(model, name)
-            else:
-                base = hf_assets.base_dir_of(child) or 'its base model'
-                notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
 
-    def _add_adapters(self, adapted: dict[str, PeftModel], *, beside_merged: bool, wanted: bool) -> None:
-        if wanted:
-            for name, child in adapted.items():
-                folder = f'{ADAPTER_FOLDER}/{name}_adapter' if beside_merged else f'{name}_adapter'
-                adapter = trained_adapter(name, child)
-                self.parts[folder] = AdapterExporter(name, child, adapter, alone=not beside_merged)
+def _whole(model: nn.Module, name: str, adapted: Mapping[str, PeftModel]) -> HuggingFaceExporter:
+    if name in adapted:
+        return MergedExporter(model, base_path(name), {'': adapted[name]})
+    return HuggingFaceExporter(model, name)
+
+
+class _LlavaHuggingFaceExporter(HuggingFaceExporter):
+    """Writes the result of ``LLaVAModel.to_huggingface_llava`` (xtuner ``model/llava.py``), with some differences.
+
+    The llm may be any model of transformers, not only Llama. A frozen visual encoder is also written. Features come
+    from the layer used in training. The processor has the patch size. The tokenizer gets ``<image>`` and ``<pad>``; new
+    rows of the embeddings are the mean of the existing ones, where XTuner samples around it. The row of ``<image>`` is
+    never used: features replace it.
+
+    Raises:
+        ModelError: A part is quantized or not a model of transformers, or the projector does not have two layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        adapted = adapters_in(model)
+        self._parts = {name: _whole(model, name, adapted) for name in _ORDER}
+        super().__init__(model, self._parts['llm']._path)
+        for name in ('visual_encoder', 'llm'):
+            part = self._parts[name]._model
+            if not type(part).__module__.startswith('transformers.models.'):
+                raise ModelError(
+                    f'{name} is {type(part).__module__}.{type(part).__name__}, but LlavaForConditionalGeneration needs '
+                    "a model of transformers itself; set llava_format to 'xtuner'"
+                )
+        depth = self._parts['projector']._model.config.depth
+        if depth != len(_PROJECTOR_NAMES):
+            expected = f'a projector of {len(_PROJECTOR_NAMES)} layers, found depth {depth}'
+            raise ModelError(f"LlavaForConditionalGeneration has {expected}; set llava_format to 'xtuner'")
+        self._select_layer = getattr(model, 'visual_select_layer', -2)
+        self._own: dict[str, dict[str, TensorSpec]] = {}
+        self._rows = 0
+
+    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+        """The names of LlavaForConditionalGeneration, with resized embeddings."""
+        self._own = {name: part._own_names(specs) for name, part in self._parts.items()}
+        self._computed = {base: made for part in self._parts.values() for base, made in part._computed.items()}
+        self._rows, widened = self._with_new_rows()
+        prefixes = _prefixes(self._model)
+        named = {}
+        for part, own in {**self._own, 'llm': widened}.items():
+            for name, spec in own.items():
+                named[_renamed(name, prefixes[part])] = spec
+        return named
+
+    def _with_new_rows(self) -> tuple[int, dict[str, TensorSpec]]:
+        """The number of embedding rows, and the llm's tensors with that number.
+
+        As in XTuner, rows are added up to a multiple of 64 if the tokens do not fit. (XTuner adds one row too few if
+        the first of the two tokens gets the last row.)
+        """
+        own = dict(self._own['llm'])
+        names = self._embedding_names()
+        rows = own[names[0]].shape[0]
+        tokenizer = self.base_tokenizer()
+        needed = rows + 2 if tokenizer is None else max(with_image_token(tokenizer)[1:]) + 1
+        if needed <= rows:
+            return rows, own
+        wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+        for name in names:
+            spec = own[name]
+            made = self._computed.get(spec.name)
+            if not isinstance(made, _ResizedEmbedding):  # a tied tensor is resized once
+                self._computed[spec.name] = _ResizedEmbedding(spec.name, wanted, made)
+            own[name] = replace(spec, shape=(wanted, *spec.shape[1:]))
+        return wanted, own
+
+    def _embedding_names(self) -> list[str]:
+        """Names of the llm's tensors with a row per token, the input embedding first."""
+        llm = build_on_meta(model_class(self._model), self._model.config)
+        embeddings = [llm.get_input_embeddings(), llm.get_output_embeddings()]
+        tensors = {id(t): None for module in embeddings if module is not None for t in module.parameters()}
+        found = {name: id(t) for name, t in llm.named_parameters(remove_duplicate=False) if id(t) in tensors}
+        return sorted(found, key=lambda name: [*tensors].index(found[name]))
+
+    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> LlavaConfig:
+        from transformers import LlavaConfig
+
+        text = self._parts['llm']._exported_config(self._own['llm'], dtype)
+        vision = self._parts['visual_encoder']._exported_config(self._own['visual_encoder'], dtype)
+        projector = self._parts['projector']._model.config
+        text.vocab_size = self._rows
+        config = LlavaConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=self._rows - 2,  # replaced when the tokenizer is known
+            image_seq_length=_n_patches(vision) + self._n_class_tokens() - 1,
+            projector_hidden_act=projector.hidden_act,
+            multimodal_projector_bias=projector.bias,
+            vision_feature_layer=self._select_layer,
+            vision_feature_select_strategy='default',  # without the class token, as in LLaVAModel.forward
+            tie_word_embeddings=text.tie_word_embeddings,
+        )
+        config.architectures = ['LlavaForConditionalGeneration']
+        dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'
+        setattr(config, dtype_option, getattr(text, dtype_option))
+        return config
+
+    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+        from transformers import LlavaForConditionalGeneration
+
+        return build_on_meta(LlavaForConditionalGeneration, config)
+
+    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+        config = copy.deepcopy(self._config)
+        warnings = []
+        if tokenizer is None:
+            warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')
+        else:
+            tokenizer, image_id, pad_id = with_image_token(tokenizer)
+            if max(image_id, pad_id) >= self._rows:
+                raise ModelError(
+                    f'with {IMAGE_TOKEN} and {PAD_TOKEN}, the tokenizer has {len(tokenizer)} tokens, but the '
+                    f'embeddings have {self._rows} rows, for the tokenizer of the base model {self.base_dir!r}; set '
+                    f'the option tokenizer to that one, or call resize_token_embeddings before training'
+                )
+            config.image_token_index, config.pad_token_id = image_id, pad_id
+        warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, base_dir='')
+        return warnings + self._write_processor(folder)
+
+    def _write_processor(self, folder: Path) -> list[str]:
+        """Write the files of LlavaProcessor's ``save_pretrained``, without building an image processor."""
+        vision_base = self._parts['visual_encoder'].base_dir
+        preprocessor = base_file(vision_base, 'preprocessor_config.json')
+        if preprocessor is None:
+            return [f'no processor was written: {vision_base!r}, the visual encoder, has no preprocessor_config.json']
+        shutil.copyfile(preprocessor, folder / 'preprocessor_config.json')
+        processor = {
+            'processor_class': 'LlavaProcessor',
+            'image_token': IMAGE_TOKEN,
+            'patch_size': self._config.vision_config.patch_size,
+            'num_additional_image_tokens': self._n_class_tokens(),
+            'vision_feature_select_strategy': self._config.vision_feature_select_strategy,
+        }
+        (folder / 'processor_config.json').write_text(json.dumps(processor, indent=2) + '\n')
+        return []
+
+    def _n_class_tokens(self) -> int:
+        """Number of class tokens in the visual encoder's output: 1 for CLIP, 0 for SigLIP."""
+        positions = [s for n, s in self._own['visual_encoder'].items() if n.endswith('position_embedding.weight')]
+        return positions[0].shape[0] - _n_patches(self._parts['visual_encoder']._model.config) if positions else 1
+
+
+@dataclass(frozen=True)
+class _ResizedEmbedding:
+    """Extends a tensor ``(vocab, ...)`` to ``(rows, ...)``: new rows are the mean of the existing ones.
+
+    The mean is computed in float64, so that it does not depend on the order of summation by threads.
+
+    Attributes:
+        made: Computes the tensor to extend, if it is itself computed.
+    """
+
+    base: str
+    rows: int
+    made: ComputedTensor | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.base,) if self.made is None else self.made.reads
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        weight = tensors[self.base] if self.made is None else self.made(tensors)
+        total = sum(chunk.double().sum(dim=0) for chunk in weight.split(_CHUNK_ROWS))
+        mean = (total / len(weight)).to(weight.dtype)
+        return torch.cat([weight, mean.expand(self.rows - len(weight), *weight.shape[1:])])
+
+
+def with_image_token(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, int, int]:
+    """A copy with the tokens ``<image>`` and ``<pad>`` (its padding token), and their ids."""
+    from transformers import AddedToken
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
+    tokenizer.add_special_tokens({'pad_token': PAD_TOKEN})
+    image_id, pad_id = tokenizer.convert_tokens_to_ids([IMAGE_TOKEN, PAD_TOKEN])
+    return tokenizer, image_id, pad_id
+
+
+def _n_patches(vision: PretrainedConfig) -> int:
+    return (vision.image_size // vision.patch_size) ** 2
+
+
+def _prefixes(llm: PreTrainedModel) -> dict[str, Mapping[str, str]]:
+    """Maps old to new name prefixes, by part; the first match counts."""
+    import transformers
+
+    # Since 4.52, LlavaForConditionalGeneration is a LlavaModel with a head
+    nested = hasattr(transformers, 'LlavaModel')
+    inside = 'model.' if nested else ''
+    language = {f'{llm.base_model_prefix}.': 'model.language_model.', '': ''} if nested else {'': 'language_model.'}
+    projector = {old: f'{inside}multi_modal_projector.{new}' for old, new in _PROJECTOR_NAMES.items()}
+    return {'visual_encoder': {'': f'{inside}vision_tower.'}, 'projector': projector, 'llm': language}
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    old, new = next((old, new) for old, new in prefixes.items() if name.startswith(old))
+    return new + name.removeprefix(old)

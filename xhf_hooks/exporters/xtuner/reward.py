@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.base import specs_below, unchanged_entries
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, pretrained_in, quantization_of
-from xhf_hooks.exporters.lora.adapter import ADAPTER_FILES, AdapterExporter
-from xhf_hooks.exporters.lora.exporter import LoraExporter
-from xhf_hooks.exporters.lora.merge import MergedExporter
+from xhf_hooks.errors import ModelError, OptionError
+from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.huggingface import build_on_meta, pretrained_in, quantization_of
+from xhf_hooks.exporters.lora import LoraExporter, MergedExporter
+from xhf_hooks.exporters.lora_adapter import ADAPTER_FILES, AdapterExporter, adapters_in
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -77,15 +76,54 @@ def head_of(kind: type[PreTrainedModel]) -> str:
     return 'v_head' if kind.__name__.endswith('ForRewardModel') else 'score'
 
 
-class HeadedExporter(HuggingFaceExporter):
-    """Exports a backbone and its head as one model of :func:`reward_class`.
+@EXPORTERS.register_module()
+class RewardExporter(LoraExporter):
+    """Exports a reward model, an adapter of its backbone by default merged as in XTuner unless the base is quantized.
 
     Args:
-        reward_token_id: The token whose score is the reward, for classes that use one.
+        lora: One of LORA_MODES, if there is an adapter. Defaults to None: 'merge', or 'adapter' on a quantized base.
+        reward_token_id: The token whose score is the reward, for classes that use one; an attribute of the model wins.
     """
 
-    def __init__(self, *args: Any, reward_token_id: int | None) -> None:
-        super().__init__(*args)
+    options: tuple[str, ...] = ('lora', 'reward_token_id')
+
+    def __init__(
+        self, model: nn.Module, module: str | None, lora: str | None = None, reward_token_id: int | None = None
+    ) -> None:
+        own = vars(model).get('reward_token_id')
+        self._reward_token_id = reward_token_id if own is None else own
+        adapted = adapters_in(model).get(BACKBONE)
+        if adapted is not None:
+            quantized = quantization_of(adapted.get_base_model()) is not None
+            super().__init__(model, BACKBONE, lora or ('adapter' if quantized else 'merge'))
+        elif lora is not None:
+            raise OptionError('lora', f'None, because {BACKBONE} has no adapter', lora)
+        else:
+            self.parts = {'': _HeadedExporter(model, BACKBONE, {}, self._reward_token_id)}
+            self.base_dir = self.parts[''].base_dir
+
+    @classmethod
+    def accepts(cls, model: nn.Module, module: str | None) -> bool:
+        return (
+            module is None
+            and has_head(model)
+            and (BACKBONE in pretrained_in(model) or super().accepts(model, BACKBONE))
+        )
+
+    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
+        return _HeadedExporter(model, path, {'': peft_model}, self._reward_token_id)
+
+    def _adapter(self, path: str, peft_model: PeftModel, *, alone: bool) -> Exporter:
+        return _HeadedAdapterExporter(path, peft_model, alone=alone)
+
+
+class _HeadedExporter(MergedExporter):
+    """Exports a backbone and its head as one model of :func:`reward_class`."""
+
+    def __init__(
+        self, model: nn.Module, path: str, adapters: Mapping[str, PeftModel], reward_token_id: int | None
+    ) -> None:
+        super().__init__(model, path, adapters)
         self._class = reward_class(self._model)
         self._head = head_of(self._class)
         self._reward_token_id = reward_token_id
@@ -128,33 +166,15 @@ class HeadedExporter(HuggingFaceExporter):
         return build_on_meta(self._class, config)
 
 
-@EXPORTERS.register_module()
-class RewardExporter(HeadedExporter):
-    """Exports a reward model without adapters."""
-
-    options: tuple[str, ...] = ('reward_token_id',)
-
-    def __init__(self, model: nn.Module, module: str | None, reward_token_id: int | None = None) -> None:
-        super().__init__(model, BACKBONE, reward_token_id=_reward_token_id(model, reward_token_id))
-
-    @classmethod
-    def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        return module is None and has_head(model) and BACKBONE in pretrained_in(model)
-
-
-class MergedRewardExporter(HeadedExporter, MergedExporter):
-    """Exports a reward model with its LoRA adapter merged into the backbone."""
-
-
-class RewardAdapterExporter(AdapterExporter):
+class _HeadedAdapterExporter(AdapterExporter):
     """Exports the adapter of the sequence classifier, with the head in ``modules_to_save``.
 
     It loads with ``PeftModel.from_pretrained`` onto ``AutoModelForSequenceClassification.from_pretrained(base,
     num_labels=1)``; for InternLM2, onto its reward model.
     """
 
-    def __init__(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> None:
-        super().__init__(path, peft_model, adapter, alone=alone)
+    def __init__(self, path: str, peft_model: PeftModel, *, alone: bool) -> None:
+        super().__init__(path, peft_model, alone=alone)
         kind = reward_class(self._model)
         self._head, prefix = head_of(kind), kind.base_model_prefix
         self._prefix = f'{_IN_ADAPTER}.{prefix}.'
@@ -176,43 +196,7 @@ class RewardAdapterExporter(AdapterExporter):
         return entries + unchanged_entries(head, dtype, ADAPTER_FILES)
 
 
-@EXPORTERS.register_module()
-class RewardLoraExporter(LoraExporter):
-    """Exports a reward model with a LoRA adapter, by default merged as in XTuner unless the base is quantized.
-
-    Args:
-        lora: One of LORA_MODES. Defaults to None: 'merge', or 'adapter' on a quantized base model.
-    """
-
-    options: tuple[str, ...] = ('lora', 'reward_token_id')
-
-    def __init__(
-        self, model: nn.Module, module: str | None, lora: str | None = None, reward_token_id: int | None = None
-    ) -> None:
-        self._reward_token_id = _reward_token_id(model, reward_token_id)
-        if lora is None:
-            (base,) = (m for path, m in pretrained_in(model).items() if path.startswith(f'{BACKBONE}.'))
-            lora = 'merge' if quantization_of(base) is None else 'adapter'
-        super().__init__(model, BACKBONE, lora)
-
-    @classmethod
-    def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        return module is None and has_head(model) and super().accepts(model, BACKBONE)
-
-    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel, adapter: str) -> MergedExporter:
-        return MergedRewardExporter(model, path, peft_model, adapter, reward_token_id=self._reward_token_id)
-
-    def _adapter(self, path: str, peft_model: PeftModel, adapter: str, *, alone: bool) -> AdapterExporter:
-        return RewardAdapterExporter(path, peft_model, adapter, alone=alone)
-
-
 def has_head(model: nn.Module) -> bool:
     """Whether there is a ``v_head`` beside ``llm``."""
     children = dict(model.named_children())  # getattr would also search llm
     return BACKBONE in children and isinstance(children.get(HEAD), nn.Linear)
-
-
-def _reward_token_id(model: nn.Module, given: int | None) -> int | None:
-    """The model's attribute, else the value in the run's config."""
-    own = vars(model).get('reward_token_id')
-    return given if own is None else own

@@ -22,7 +22,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
-from xhf_hooks.exporters.lora.merge import base_path
+from xhf_hooks.exporters.lora import base_path
 from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import dtype_code

@@ -1,1 +1,0 @@
-"""Exports LoRA models as an adapter, merged, or both, and adapters inside larger models."""
