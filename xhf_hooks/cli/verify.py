@@ -86,24 +86,14 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
     from xhf_hooks.verify.folder import verify_folder
 
     with Progress('reading') as progress:
-        report = verify_folder(
-            args.a,
-            workers=args.workers,
-            read=not args.no_read,
-            on_progress=progress,
-        )
-    loaded = None
+        report = verify_folder(args.a, workers=args.workers, read=not args.no_read, on_progress=progress)
     if args.load and report.is_good:
         from xhf_hooks.verify.load import load_and_run
 
-        loaded = load_and_run(args.a, base=args.base, trust_remote_code=args.trust_remote_code)
+        load_and_run(args.a, report, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
         complain(f'{prog}: the folder is damaged, so it was not loaded')
-    good = report.is_good and (loaded is None or loaded.is_good)
-    status = SAME if good else DIFFERENT
-    if args.json:
-        return status, {**report.as_json(), 'loaded': loaded and vars(loaded), 'good': good}
-    return status, [*(loaded.lines() if loaded else []), *report.lines()]
+    return SAME if report.is_good else DIFFERENT, report.as_json() if args.json else report.lines()
 
 
 def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
@@ -115,11 +105,7 @@ def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)
-    try:
-        with Progress('comparing') as progress:
-            found = compare_models(a, b, args.workers or default_workers(), progress)
-    finally:
-        a.close()
-        b.close()
+    with Progress('comparing') as progress:
+        found = compare_models(a, b, args.workers or default_workers(), progress)
     status = DIFFERENT if found.verdict == comparison.DIFFERENT else SAME
     return status, found.as_json() if args.json else found.lines()

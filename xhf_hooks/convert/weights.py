@@ -31,8 +31,8 @@ _GROUPS_NBYTES = 64 * 10**6
 
 #: Arguments of :meth:`Tally.add`, and the number of finite elements that became infinite.
 _Result = tuple[list[tuple[Placement, int, int, int, int]], int]
-#: Called with a file, an offset and the bytes that belong there.
-_Use = Callable[[str, int, memoryview], None]
+#: Called in any thread with a tensor's place, an offset in the tensor, and the bytes that belong there.
+Use = Callable[[Placement, int, memoryview], None]
 
 
 def write_weights(
@@ -63,10 +63,10 @@ def write_weights(
     total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
     done = 0
 
-    def walk(use: _Use) -> tuple[Tally, int]:
+    def walk(use: Use) -> tuple[Tally, int]:
         nonlocal done
         tally, overflows = Tally(plan), 0
-        work = _Work(source, plan, use, use_fp32_master=use_fp32_master, meter=meter)
+        work = Work(source, plan, use, use_fp32_master=use_fp32_master, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for made, job_overflows in threads.run(work.jobs()):
                 meter.sample()
@@ -83,12 +83,12 @@ def write_weights(
             identity = create_file(staging / planned.name, planned.header, planned.nbytes)
             files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
-        result = walk(lambda name, offset, data: files[name].write(data, offset))
+        result = walk(lambda place, start, data: files[place.file].write(data, place.offset + start))
         for file in files.values():
             file.fsync()
     if verify:
         with _ReadBack(staging, plan) as read_back:
-            walk(read_back.require)
+            walk(lambda place, start, data: read_back.require(place.file, place.offset + start, data))
     return result
 
 
@@ -127,11 +127,11 @@ class _ReadBack:
                 )
 
 
-class _Work:
-    """The jobs of the threads."""
+class Work:
+    """The jobs of the threads: each makes bytes of the plan and gives them to ``use``."""
 
     def __init__(
-        self, source: FileSource, plan: SavePlan, use: _Use, *, use_fp32_master: bool, meter: MemoryMeter
+        self, source: FileSource, plan: SavePlan, use: Use, *, use_fp32_master: bool, meter: MemoryMeter
     ) -> None:
         self._source, self._plan, self._use = source, plan, use
         self._use_fp32_master, self._meter = use_fp32_master, meter
@@ -150,7 +150,7 @@ class _Work:
         out = self._buffer()[: end - start]
         first = (place.source_offset or 0) + start // DTYPE_NBYTES[place.dtype]
         overflows = self._source.read_into(read, first, out, place.dtype, use_fp32_master=self._use_fp32_master)
-        self._use(place.file, place.offset + start, out)
+        self._use(place, start, out)
         return [_entry(place, start, out)], overflows
 
     def _make_group(self, group: Group) -> _Result:
@@ -163,7 +163,7 @@ class _Work:
             torch.no_grad(),
         ):
             for chunk in group_chunks(group, tensors, 0, host_bytes, self._meter):
-                self._use(chunk.placement.file, chunk.placement.offset, chunk.data)
+                self._use(chunk.placement, 0, chunk.data)
                 made.append(_entry(chunk.placement, 0, chunk.data))
                 overflows += chunk.overflows
         return made, overflows

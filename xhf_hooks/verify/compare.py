@@ -5,26 +5,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.convert.weights import one_torch_thread
 from xhf_hooks.format.text import size_text
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.threads import WorkerThreads
-from xhf_hooks.verify.models import Model
-from xhf_hooks.verify.rounding import (
-    Difference,
-    compare,
-    has_precision,
-    narrower,
-    ways_through,
-    went_through,
-)
+from xhf_hooks.verify.models import ConvertedModel, FolderModel
+from xhf_hooks.verify.rounding import Difference, compare, narrower, roundings
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
 _SHOWN = 20  # lines of each kind; JSON has all
@@ -123,17 +115,8 @@ class Comparison:
         return [*lines, f'{verdict}: {counts} ({size})']
 
 
-_JOB_ELEMENTS = 1 << 22
-#: Per read and call of torch: large enough that threads seldom wait for the GIL, small enough for a core's cache.
+#: Compared at once: few enough to stay in a core's cache.
 _WINDOW_ELEMENTS = 1 << 17
-_WIDEST = max(DTYPE_NBYTES.values())
-
-
-class _Buffers(threading.local):
-    """Per thread: one buffer for A, one for B."""
-
-    def __init__(self) -> None:
-        self.pair = [memoryview(bytearray(_WINDOW_ELEMENTS * _WIDEST)) for _ in range(2)]
 
 
 class _Pair:
@@ -143,90 +126,57 @@ class _Pair:
         names: The tensor's name in A and in B.
     """
 
-    def __init__(self, a: Model, b: Model, names: tuple[str, str]) -> None:
-        self.names, self._sides = names, list(zip((a, b), names, strict=True))
-        tensors = [model.tensors[name] for model, name in self._sides]
-        self.shapes = tuple(tensor.shape for tensor in tensors)
-        self.dtypes = (tensors[0].dtype, tensors[1].dtype)
-        self.is_alike = self.shapes[0] == self.shapes[1]
-        self.is_computed = any(model.is_computed(name) for model, name in self._sides)
-        self.n_elements = math.prod(self.shapes[0])
-        self.nbytes = sum(tensor.nbytes for tensor in tensors) if self.is_alike else 0
+    def __init__(self, names: tuple[str, str], a: TensorSpec, b: TensorSpec) -> None:
+        self.names, self._tensors = names, (a, b)
+        self.dtypes = (a.dtype, b.dtype)
         self.found = Difference()
+        self.reason = ''
+        if a.shape != b.shape:
+            self.reason = f'shapes {a.shape} and {b.shape}'
+        elif a.dtype != b.dtype and narrower(*self.dtypes) is None:
+            self.reason = f'dtypes {a.dtype} and {b.dtype}'
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Element ranges to read."""
-        for start in range(0, self.n_elements if self.is_alike else 0, _JOB_ELEMENTS):
-            yield start, min(start + _JOB_ELEMENTS, self.n_elements)
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return 0 if self.reason else sum(tensor.nbytes for tensor in self._tensors)
 
-    def windows(self, start: int, end: int, buffers: _Buffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Both tensors, piece by piece; each pair is valid until the next is requested."""
-        for first in range(start, end, _WINDOW_ELEMENTS):
-            pieces = []
-            for (model, name), dtype, buffer in zip(self._sides, self.dtypes, buffers.pair, strict=True):
-                width = DTYPE_NBYTES[dtype]
-                out = buffer[: (min(first + _WINDOW_ELEMENTS, end) - first) * width]
-                model.read(name, first * width, out)
-                pieces.append(torch.frombuffer(out, dtype=TORCH_DTYPES[dtype]))
-            yield pieces[0], pieces[1]
-
-    def compare(self, start: int, end: int, buffers: _Buffers) -> tuple[_Pair, Difference, int]:
-        """The pair, the differences in one range of elements, and the bytes read."""
-        found = Difference()
-        for x, y in self.windows(start, end, buffers):
-            found += compare(x, y)
-        return self, found, (end - start) * sum(DTYPE_NBYTES[dtype] for dtype in self.dtypes)
-
-    def _went_through(self, buffers: _Buffers) -> str | None:
-        """The narrower dtype that one whole tensor was rounded to, if any. Rereads it, usually only one window."""
-        ways = ways_through(*self.dtypes)
-        for start, end in self.parts() if ways else ():
-            for x, y in self.windows(start, end, buffers):
-                wide = torch.promote_types(x.dtype, y.dtype)
-                ways = {way for way in ways if went_through(x.to(wide), y.to(wide), way)}
-                if not ways:
-                    return None
-        return min(ways)[0] if ways else None
-
-    def verdict(self, buffers: _Buffers) -> TensorVerdict:
-        """The result. Call it once all parts have been compared."""
-        found, (first, second) = self.found, self.dtypes
-        has_ulps = has_precision(first) and has_precision(second)
-        through, reason = None, ''
-        if not self.is_alike:
-            verdict, reason = DIFFERENT, 'shapes {} and {}'.format(*self.shapes)
-        elif found.same_bytes and first == second:
+    def verdict(self) -> TensorVerdict:
+        """The result, once all elements have been compared."""
+        found, through = self.found, None
+        if self.reason:
+            verdict = DIFFERENT
+        elif found.same_bytes and self.dtypes[0] == self.dtypes[1]:
             verdict = IDENTICAL
-        elif not has_ulps and first != second:
-            verdict, reason = DIFFERENT, f'dtypes {first} and {second}'
-        elif found.n_beyond == 0:
-            verdict, through = ROUNDING, narrower(first, second)
+        elif found.n_differ == 0 and narrower(*self.dtypes) is not None:  # zeros and NaNs of other bits; wider copies
+            verdict, through = ROUNDING, narrower(*self.dtypes)
         else:
-            through = self._went_through(buffers)
+            through = next((code for code in roundings(*self.dtypes) if not found.unexplained[code]), None)
             verdict = DIFFERENT if through is None else ROUNDING
+        n_elements = math.prod(self._tensors[0].shape)
         return TensorVerdict(
             name=self.names[0] if self.names[0] == self.names[1] else '{} and {}'.format(*self.names),
             verdict=verdict,
-            shape=self.shapes[0],
+            shape=self._tensors[0].shape,
             dtypes=self.dtypes,
-            n_elements=self.n_elements,
+            n_elements=n_elements,
             n_differ=found.n_differ,
             max_abs=found.max_abs,
-            mean_abs=found.sum_abs / self.n_elements if self.n_elements else 0.0,
-            max_ulps=found.max_ulps if has_ulps else None,
-            ulp_of=narrower(first, second) if has_ulps else None,
+            mean_abs=found.sum_abs / max(1, n_elements),
+            max_ulps=None if narrower(*self.dtypes) is None else found.max_ulps,
+            ulp_of=narrower(*self.dtypes),
             through=through,
-            reason=reason,
+            reason=self.reason,
         )
 
 
 def compare_models(
-    a: Model, b: Model, workers: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+    a: FolderModel | ConvertedModel,
+    b: FolderModel | ConvertedModel,
+    workers: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Read both models once and compare them.
-
-    Memory: a few MB per worker. Tensors that are computed together, such as fused experts, are held in full, and
-    compared one after the other.
+    """Read both models once and compare them. Memory: a few MB per worker, and the tensors that one is made of.
 
     Args:
         on_progress: Called in this thread with bytes done and total bytes.
@@ -234,49 +184,43 @@ def compare_models(
     Raises:
         OSError, XhfError: A model cannot be read.
     """
-    started, threads = time.perf_counter(), torch.get_num_threads()
+    started, lock = time.perf_counter(), threading.Lock()
     result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
-    pairs, buffers = _pairs(a, b, result), _Buffers()
+    pairs = _pairs(a, b, result)
     total = sum(pair.nbytes for pair in pairs)
+    made, held, side = (a, b, 0) if isinstance(b, FolderModel) else (b, a, 1)
+    assert isinstance(held, FolderModel)
 
-    def add(pair: _Pair, found: Difference, nbytes: int) -> None:
-        pair.found += found
-        result.read_nbytes += nbytes
-        on_progress(result.read_nbytes, total)
+    def compare_piece(name: str, first: int, piece: torch.Tensor) -> None:
+        for pair in pairs_of.get(name, ()):
+            for start in range(0, len(piece), _WINDOW_ELEMENTS):
+                one = piece[start : start + _WINDOW_ELEMENTS]
+                other = held.read(pair.names[1 - side], first + start, len(one))
+                found = compare(*((one, other) if side == 0 else (other, one)), pair.dtypes)
+                with lock:
+                    pair.found += found
+                    result.read_nbytes += one.nbytes + other.nbytes
 
-    stored = [pair for pair in pairs if not pair.is_computed]
-    jobs = (partial(pair.compare, *part, buffers) for pair in stored for part in pair.parts())
-    torch.set_num_threads(1)  # parallelism comes from the workers
-    try:
-        with WorkerThreads(workers) as pool:
-            for done in pool.run(jobs):
-                add(*done)
-    finally:
-        torch.set_num_threads(threads)
-    result.tensors = [pair.verdict(buffers) for pair in stored]
+    pairs_of: dict[str, list[_Pair]] = {}
     for pair in pairs:
-        if pair.is_computed:
-            for part in pair.parts():
-                add(*pair.compare(*part, buffers))
-            result.tensors.append(pair.verdict(buffers))
+        if not pair.reason:
+            pairs_of.setdefault(pair.names[side], []).append(pair)
+    with one_torch_thread(), WorkerThreads(workers) as threads:
+        for _ in threads.run(made.jobs(compare_piece)):
+            on_progress(result.read_nbytes, total)
+    result.tensors = [pair.verdict() for pair in pairs]
     result.tensors.sort(key=lambda t: ([DIFFERENT, ROUNDING, IDENTICAL].index(t.verdict), -t.max_abs, -t.n_differ))
     result.seconds = time.perf_counter() - started
     return result
 
 
-def _pairs(a: Model, b: Model, result: Comparison) -> list[_Pair]:
-    """Match tensors by name. A tied tensor may be stored under any of its names, or under all.
-
-    Those that are computed together are neighbours.
-    """
-    names = [(name, name) for name in a.tensors if name in b.tensors]
+def _pairs(a: FolderModel | ConvertedModel, b: FolderModel | ConvertedModel, result: Comparison) -> list[_Pair]:
+    """Match tensors by name. A tied tensor may be stored under any of its names, or under all."""
+    names = dict.fromkeys((name, name) for name in a.tensors if name in b.tensors)
     for name in a.tensors:
         if name not in b.tensors:
-            (names.append((name, b.ties[name])) if name in b.ties else result.missing.append(name))
+            (names.setdefault((name, b.ties[name])) if name in b.ties else result.missing.append(name))
     for name in b.tensors:
         if name not in a.tensors:
-            (names.append((a.ties[name], name)) if name in a.ties else result.extra.append(name))
-    place_in_a, place_in_b = ({name: i for i, name in enumerate(model.tensors)} for model in (a, b))
-    order = place_in_a if any(map(a.is_computed, a.tensors)) else place_in_b
-    side = 0 if order is place_in_a else 1
-    return [_Pair(a, b, pair) for pair in sorted(dict.fromkeys(names), key=lambda pair: order[pair[side]])]
+            (names.setdefault((a.ties[name], name)) if name in a.ties else result.extra.append(name))
+    return [_Pair(pair, a.tensors[pair[0]], b.tensors[pair[1]]) for pair in names]

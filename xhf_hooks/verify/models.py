@@ -2,95 +2,97 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from xhf_hooks.convert import Conversion, ConvertOptions
+from xhf_hooks.convert.weights import PART_NBYTES, Work
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.dtypes import host_bytes
-from xhf_hooks.format.safetensors import DTYPE_NBYTES, HALF_DTYPES, Header, read_header
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.safetensors import HALF_DTYPES, Header, read_header
 from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.integrity.check import FolderCheck, list_files
-from xhf_hooks.integrity.checksums import read_into
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.planning.types import Group, Placement, TensorSpec
+from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.sources.gather import group_chunks
+from xhf_hooks.sources.stored_source import Piece, StoredSource, StoredTensor
+from xhf_hooks.writers.writer import cuts
 
 _INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
 _OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
+#: Called in any thread with a tensor's name, the number of an element, and the elements from there on.
+Use = Callable[[str, int, torch.Tensor], None]
 
 
-class Model(Protocol):
-    """A model on disk.
+class FolderModel(StoredSource):
+    """A Hugging Face folder or a single file. Tensors of subfolders are named ``folder/tensor``.
 
     Attributes:
         tensors: Its tensors by name.
         ties: Maps each alias to the name of the same tensor in :attr:`tensors`.
         label: Path, number of tensors and dtypes, for the report.
         notes: Remarks for the report.
-    """
-
-    tensors: dict[str, TensorSpec]
-    ties: dict[str, str]
-    label: str
-    notes: list[str]
-
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        """Fill ``out`` with the tensor's row-major bytes from ``start`` on. Thread-safe unless it is computed.
-
-        Raises:
-            OSError, XhfError: They cannot be read.
-        """
-
-    def is_computed(self, name: str) -> bool:
-        """Whether the tensor is made from several stored ones. These are read in the order of ``tensors``."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-
-class FolderModel(Model):
-    """A Hugging Face folder or a single file. Tensors of subfolders are named ``folder/tensor``.
 
     Raises:
         CheckpointError: A file is damaged, or has a dtype that cannot be compared.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.tensors, self.notes = path, {}, []
-        self._fds: dict[Path, int] = {}
-        self._places: dict[str, tuple[int, int]] = {}
+        super().__init__()
+        self.path, self.notes = path, ()
         for prefix, header in _headers(path):
-            fd = self._fds[header.path] = os.open(header.path, os.O_RDONLY | os.O_CLOEXEC)
             for entry in header.entries:
-                if entry.dtype not in DTYPE_NBYTES:
-                    raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
                 name = prefix + entry.name
-                if name in self.tensors:
+                if entry.dtype not in TORCH_DTYPES:
+                    raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
+                if name in self._tensors:
                     raise CheckpointError(f'{path}: {name} is stored twice; check it with xhf-verify {path}')
-                self.tensors[name] = TensorSpec(name, entry.shape, entry.dtype)
-                self._places[name] = (fd, entry.start)
-        self.ties = _ties(path, self.tensors)
+                piece = Piece(header.path, entry.start, entry.dtype, math.prod(entry.shape))
+                self._tensors[name] = StoredTensor(name, entry.shape, entry.dtype, (piece,))
+        self.tensors = {spec.name: spec for spec in self.specs()}
+        self.ties = self._ties()
         dtypes = ', '.join(sorted({tensor.dtype for tensor in self.tensors.values()})) or 'none'
         self.label = f'{path} ({len(self.tensors)} tensors, {dtypes})'
 
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        fd, offset = self._places[name]
-        read_into(fd, out, offset + start)
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(tensor.name, tensor.shape, tensor.dtype) for tensor in self._tensors.values()]
 
-    def is_computed(self, name: str) -> bool:
-        return False
+    def _ties(self) -> dict[str, str]:
+        """Aliases of tied embeddings, if config.json ties them and only one is stored."""
+        try:
+            config = strict_json.read(self.path / 'config.json')
+        except DamagedError:
+            return {}
+        inputs = [name for name in self.tensors if name.endswith(_INPUT_EMBEDDINGS)]
+        outputs = [name for name in self.tensors if name.endswith(_OUTPUT_EMBEDDINGS)]
+        if config.get('tie_word_embeddings') is not True or len(inputs) + len(outputs) != 1:
+            return {}
+        if inputs:
+            return dict.fromkeys(_OUTPUT_EMBEDDINGS, inputs[0])
+        return {f'model.{name}': outputs[0] for name in _INPUT_EMBEDDINGS}
 
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+    def jobs(self, use: Use) -> Iterator[Callable[[], None]]:
+        """Jobs, to be run in any threads, that read every tensor once."""
+        for name, spec in self.tensors.items():
+            width = TORCH_DTYPES[spec.dtype].itemsize
+            for start, end in cuts(spec.nbytes, 0, PART_NBYTES):
+                yield partial(self._read_for, use, name, start // width, (end - start) // width)
+
+    def _read_for(self, use: Use, name: str, first: int, count: int) -> None:
+        use(name, first, self.read(name, first, count))
+
+    def read(self, name: str, first: int, count: int) -> torch.Tensor:
+        """Elements of a tensor, flat."""
+        out = torch.empty(count, dtype=TORCH_DTYPES[self.tensors[name].dtype])
+        self._read(name, first, out, use_fp32_master=False)
+        return out
 
 
 def _headers(path: Path) -> list[tuple[str, Header]]:
@@ -104,72 +106,31 @@ def _headers(path: Path) -> list[tuple[str, Header]]:
     check.check_structure()
     for problem in check.report.problems('headers'):
         raise CheckpointError(problem)
-    singles = ('model.safetensors', 'adapter_model.safetensors')
-    found = []
-    for name, header in check.headers.items():
-        folder, slash, file = name.rpartition('/')
-        single = next((one for one in singles if f'{folder}{slash}{one}' in check.headers), file)
-        if file == single:  # beside the single file, loaders do not read shards
-            found.append((folder + slash, header))
-    return found
+    return [(name[: name.rfind('/') + 1], header) for name, header in check.headers.items()]
 
 
-def _ties(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Aliases of tied embeddings, if config.json ties them and only one is stored."""
-    try:
-        config = strict_json.read(path / 'config.json')
-    except DamagedError:
-        return {}
-    inputs = [name for name in tensors if name.endswith(_INPUT_EMBEDDINGS)]
-    outputs = [name for name in tensors if name.endswith(_OUTPUT_EMBEDDINGS)]
-    if config.get('tie_word_embeddings') is not True or len(inputs) + len(outputs) != 1:
-        return {}
-    if inputs:
-        return dict.fromkeys(_OUTPUT_EMBEDDINGS, inputs[0])
-    return {f'model.{name}': outputs[0] for name in _INPUT_EMBEDDINGS}
-
-
-class ConvertedModel(Model):
-    """The tensors that ``xhf-convert`` would write, made when they are read.
-
-    Args:
-        ties: Maps each tied name that is not written to the one that is.
-    """
+class ConvertedModel:
+    """The tensors that ``xhf-convert`` would write, made when they are compared; as :class:`FolderModel`."""
 
     def __init__(self, conversion: Conversion, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
-        self.label, self.notes, self.ties = label, list(notes), ties
-        self._source, self._use_fp32_master = conversion.source, conversion.use_fp32_master
-        self._made: tuple[Group | None, dict[str, memoryview]] = (None, {})
-        groups = (*conversion.plan.sliced, *conversion.plan.gathered)
-        self._places = {_name(placement): (group, placement) for group in groups for placement in group.placements}
-        self.tensors = {name: TensorSpec(name, p.shape, p.dtype) for name, (_, p) in self._places.items()}
+        self.label, self.notes, self.ties = label, notes, ties
+        self._conversion = conversion
+        specs = [TensorSpec(_name(place), place.shape, place.dtype) for place in conversion.plan.placements]
+        self.tensors = {spec.name: spec for spec in specs}
 
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        group, placement = self._places[name]
-        if self.is_computed(name):
-            if self._made[0] is not group:
-                self._made = (None, {})  # frees the group before
-                self._made = (group, self._make(group))
-            out[:] = self._made[1][name][start : start + len(out)]
-            return
-        first = placement.source_offset + start // DTYPE_NBYTES[placement.dtype]
-        read = group.reads[0].name
-        self._source.read_into(read, first, out, placement.dtype, use_fp32_master=self._use_fp32_master)
+    def jobs(self, use: Use) -> Iterator[Callable[[], Any]]:
+        """Jobs, to be run in any threads, that make every tensor once."""
+        conversion = self._conversion
 
-    def is_computed(self, name: str) -> bool:
-        return not self._places[name][0].is_contiguous
+        def made(place: Placement, start: int, data: memoryview) -> None:
+            if len(data):
+                dtype = TORCH_DTYPES[place.dtype]
+                use(_name(place), start // dtype.itemsize, torch.frombuffer(data, dtype=dtype))
 
-    def _make(self, group: Group) -> dict[str, memoryview]:
-        reads = [spec.name for spec in group.reads]
-        with (
-            self._source.gathered(reads, wanted=reads, use_fp32_master=self._use_fp32_master) as tensors,
-            torch.no_grad(),
-        ):
-            chunks = group_chunks(group, tensors, 0, host_bytes, MemoryMeter())
-            return {_name(chunk.placement): chunk.data for chunk in chunks}
-
-    def close(self) -> None:
-        """Nothing: the files of a source close when it is garbage collected."""
+        work = Work(
+            conversion.source, conversion.plan, made, use_fp32_master=conversion.use_fp32_master, meter=MemoryMeter()
+        )
+        return work.jobs()
 
 
 def _name(placement: Placement) -> str:
@@ -177,18 +138,17 @@ def _name(placement: Placement) -> str:
     return f'{folder}/{placement.hf_name}' if folder else placement.hf_name
 
 
-def open_models(a: Path, b: Path, options: ConvertOptions) -> tuple[Model, Model]:
-    """Open both, in the given order.
+def open_models(a: Path, b: Path, options: ConvertOptions) -> list[FolderModel | ConvertedModel]:
+    """Open both, in the given order. At least one is a folder.
 
     Raises:
         CheckpointError: One of them cannot be read as a model, or both are checkpoints.
     """
     folders = [FolderModel(path) if _holds_weights(path) else None for path in (a, b)]
-    if not any(folders):
+    found = next((folder for folder in folders if folder is not None), None)
+    if found is None:
         raise CheckpointError(f'{a} and {b} are checkpoints; convert one of them with xhf-convert first')
-    if folders[0] is None:
-        return _converted(a, folders[1], options), folders[1]
-    return folders[0], folders[1] or _converted(b, folders[0], options)
+    return [folder or _converted(path, found, options) for path, folder in zip((a, b), folders, strict=True)]
 
 
 def _holds_weights(path: Path) -> bool:
@@ -235,7 +195,7 @@ def _converted(path: Path, folder: FolderModel, options: ConvertOptions) -> Conv
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
     kind = 'fp32 master weights' if conversion.use_fp32_master else 'as trained'
     label = f'{path} ({len(conversion.plan.placements)} tensors as xhf-convert writes them, {kind})'
-    return ConvertedModel(conversion, label, notes, dict(folder.ties))
+    return ConvertedModel(conversion, label, notes, folder.ties)
 
 
 def _is_live(folder: Path) -> bool:

@@ -28,12 +28,7 @@ def model(tmp_path_factory):
 
 
 def compared(a: Path, b: Path, **options: object) -> Comparison:
-    readers = open_models(a, b, ConvertOptions(**options))
-    try:
-        return compare_models(*readers, workers=2)
-    finally:
-        for reader in readers:
-            reader.close()
+    return compare_models(*open_models(a, b, ConvertOptions(**options)), workers=2)
 
 
 def changed(model: Path, folder: Path, **options: object) -> Path:
