@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
+import io
 import json
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -19,15 +14,7 @@ from safetensors.torch import save_file
 
 from tests.helpers.zoo import build
 from xhf_hooks.cli import convert, verify
-from xhf_hooks.cli.output import (
-    MOST_CHARACTERS,
-    Progress,
-    complain,
-    lacks_memory,
-    one_line,
-    say,
-)
-from xhf_hooks.errors import CheckpointError
+from xhf_hooks.cli.output import complain, progress, say
 from xhf_hooks.format.text import size_text
 
 ROOT = Path(__file__).parents[2]
@@ -40,25 +27,16 @@ def is_plain(text: str) -> bool:
     return all(line.isprintable() for line in text.split('\n'))
 
 
-def test_one_line():
-    assert one_line(HOSTILE) == PLAIN
-    assert one_line('naïve 模型 \\n stays') == 'naïve 模型 \\n stays'
-    long = one_line('begin' + 'x\n' * 10**6 + 'end')
-    assert len(long) < 2 * MOST_CHARACTERS and long.startswith('begin') and long.endswith(r'\nend') and '[...]' in long
-    assert one_line(CheckpointError('one\ntwo')) == r'one\ntwo'
-
-
-def test_every_terminal_can_take_it():
-    code = 'import sys\nfrom xhf_hooks.cli.output import complain, say\nsay(sys.argv[1]); complain(sys.argv[1])'
-    command = [sys.executable, '-c', code, 'é\udcff']
-    done = subprocess.run(command, env={**os.environ, 'PYTHONIOENCODING': 'ascii'}, capture_output=True, cwd=ROOT)
-    assert done.stdout == done.stderr == b'\\xe9\\udcff\n', done.stderr
-
-
-def test_say_and_complain(capsys):
+def test_one_line_that_every_terminal_can_take(capsys):
     say(HOSTILE)
     complain(HOSTILE)
     assert capsys.readouterr() == (f'{PLAIN}\n', f'{PLAIN}\n')
+    say('naïve 模型 \\n stays')
+    assert capsys.readouterr().out == 'naïve 模型 \\n stays\n'
+    ascii_only = io.TextIOWrapper(io.BytesIO(), 'ascii')
+    say('é\udcff', ascii_only)
+    ascii_only.flush()
+    assert ascii_only.buffer.getvalue() == b'\\xe9\\udcff\n'
 
 
 @pytest.fixture(scope='module')
@@ -75,19 +53,16 @@ def checkpoint(path: Path, **more: torch.Tensor) -> Path:
 
 
 CLEAR = 'x\x1b[2J\ny\u202e'
-LONG = 'z\n' * 250_000
 
 
-@pytest.mark.parametrize('base', [{'model_type': CLEAR}, {'model_type': LONG}, {'architectures': [CLEAR]}])
-def test_convert_of_a_hostile_config(root, tmp_path, capsys, base):
+def test_convert_of_a_hostile_config(root, tmp_path, capsys):
     config = json.loads((root / 'base' / 'config.json').read_text())
     (tmp_path / 'base').mkdir()
-    (tmp_path / 'base' / 'config.json').write_text(json.dumps({**config, **base}))
+    (tmp_path / 'base' / 'config.json').write_text(json.dumps({**config, 'architectures': [CLEAR]}))
     arguments = [str(checkpoint(tmp_path / 'iter_7.pth')), str(tmp_path / 'out'), '--base', str(tmp_path / 'base')]
-    assert convert.main(arguments) in (convert.FAILED, convert.BAD_INPUT)
+    assert convert.main(arguments) == convert.BAD_INPUT
     said = capsys.readouterr()
-    lines = said.err.splitlines()
-    assert said.out == '' and len(lines) == 1 and is_plain(said.err) and len(said.err) < 2 * MOST_CHARACTERS
+    assert said.out == '' and len(said.err.splitlines()) == 1 and is_plain(said.err)
 
 
 def test_verify_of_hostile_names(tmp_path, capfd):
@@ -95,16 +70,16 @@ def test_verify_of_hostile_names(tmp_path, capfd):
     folder.mkdir()
     save_file({f'{CLEAR}{i}': torch.full((1,), float('nan')) for i in range(300)}, folder / 'model.safetensors')
     (folder / f'extra{CLEAR}.json').write_text('{')
-    (folder / 'config.json').write_text(json.dumps({'model_type': CLEAR, CLEAR: LONG, 'architectures': [CLEAR]}))
+    (folder / 'config.json').write_text(json.dumps({'model_type': CLEAR, 'architectures': [CLEAR]}))
     assert verify.main([str(folder)]) == verify.DIFFERENT
     said = ''.join(capfd.readouterr())
-    assert is_plain(said) and r'\x1b[2J\ny\u202e' in said and len(said) < 40 * MOST_CHARACTERS
+    assert is_plain(said) and r'\x1b[2J\ny\u202e' in said
     other = tmp_path / 'other'
     other.mkdir()
     save_file({f'{CLEAR}{i}': torch.zeros(1) for i in range(200)}, other / 'model.safetensors')
     assert verify.main([str(folder), str(other)]) == verify.DIFFERENT
     said = ''.join(capfd.readouterr())
-    assert is_plain(said) and said.count('only in A') == 21 and len(said) < 60 * MOST_CHARACTERS
+    assert is_plain(said) and said.count('only in A') == 21
     assert verify.main([str(folder), '--json']) == verify.DIFFERENT
     out = capfd.readouterr().out
     assert is_plain(out) and json.loads(out)['path'] == str(folder)
@@ -123,77 +98,28 @@ def test_faults_of_this_program_are_lines_too(root, tmp_path, capsys, monkeypatc
     assert 'Traceback' in said and is_plain(said) and PLAIN[:20] in said
 
 
-def test_lack_of_memory_has_many_names():
-    def because(cause: BaseException) -> Exception:
-        try:
-            raise RuntimeError('of a library') from cause
-        except RuntimeError as error:
-            return error
-
-    for error in (
-        MemoryError(),
-        OSError(12, 'Cannot allocate memory'),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-        because(MemoryError()),
-    ):
-        assert lacks_memory(error), error
-    assert not lacks_memory(ValueError('x')) and not lacks_memory(CheckpointError('x: cannot allocate memory'))
-
-
 @pytest.mark.parametrize(
     ('nbytes', 'text'),
-    [
-        (0, '0 bytes'),
-        (999, '999 bytes'),
-        (1000, '1.00 kB'),
-        (65536, '65.5 kB'),
-        (999_499, '999 kB'),
-        (999_600, '1.00 MB'),
-        (5 * 10**9, '5.00 GB'),
-        (10**18, '1.00 EB'),
-        (2**63, '9.22 EB'),
-    ],
+    [(0, '0 bytes'), (999, '999 bytes'), (65536, '65.5 kB'), (999_600, '1.00 MB'), (2**63, '9.22 EB')],
 )
 def test_sizes(nbytes, text):
     assert size_text(nbytes) == text
 
 
-def test_progress_in_a_log(capsys):
-    with Progress('reading', line_every_secs=0.0) as progress:
-        progress(25 * 10**9, 100 * 10**9)
-        progress(25 * 10**9, 100 * 10**9)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith('reading: 25 % of 100 GB, ') and 'B/s, ' in first and first.endswith(' left')
-    assert second == 'reading: 25 % of 100 GB, 0 bytes/s, waiting for the disk'
-
-
-@pytest.mark.modern_only  # it does not depend on the stack
-def test_progress_on_a_terminal():
-    said = on_a_terminal('with Progress("reading") as p:\n    p(1, 100); time.sleep(1); p(25, 100); p(100, 100)')
-    assert 'reading:' in said and '25%' in said and '\r' in said
-
-
-def on_a_terminal(lines: str) -> str:
-    code = f'import time\nfrom xhf_hooks.cli.output import Progress\n{lines}'
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 100, 0, 0))  # tqdm draws nothing on no columns
-    os.set_blocking(ours, False)  # what was never written is an error then
-    subprocess.run([sys.executable, '-c', code], stderr=theirs, check=True, cwd=ROOT)
-    said = os.read(ours, 10_000).decode()
-    os.close(theirs)
-    os.close(ours)
-    return said
-
-
-@pytest.mark.modern_only
-def test_the_page_shows_the_progress_of_a_conversion(capsys):
-    """All but figures and how much of the bar is full."""
-    shown = [line for line in (ROOT / 'docs' / 'converting.md').read_text().splitlines() if '42' in line]
-    said = on_a_terminal('with Progress("converting") as p:\n    p(1, 10**10); time.sleep(1); p(42 * 10**8, 10**10)')
-    (bar,) = [line for line in said.split('\r') if '42%' in line]
-    with Progress('converting', line_every_secs=0.0) as progress:
-        progress(42 * 10**8, 10**10)
-    assert [shape(line) for line in shown] == [shape(bar), shape(capsys.readouterr().err.strip())]
+@pytest.mark.parametrize(('is_terminal', 'secs'), [(True, 1), (False, 11)])
+def test_progress(capsys, monkeypatch, is_terminal, secs):
+    """As the page shows it, but for figures; the work of a moment shows nothing."""
+    now = [1000.0]
+    monkeypatch.setattr('tqdm.std.time', lambda: now[0])
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal, raising=False)
+    with progress('converting') as show:
+        show(10**9, 10**10)
+        assert capsys.readouterr().err == ''
+        now[0] += secs
+        show(42 * 10**8, 10**10)
+        (said,) = capsys.readouterr().err.strip().split('\r')
+    (shown,) = [line for line in (ROOT / 'docs' / 'converting.md').read_text().splitlines() if ' 42%' in line]
+    assert shape(said) == shape(shown)
 
 
 def shape(line: str) -> str:

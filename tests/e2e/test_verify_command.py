@@ -32,14 +32,11 @@ def run(*args: object) -> int:
     return main([str(arg) for arg in args])
 
 
-def test_good(model, capsys):
-    assert run(model) == SAME
+def test_one_folder(copy, capsys):
+    assert run(copy) == SAME
     said = capsys.readouterr()
-    assert said.out.splitlines()[-1].startswith(f'{model}: good (') and 'GB/s' in said.out
+    assert said.out.splitlines()[-1].startswith(f'{copy}: good (') and 'GB/s' in said.out
     assert 'unchecked' not in said.out and said.err == ''
-
-
-def test_damaged(copy, capsys):
     flip(copy / WEIGHTS, -1)
     assert run(copy) == DIFFERENT
     said = capsys.readouterr().out
@@ -48,7 +45,7 @@ def test_damaged(copy, capsys):
     assert 'nothing was read' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('paths', [['none'], ['.'], ['none', 'model'], ['model', 'none'], ['model', '.']])
+@pytest.mark.parametrize('paths', [['.'], ['none', 'model'], ['model', 'none']])
 def test_unusable(model, tmp_path, paths, capsys):
     named = {'none': tmp_path / 'none', '.': tmp_path, 'model': model}
     assert run(*(named[path] for path in paths)) == UNUSABLE
@@ -60,11 +57,6 @@ def test_json_of_a_folder(copy, capsys):
     assert run(copy, '--json') == SAME
     content = json.loads(capsys.readouterr().out)
     assert content['good'] is True and content['n_tensors'] == len(load_file(copy / WEIGHTS))
-    flip(copy / WEIGHTS, -1)
-    assert run(copy, '--json') == DIFFERENT
-    content = json.loads(capsys.readouterr().out)
-    assert content['good'] is False
-    assert [finding['check'] for finding in content['findings'] if finding['kind'] == 'problem'] == ['checksums']
 
 
 def test_the_same_rounded_and_different(model, copy, capsys):
@@ -87,8 +79,8 @@ def test_the_same_rounded_and_different(model, copy, capsys):
 
 def test_load(model, copy, capsys):
     assert run(model, '--load', '--json') == SAME
-    loaded = json.loads(capsys.readouterr().out)['loaded']
-    assert loaded['class_name'] == 'LlamaForCausalLM' and loaded['error'] is None and 'w' in loaded['written']
+    found = {one['check']: one['text'] for one in json.loads(capsys.readouterr().out)['findings']}
+    assert found['load'].startswith('LlamaForCausalLM in') and 'w' in found['generation']
     (copy / 'xhf_manifest.json').unlink()
     tensors = load_file(copy / WEIGHTS)
     tensors['lm_head.weight'].fill_(3e38)
@@ -149,7 +141,7 @@ def test_code_in_a_folder_is_not_run(copy, capsys):
     assert 'ok         load' in capsys.readouterr().out and not list(copy.rglob('*.ran'))
 
 
-@pytest.mark.parametrize('args', [[], ['a', 'b', '--load'], ['a', 'b', 'c'], ['a', '--workers', '0']])
+@pytest.mark.parametrize('args', [[], ['a', 'b', '--load'], ['a', '--workers', '0']])
 def test_bad_options(args):
     with pytest.raises(SystemExit) as ended:
         main(args)

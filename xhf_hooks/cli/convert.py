@@ -6,11 +6,10 @@ import argparse
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.output import CommandParser, Progress, complain, count, explain, folder, lacks_memory, say
+from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
 from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
@@ -19,8 +18,6 @@ from xhf_hooks.format.text import size_text, some
 from xhf_hooks.installed import require_usable, untested_set
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from xhf_hooks.convert import Conversion
     from xhf_hooks.planning.types import CommittedCheckpoint
 
@@ -89,11 +86,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=LORA_MODES,
         help="for a LoRA run: the adapter, the merged model, or both; default: as in the hook, usually 'adapter'",
     )
-    add(
-        '--llava-format',
-        choices=LLAVA_FORMATS,
-        help="layout for XTuner's LLaVAModel; default: 'xtuner'",
-    )
+    add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add(
         '--optimizer-restarted',
         action='store_true',
@@ -102,11 +95,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what was found and what would be written; write nothing')
     add('--verify', action='store_true', help='read everything back and compare it before the commit')
-    add(
-        '--overwrite',
-        action='store_true',
-        help='replace OUT if this package wrote it',
-    )
+    add('--overwrite', action='store_true', help='replace OUT if this package wrote it')
     add(
         '--max-shard-size',
         type=_nbytes,
@@ -122,12 +111,12 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     args = parse_args(argv, prog)
     try:
         require_usable('torch', 'transformers')
-        with _ended_by_sigterm():
-            return _run(args, prog)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: staging is removed
+        return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:
         explain(prog, error, left='; OUT was not written')
         is_bad_input = isinstance(error, XhfError) and not isinstance(error, _FAILURES)
-        return BAD_INPUT if is_bad_input and not lacks_memory(error) else FAILED
+        return BAD_INPUT if is_bad_input else FAILED
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:
@@ -156,8 +145,8 @@ def _run(args: argparse.Namespace, prog: str) -> int:
         say(f'would write to {args.out}')
         return DONE
     conversion.load_tokenizer()
-    with Progress('converting') as progress:
-        committed = conversion.run(args.out, progress)
+    with progress('converting') as on_progress:
+        committed = conversion.run(args.out, on_progress)
     _warn(committed.warnings, prog)
     _summarize(conversion, committed)
     if args.verify:
@@ -183,20 +172,6 @@ def _warn(warnings: Sequence[str], prog: str) -> None:
 def _require_new(out: Path, overwrite: bool) -> None:
     if not overwrite and (out.is_symlink() or out.exists()) and not (out.is_dir() and not any(out.iterdir())):
         raise TargetError(f'{out} exists; name another folder, or add --overwrite')
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command like Ctrl-C: staging is removed."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _nbytes(text: str) -> int:

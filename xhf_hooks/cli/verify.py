@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.output import CommandParser, Progress, complain, count, explain, folder, say
+from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.installed import require_usable
 
@@ -45,11 +45,7 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     add('--json', action='store_true', help='print the result as JSON')
     add('--workers', type=count, metavar='N', help='threads; default: number of cores + 1, at most 8')
     add('--trust-remote-code', action='store_true', help='allow custom code of the model to run')
-    add(
-        '--base',
-        metavar='DIR',
-        help='the base model, of a checkpoint or, with --load, of an adapter',
-    )
+    add('--base', metavar='DIR', help='the base model, of a checkpoint or, with --load, of an adapter')
     add = parser.add_argument_group('if A or B is a checkpoint, as in xhf-convert').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config")
     add('--module', metavar='PATH', help='path of the submodule to compare, such as llm')
@@ -85,8 +81,8 @@ _Result = list[str] | dict[str, Any]
 def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
     from xhf_hooks.verify.folder import verify_folder
 
-    with Progress('reading') as progress:
-        report = verify_folder(args.a, workers=args.workers, read=not args.no_read, on_progress=progress)
+    with progress('reading') as on_progress:
+        report = verify_folder(args.a, workers=args.workers, read=not args.no_read, on_progress=on_progress)
     if args.load and report.is_good:
         from xhf_hooks.verify.load import load_and_run
 
@@ -105,7 +101,7 @@ def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)
-    with Progress('comparing') as progress:
-        found = compare_models(a, b, args.workers or default_workers(), progress)
+    with progress('comparing') as on_progress:
+        found = compare_models(a, b, args.workers or default_workers(), on_progress)
     status = DIFFERENT if found.verdict == comparison.DIFFERENT else SAME
     return status, found.as_json() if args.json else found.lines()

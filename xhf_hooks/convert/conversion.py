@@ -11,7 +11,7 @@ commit()                staging gets the final name
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,16 +153,9 @@ class Conversion:
 
     def description(self) -> list[str]:
         """What was found and what will be written, as text."""
-        facts, plan = self._checkpoint.facts, self.plan
-        engine = str(facts.get('engine'))
-        if facts.get('zero_stage') is not None:
-            n_ranks = facts.get('world_size')
-            engine += f' ZeRO-{facts["zero_stage"]}' + ('' if n_ranks is None else f', {counted(n_ranks, "rank")}')
-        which = f' (the {self._weights} weights)' if self.averages else ''
-        iteration = 'unknown' if self._checkpoint.iteration is None else self._checkpoint.iteration
+        plan = self.plan
         return [
-            f'found {self._found.path}: {facts.get("layout")}, {engine}, iteration {iteration}, '
-            f'{len(self._specs)} tensors{which}, {size_text(self._found.nbytes)}',
+            describe_checkpoint(self._checkpoint, f' (the {self._weights} weights)' if self.averages else ''),
             *self._checkpoint.unproven,
             f'model {self._meta_model.described_by}; {type(self._exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {size_text(plan.nbytes)} in '
@@ -244,6 +237,26 @@ class Conversion:
         facts = {'packages': package_versions(), 'dtype': self._options.dtype or 'as trained'}
         facts |= {**self._checkpoint.facts, 'weights': self._weights}
         return {**facts, 'widened_tensors': self._widened} if self._widened else facts
+
+
+def describe_checkpoint(source: CheckpointSource, which: str = '') -> str:
+    """What was found, in a line.
+
+    Args:
+        which: Which of its weights are converted.
+    """
+    iteration = 'unknown' if source.iteration is None else source.iteration
+    return (
+        f'found {source.found.path}: {source.facts.get("layout")}, {engine_of(source.facts)}, iteration {iteration}, '
+        f'{len(source.specs())} tensors{which}, {size_text(source.found.nbytes)}'
+    )
+
+
+def engine_of(facts: Mapping[str, Any]) -> str:
+    """The engine that wrote a save or a checkpoint, and its ranks."""
+    stage, n_ranks = facts.get('zero_stage'), facts.get('world_size')
+    engine = str(facts.get('engine')) + ('' if stage is None else f' ZeRO-{stage}')
+    return engine if n_ranks is None else f'{engine}, {counted(n_ranks, "rank")}'
 
 
 def _read_specs(plan: SavePlan) -> set[TensorSpec]:

@@ -74,7 +74,8 @@ def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, A
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported instead
     )
-    return model, {kind: told[f'{kind}_keys'] for kind in ('missing', 'unexpected', 'mismatched')}
+    shapes = [f'{name} {tuple(found)}, expected {tuple(wanted)}' for name, found, wanted in told['mismatched_keys']]
+    return model, {'missing': told['missing_keys'], 'unexpected': told['unexpected_keys'], 'mismatched': shapes}
 
 
 def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:

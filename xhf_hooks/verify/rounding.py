@@ -94,11 +94,13 @@ def compare(a: torch.Tensor, b: torch.Tensor, dtypes: tuple[str, str]) -> Differ
     return result
 
 
-def _is_nearest(values: torch.Tensor, targets: torch.Tensor, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether each target is a value of the dtype, and none is nearer. Halfway, either is right: of fp16 and bf16
-    copies of one model, neither may be the other one rounded to even."""
-    rounded, as_stored = (tensor.to(dtype).to(tensor.dtype) for tensor in (values, targets))
-    return (as_stored == targets) & rounded.isfinite() & (distance <= (values - rounded).abs())
+def _is_nearest(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where ``y`` is a value of the dtype, and none is nearer to ``x``.
+
+    Halfway, either is right: of fp16 and bf16 copies of one model, neither may be the other one rounded to even.
+    """
+    rounded, stored = (tensor.to(dtype).to(tensor.dtype) for tensor in (x, y))
+    return (stored == y) & rounded.isfinite() & (distance <= (x - rounded).abs())
 
 
 def _max_ulps(x: torch.Tensor, y: torch.Tensor, distance: torch.Tensor, narrow: torch.finfo) -> float:

@@ -47,10 +47,10 @@ values = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    numbers=st.lists(st.tuples(values, st.sampled_from(['rounded', 'next', 'other', 'same']), values), max_size=8),
-    codes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
+    numbers=st.lists(st.tuples(values, st.sampled_from(['rounded', 'next', 'other']), values), max_size=8),
+    codes=st.sampled_from([(a, b) for a in FLOATS for b in FLOATS if a != b]),
 )
 def test_against_fractions(numbers, codes):
     a_dtype, b_dtype = (TORCH_DTYPES[code] for code in codes)
@@ -61,65 +61,48 @@ def test_against_fractions(numbers, codes):
             b[i] = torch.nextafter(b[i], torch.tensor(math.inf, dtype=b_dtype))
         elif kind == 'other':
             b[i] = torch.tensor(other, dtype=torch.float64).to(b_dtype)
-    found = compare(a, b)
+    found = compare(a, b, codes)
     pairs = list(zip(a.tolist(), b.tolist(), strict=True))
-    assert found.n_beyond == sum(not is_rounding(x, y, *codes) for x, y in pairs)
+    narrow = max(codes, key=lambda code: torch.finfo(TORCH_DTYPES[code]).eps)
+    assert found.unexplained[narrow] == sum(not is_rounding(x, y, *codes) for x, y in pairs)
     assert found.n_differ == sum(x != y and not (math.isnan(x) and math.isnan(y)) for x, y in pairs)
-    assert found.n_elements == len(pairs)
     exact = [abs(Fraction(x) - Fraction(y)) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
     largest = float(max(exact, default=0))
     assert found.max_abs == pytest.approx(largest, rel=1e-6) or largest > 3.4e38
 
 
-@pytest.mark.parametrize('wide', ['F32', 'F64'])
-@pytest.mark.parametrize('narrow', ['F16', 'BF16'])
-def test_every_rounded_value_is_within_half_a_unit(wide, narrow):
-    generator = torch.Generator().manual_seed(0)
-    a = (torch.randn(100_000, generator=generator) * 0.02).to(TORCH_DTYPES[wide])
-    found = compare(a, a.to(TORCH_DTYPES[narrow]))
-    assert found.n_beyond == 0 and 0.49 < found.max_ulps <= 0.5 and found.n_differ > 90_000
-    found = compare(a, (a * 1.01).to(TORCH_DTYPES[narrow]))
-    assert found.n_beyond > 50_000 and found.max_ulps > 1
-
-
 @pytest.mark.parametrize('code', FLOATS)
 def test_units_in_the_last_place(code):
+    """Of 1, and of the least number, whose unit does not shrink any more."""
     dtype = TORCH_DTYPES[code]
     one = torch.ones(1, dtype=dtype)
     other = one.clone()
     for _ in range(3):
         other = torch.nextafter(other, torch.tensor([2.0], dtype=dtype))
-    found = compare(one, other)
-    assert found.max_ulps == 3 and found.n_beyond == found.n_differ == 1
-    assert found.max_abs == 3 * torch.finfo(dtype).eps
-
-
-def test_the_least_of_all_numbers():
-    """Subnormal ones, whose unit does not shrink any more."""
-    for code in FLOATS:
-        dtype = TORCH_DTYPES[code]
-        least = torch.nextafter(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
-        assert compare(least, torch.zeros(1, dtype=dtype)).max_ulps == 1
+    found = compare(one, other, (code, code))
+    assert found.max_ulps == 3 and found.n_differ == 1 and found.max_abs == 3 * torch.finfo(dtype).eps
+    least = torch.nextafter(torch.zeros(1, dtype=dtype), one)
+    assert compare(least, torch.zeros(1, dtype=dtype), (code, code)).max_ulps == 1
 
 
 def test_zeros_and_nans_of_other_bits_are_equal_values():
     a, b = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan])
     b.view(torch.int32)[1] ^= 1
-    found = compare(a, b)
-    assert not found.same_bytes and found.n_differ == found.n_beyond == 0
+    found = compare(a, b, ('F32', 'F32'))
+    assert not found.same_bytes and found.n_differ == 0
 
 
 @pytest.mark.parametrize('pair', [(math.inf, -math.inf), (1.0, math.nan), (math.inf, 1.0), (math.nan, math.inf)])
 def test_infinite_and_finite_differ(pair):
-    found = compare(torch.tensor(pair[:1]), torch.tensor(pair[1:]))
-    assert found.n_beyond == 1 and found.max_ulps == math.inf
+    found = compare(torch.tensor(pair[:1]), torch.tensor(pair[1:]), ('F32', 'F32'))
+    assert set(found.unexplained.values()) == {1} and found.max_ulps == math.inf
 
 
-@pytest.mark.parametrize('dtype', [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64])
-def test_exact_types(dtype):
-    a = torch.tensor([0, 1, 0, 1]).to(dtype)
+@pytest.mark.parametrize('code', ['I8', 'U8', 'I64', 'BOOL', 'C64'])
+def test_exact_types(code):
+    a = torch.tensor([0, 1, 0, 1]).to(TORCH_DTYPES[code])
     b = a.clone()
-    assert compare(a, b).same_bytes
+    assert compare(a, b, (code, code)).same_bytes
     b[2] = 1
-    found = compare(a, b)
-    assert (found.n_differ, found.n_beyond, found.max_abs) == (1, 1, 1.0)
+    found = compare(a, b, (code, code))
+    assert (found.n_differ, found.max_abs) == (1, 1.0) and not found.unexplained

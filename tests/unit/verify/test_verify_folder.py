@@ -64,21 +64,18 @@ def test_a_whole_folder(folder):
     assert report.read_nbytes == sum(path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST)
 
 
-@pytest.mark.parametrize('kind', ['one', 'shards'])
-def test_a_whole_folder_of_anyone(originals, kind):
-    report = verify_folder(originals / kind)
-    assert report.is_good and found(report, 'unchecked') == {'checksums'}
-
-
-def test_a_manifest_without_checksums_says_so(folder):
+def test_without_checksums_it_says_so(folder):
     manifest = manifest_of(folder)
     files = {name: {'nbytes': file['nbytes']} for name, file in manifest['files'].items() if 'safetensors' in name}
     (folder / MANIFEST).write_text(json.dumps({**manifest, 'format_version': 1, 'files': files}))
     report = verify_folder(folder)
     assert report.is_good and found(report, 'unchecked') == {'checksums'}
+    (folder / MANIFEST).unlink()
+    report = verify_folder(folder)
+    assert report.is_good and found(report, 'unchecked') == {'checksums'}
 
 
-@pytest.mark.parametrize('name', [SHARDS[0], INDEX, 'config.json', 'tokenizer.json', 'generation_config.json'])
+@pytest.mark.parametrize('name', [SHARDS[0], INDEX, 'tokenizer.json'])
 def test_every_byte_counts(folder, name):
     """A bit that leaves JSON and headers well formed, too."""
     data = (folder / name).read_bytes()
@@ -126,7 +123,6 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'a file that is cut off': (
         *(lambda folder: os.truncate(folder / SHARDS[0], 5000), 'files', (SHARDS[0], 'found 5000')),
     ),
-    'a file that grew': (lambda folder: os.truncate(folder / SHARDS[0], 10**6), 'files', (SHARDS[0], 'found 1000000')),
     'code that was added': (written('modeling_llama.py', 'evil'), 'files', ('modeling_llama.py',)),
     'a broken link': (lambda folder: (folder / 'x.json').symlink_to('/nowhere'), 'files', ('broken link', 'x.json')),
     'JSON': (replaced('config.json', b'{', b'['), 'texts', ('config.json',)),
@@ -138,16 +134,12 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     ),
     'an empty manifest': (written(MANIFEST, ''), 'manifest', ()),
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
-    'a list as manifest': (written(MANIFEST, '[]'), 'manifest', ()),
-    'a manifest without files': (written(MANIFEST, '{"format_version": 2}'), 'manifest', ('files',)),
     'a manifest of the future': (of_manifest('format_version', value=3), 'manifest', ('upgrade',)),
     'a checksum of other kind': (of_manifest('files', SHARDS[0], 'crc32', value=5), 'manifest', ('crc32',)),
-    'a negative size': (of_manifest('files', SHARDS[0], 'nbytes', value=-1), 'manifest', ('nbytes',)),
-    'NaN in JSON': (written(MANIFEST, '{"format_version": NaN}'), 'manifest', ()),
     'a name twice': (written(MANIFEST, '{"files": {}, "files": {}}'), 'manifest', ('duplicate',)),
     **{
         f'a manifest that names {name!r}': (named_in_manifest(name), 'manifest', ('inside the folder',))
-        for name in ('../evil', '/etc/passwd', 'a/../../b', '', '.', 'a//b', 'a\0b')
+        for name in ('../evil', '/etc/passwd', 'a/../../b', 'a\0b')
     },
 }  # fmt: skip
 
@@ -205,33 +197,21 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     'index: another file': (of_name(SHARDS[1]), 'index'),
     'index: a file that is not there': (of_name('model-00003-of-00002.safetensors'), 'index'),
     'index: a file outside': (of_name(f'../model/{SHARDS[0]}'), 'index'),
-    'index: no file name': (of_name(3), 'index'),
     'index: a tensor that is not named': (of_index(lambda content: content['weight_map'].pop(EMBED)), 'index'),
-    'index: a tensor too many': (of_index(lambda content: content['weight_map'].update(x=SHARDS[0])), 'index'),
     'index: total_size': (of_index(lambda content: content['metadata'].update(total_size=1)), 'index'),
-    'index: no map': (of_index(lambda content: content.update(weight_map=[1])), 'index'),
-    'index: metadata': (of_index(lambda content: content.update(metadata=[1])), 'index'),
     'index: gone': (lambda folder: (folder / INDEX).unlink(), 'index'),
-    'index: its shards are gone': (lambda folder: [(folder / name).unlink() for name in SHARDS], 'index'),
     'index: a single file beside it': (lambda folder: shutil.copy(folder / SHARDS[0], folder / WEIGHTS), 'index'),
     'a tensor in two shards': (lambda folder: shutil.copy(folder / SHARDS[0], folder / SHARDS[1]), 'headers'),
     'header: empty file': (raw(b''), 'headers'),
-    'header: seven bytes': (raw(bytes(7)), 'headers'),
     'header: longer than the file': (raw(struct.pack('<Q', 2**63) + b'{}'), 'headers'),
-    'header: no object': (raw(struct.pack('<Q', 3) + b'[1]'), 'headers'),
     'header: no JSON': (raw(struct.pack('<Q', 2) + b'{x'), 'headers'),
     'header: nested too deeply': (raw(struct.pack('<Q', 10**5) + b'{"a":' * 20_000), 'headers'),
-    'header: not unicode': (raw(struct.pack('<Q', 8) + b'{"\xff\xfe":1}'[:8]), 'headers'),
-    'header: metadata of numbers': (of_header(lambda header: header.update(__metadata__={'a': 1})), 'headers'),
     'header: a tensor less': (of_header(lambda header: header.pop(EMBED) and None), 'headers'),
     'header: a field is missing': (of_header(lambda header: header[EMBED].pop('dtype') and None), 'headers'),
     'header: an unknown dtype': (of_tensor(dtype='F31'), 'headers'),
-    'header: another dtype': (of_tensor(dtype='F16'), 'headers'),
     'header: another shape': (of_tensor(shape=[5]), 'headers'),
     'header: a negative shape': (of_tensor(shape=[-1, -5]), 'headers'),
-    'header: a shape of true': (of_tensor(shape=[True]), 'headers'),
     'header: offsets that overlap': (of_tensor(data_offsets=[4, 18484]), 'headers'),
-    'header: three offsets': (of_tensor(data_offsets=[0, 1, 2]), 'headers'),
 }  # fmt: skip
 
 
@@ -247,8 +227,7 @@ def test_damage_without_a_manifest(folder, case):
 
 
 @pytest.mark.parametrize('folder', ['one'], indirect=True)
-@pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(('value', 'dtype'), [(float('nan'), torch.bfloat16), (float('-inf'), torch.float32)])
 def test_values_that_are_not_finite(folder, value, dtype):
     (folder / MANIFEST).unlink()
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / WEIGHTS).items()}
@@ -305,16 +284,10 @@ def test_a_folder_around_several(originals, tmp_path):
         verify_folder(tmp_path)
 
 
-@pytest.mark.parametrize('level', ['sizes', 'full'])
-def test_the_hooks_check_passes_what_is_whole(folder, level):
-    """Before the manifest is written."""
-    manifest = manifest_of(folder)
-    (folder / MANIFEST).unlink()
-    check_folder(folder, manifest, level)
-
-
 def test_the_hooks_check_finds_what_its_level_promises(folder):
     manifest = manifest_of(folder)
+    (folder / MANIFEST).unlink()  # it is written after the check
+    check_folder(folder, manifest, 'full')
     flip(folder / SHARDS[0], -1)
     check_folder(folder, manifest, 'sizes')
     with pytest.raises(IncompleteError, match=r'tensors? changed: '):
