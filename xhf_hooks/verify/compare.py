@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -188,8 +188,7 @@ def compare_models(
     result = Comparison(a.label, b.label, notes=[*a.notes, *b.notes])
     pairs = _pairs(a, b, result)
     total = sum(pair.nbytes for pair in pairs)
-    made, held, side = (a, b, 0) if isinstance(b, FolderModel) else (b, a, 1)
-    assert isinstance(held, FolderModel)
+    made, held, side = (a, b, 0) if isinstance(b, FolderModel) else (b, cast(FolderModel, a), 1)
 
     def compare_piece(name: str, first: int, piece: torch.Tensor) -> None:
         for pair in pairs_of.get(name, ()):
