@@ -295,8 +295,7 @@ class CheckpointManager:
         """
         if self._uploads is not None:
             return self._uploads.newest_manifests()
-        stored = [folder for folder in self.others.values() if isinstance(folder, StoreFolder)]
-        found = [(folder.final, folder.newest_manifest()) for folder in stored]
+        found = [(str(folder.final), folder.newest_manifest()) for folder in self.others.values()]
         return [(url, manifest) for url, manifest in found if manifest]
 
     @property

@@ -341,13 +341,12 @@ class Saver:
             with clock.stage('staging'):
                 with collective.stage('staging'):
                     if is_rank0:
-                        staging = folder.open_staging(job.step)
-                        free_before = folder.require_room(plan.nbytes)
+                        staging = folder.open_staging()
+                        free_before = folder.room(plan.nbytes)
                         warnings += self.exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-                        created = writer.create(plan, folder.place(folder.token)) if folder.is_shared else {}
-                        made = folder.token, created
-                token, files = collective.broadcast(made)
-                place = folder.place(token)
+                        made = staging.name, writer.create(plan, staging) if folder.is_shared else {}
+                name, files = collective.broadcast(made)
+                place = folder.place(name)
                 if not folder.is_shared:
                     with collective.stage('staging'):
                         files = writer.create(plan, place, owner=collective.rank)
@@ -357,15 +356,15 @@ class Saver:
                 tally.numbers = collective.all_reduce(tally.numbers, add_up)
                 overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
             facts = {'packages': package_versions(), **self._facts(), **job.facts}
+            tensors = tally.written() if is_rank0 else []
             if not folder.is_shared:
                 with clock.stage('upload'):
-                    self._upload(job, tally, facts, collective)
+                    folder.upload(plan, tensors, job.step, facts, self._options.verify, collective)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
-                    tensors = tally.written()
                     folder.commit(plan, tensors, job.step, facts, self._options.verify, job.readers)
                     warnings += [*warn_of_non_finite(tensors), *folder.warnings]
-                    free_after = folder.free_nbytes()
+                    free_after = folder.room()
         except XhfError:
             if is_rank0:
                 folder.abandon()
@@ -386,7 +385,7 @@ class Saver:
             free_before_nbytes=free_before,
             free_after_nbytes=free_after,
         )
-        return CommittedCheckpoint(folder.name_of(token), job.step, cost, tuple(warnings))
+        return CommittedCheckpoint(folder.where, job.step, cost, tuple(warnings))
 
     def _write(
         self,
@@ -414,19 +413,6 @@ class Saver:
                 except Exception as error:
                     collective.remember('write', error)
             return Tally(self.plan) if collective.is_failing else writer.finish(), some.overflows
-
-    def _upload(self, job: _Job, tally: Tally, facts: dict[str, Any], collective: Collective) -> None:
-        """Each rank uploads what it has written, and rank 0 the files beside the weights."""
-        begun = None
-        with collective.stage('upload'):
-            if collective.rank == 0:
-                begun = job.folder.begin_upload(self.plan, tally.written(), job.step, facts)
-        begun = collective.broadcast(begun)
-        with collective.stage('upload'):
-            names = {*self.plan.files_of(collective.rank)}
-            if collective.rank == 0:
-                names |= begun[1].keys() - {file.name for file in self.plan.files}
-            job.folder.upload(begun, sorted(names), self._options.verify)
 
     def _own_nbytes(self, collective: Collective) -> int:
         """Estimate of the bytes that this rank writes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Collection
@@ -10,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -49,24 +49,21 @@ def save_to_both(case: str, server: Any, root: Path) -> dict[str, Any]:
 
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks import save_hf
-    from xhf_hooks.places.store import StoreFolder
+    from xhf_hooks.places import store as stored
 
     kind, how, _ = CASES[case]
     kind = dict(kind)
     stage = kind.pop('stage')
     engine = zero_engine(odd_llama(bf16=True, **kind), stage)
-    made, upload = [], StoreFolder.upload
+    made, send = [], stored.send_file
 
-    def note(self: StoreFolder, begun: Any, names: Any, verify: str) -> None:
-        made.extend(name for name in names if name.endswith('.safetensors'))
-        upload(self, begun, names, verify)
+    def note(store: Any, prefix: str, name: str, *args: Any, **more: Any) -> None:
+        made.extend([name] if name.endswith('.safetensors') else [])
+        send(store, prefix, name, *args, **more)
 
-    StoreFolder.upload = note
-    try:
+    with mock.patch.object(stored, 'send_file', note):
         url = f's3://{BUCKET}/läufe/{case}'
         committed = save_hf(engine, url, backend_args=server.backend_args, step=7, **how)
-    finally:
-        StoreFolder.upload = upload
     dist.barrier()
     left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{system._PREFIX}*')]
     save_hf(engine, root / case / 'local', **{**how, 'writer': 'auto'})
@@ -117,7 +114,7 @@ def each_case(only: Collection[str] = CASES) -> Any:
 @each_case()
 def test_the_same_files_as_in_a_folder(saved, name, case):
     from xhf_hooks.integrity.check import check_folder
-    from xhf_hooks.integrity.manifest import MANIFEST_NAME
+    from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
 
     server, root, ranks = of_case(saved, name, case)
     url = f's3://{BUCKET}/läufe/{case}'
@@ -128,7 +125,7 @@ def test_the_same_files_as_in_a_folder(saved, name, case):
             assert (found / path.relative_to(root / 'local')).read_bytes() == path.read_bytes()
     names = [{p.relative_to(f).as_posix() for p in f.rglob('*') if p.is_file()} for f in (found, root / 'local')]
     assert names[0] == names[1]
-    check_folder(found, json.loads((found / MANIFEST_NAME).read_text()), 'full')
+    check_folder(found, read_manifest(found))
     assert_same_folder_tensors(found, root / 'local')
 
 
@@ -222,20 +219,17 @@ def failing_once(server: Any, root: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from xhf_hooks.errors import StoreError
-    from xhf_hooks.places.store import StoreFolder
+    from xhf_hooks.places import store as stored
 
-    upload = StoreFolder.upload
+    send = stored.send_file
 
-    def fail(self: StoreFolder, begun: Any, *args: Any) -> None:
-        if dist.get_rank() == 1 and 'iter_2' in begun[0]:
+    def fail(store: Any, prefix: str, *args: Any, **more: Any) -> None:
+        if dist.get_rank() == 1 and 'iter_2' in prefix:
             raise StoreError('SlowDown')
-        upload(self, begun, *args)
+        send(store, prefix, *args, **more)
 
-    StoreFolder.upload = fail
-    try:
+    with mock.patch.object(stored, 'send_file', fail):
         return run_hook('failing', server, root, dict(max_iters=3), interval=1, max_keep_ckpts=-1)
-    finally:
-        StoreFolder.upload = upload
 
 
 def through(proxy_port: int, case: str, root: Path, *iters: int) -> list[str]:

@@ -50,7 +50,7 @@ def test_each_save_is_there_whole(api, tmp_path, caplog):
             saved[number] = {path.name: path.read_bytes() for path in folder.final.iterdir()}
             uploads.offer(folder.final, iteration(number), Collective())
             uploads.wait()
-        places = list(uploads._thread.uploaded)
+        places = list(uploads.uploaded)
     finally:
         uploads.end()
         folder.release()

@@ -23,7 +23,7 @@ from tests.helpers.zoo.llamas import odd_llama
 from xhf_hooks.config.options import RunOptions
 from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.model import unwrap
-from xhf_hooks.places.lock import Answer, RunLock
+from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
 from xhf_hooks.writers.output_file import OutputFile
@@ -79,7 +79,7 @@ def main() -> None:
         'ended': become(lambda: None),
         'closed': become(saves.close),
         'forgot': become(forget),
-        'lock_is_held': RunLock(folder).acquire() is Answer.HELD,
+        'lock_is_held': not RunLock(folder).acquire(),
         'handler_is_there': callable(signal.getsignal(signal.SIGTERM)),
         'committed_before': folder.exists(),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import dataclass
@@ -119,14 +118,14 @@ def newest_step(backend_args: dict[str, Any], folder: Path) -> int:
 
     from tests.helpers.stored_saves import download_newest
     from xhf_hooks.integrity.check import check_folder
-    from xhf_hooks.integrity.manifest import MANIFEST_NAME
+    from xhf_hooks.integrity.manifest import read_manifest
     from xhf_hooks.places.objects import open_store
     from xhf_hooks.places.store import read_pointer
 
     store = open_store(URL, backend_args)
     pointer = read_pointer(store, 'hf_model')
     found = download_newest(store, folder)
-    check_folder(found, json.loads((found / MANIFEST_NAME).read_text()), 'full')
+    check_folder(found, read_manifest(found))
     step = pointer.step['number']
     for file in found.glob('*.safetensors'):
         for tensor in load_file(file).values():

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.integrity.manifest import describe_folder, write_manifest
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, describe_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenTensor
@@ -67,8 +67,8 @@ def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """Make a complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
     tensors = stage(folder, plan, number)
-    content = describe_folder(folder.staging, plan, tensors, iteration(number), {})
-    write_manifest(folder.staging, content)
+    manifest = describe_folder(folder.staging, plan, tensors, iteration(number), {})
+    (folder.staging / MANIFEST_NAME).write_bytes(manifest)
     path = folder.final.with_name(name)
     os.rename(folder.staging, path)
     return path

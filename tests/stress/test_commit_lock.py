@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
-import os
 import re
-import threading
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, vi
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
-from xhf_hooks.places.lock import RunLock
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -63,7 +59,9 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, holder):
 def test_lock_goes_with_a_killed_process(tmp_path, holder):
     holder.process.kill()
     holder.process.join()
-    CheckpointFolder(tmp_path / 'run' / 'hf_model', 1).claim()
+    folder = CheckpointFolder(tmp_path / 'run' / 'hf_model', 1)
+    folder.claim()
+    assert folder.warnings == []
 
 
 def test_released_lock_leaves_no_file(tmp_path):
@@ -74,14 +72,10 @@ def test_released_lock_leaves_no_file(tmp_path):
     folder.release()  # a second time is no error
 
 
-# Where hosts do not see each other's locks. Other hosts are other names in the file's sign.
-
-
-@pytest.fixture(params=['no locks', 'local locks'])
-def lockless(request, monkeypatch):
-    """As on Lustre without ``flock``, and with ``localflock``. Forked holders are so, too."""
-    monkeypatch.setattr(RunLock, 'beat_secs', 0.2)
-    if request.param == 'local locks':
+@pytest.mark.parametrize('kind', ['no locks', 'local locks'])
+def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypatch, kind):
+    """As on Lustre without ``flock``, and with ``localflock``."""
+    if kind == 'local locks':
         monkeypatch.setattr(lock, '_locks_are_local', lambda path: True)
     else:
 
@@ -89,99 +83,28 @@ def lockless(request, monkeypatch):
             raise OSError(errno.ENOSYS, 'Function not implemented')
 
         monkeypatch.setattr(lock.fcntl, 'flock', refuse)
-
-
-class FarRun(threading.Thread):
-    """What a run on another host does to the lock file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path, self.ended = path, threading.Event()
-        self._sign(0)
-        self.start()
-
-    def run(self) -> None:
-        number = 0
-        while not self.ended.wait(0.05):
-            number += 1
-            self._sign(number)
-
-    def _sign(self, number: int) -> None:
-        with open(self.path, 'r+b' if self.path.exists() else 'wb') as file:
-            file.write(f'process 1 on far-away, beat {number}'.encode())
-
-    def end(self) -> None:
-        self.ended.set()
-        self.join()
-
-
-@pytest.fixture
-def far_run(tmp_path):
-    made = FarRun(tmp_path / '.hf_model.lock')
-    yield made
-    made.end()
-
-
-def test_a_run_on_another_host_shows_life(tmp_path, lockless, far_run):
-    put_partial(CheckpointFolder(tmp_path / 'hf_model', 1), '.hf_model.staging-00aa')
-    with pytest.raises(TargetError, match='in use by process 1 on far-away'):
-        CheckpointFolder(tmp_path / 'hf_model', 1).claim()
-    assert (tmp_path / '.hf_model.staging-00aa').is_dir()
-
-
-def test_a_dead_run_on_another_host_is_found_dead(tmp_path, lockless, far_run):
-    far_run.end()
-    put_whole(CheckpointFolder(tmp_path / 'hf_model', 1), 'hf_model', 4)
-    folder = CheckpointFolder(tmp_path / 'hf_model', 1)
-    folder.claim()
-    assert (tmp_path / '.hf_model.lock').read_text().startswith(f'process {os.getpid()} on ')
-    commit_one(folder, 5)
-    folder.release()
-    assert visible(tmp_path) == {'hf_model': 5}
-    assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
-
-
-def test_a_holder_goes_on_showing_life(tmp_path, lockless):
-    folder = CheckpointFolder(tmp_path / 'hf_model', 1)
-    folder.claim()
-    first = (tmp_path / '.hf_model.lock').read_text()
-    wait_until(lambda: (tmp_path / '.hf_model.lock').read_text() != first)
-    folder.release()
-    assert not (tmp_path / '.hf_model.lock').exists()
-    wait_until(lambda: not any(thread.name == 'xhf-lock' for thread in threading.enumerate()))
-
-
-def wait_until(is_so) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize('age_secs', [0, 10_000])
-def test_where_nothing_is_known_only_the_lifeless_is_swept(tmp_path, lockless, age_secs):
-    """Another timestamp of the work_dir, whose run may be alive on another host."""
-    other = CheckpointFolder(tmp_path / '20260101' / 'hf_model', 1)
-    other.final.parent.mkdir()
-    staged = put_partial(other, '.hf_model.staging-00aa')
-    (other.final.parent / '.hf_model.lock').write_text('process 1 on far-away')
-    for path in (*staged.iterdir(), staged, other.final.parent / '.hf_model.lock'):
-        then = path.stat().st_mtime - age_secs
-        os.utime(path, (then, then))
-    swept = sweep_dead_runs(tmp_path, 'hf_model')
-    assert staged.is_dir() == (not age_secs) and swept == ([staged] if age_secs else [])
+    for left in ('', 'process 1 on far-away'):
+        folder = CheckpointFolder(tmp_path / 'hf_model', 1)
+        if left:
+            (tmp_path / '.hf_model.lock').write_text(left)
+        folder.claim()
+        said = folder.warnings
+        commit_one(folder, 5)
+        folder.release()
+        assert not folder.lock_is_seen
+        assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
+        assert len(said) == bool(left) and all('process 1 on far-away' in each for each in said)
 
 
 def test_sweep_leaves_live_runs_alone(tmp_path, holder):
     live = CheckpointFolder(tmp_path / 'run' / 'hf_model', 1)
-    staged = put_partial(live, '.hf_model.staging')
+    staged = put_partial(live, '.hf_model.staging-00aa')
     dead = CheckpointFolder(tmp_path / 'dead' / 'hf_model', 1)
     dead.final.parent.mkdir()
-    put_whole(dead, '.hf_model.previous', 3)
-    put_partial(dead, '.hf_model.staging')
+    put_whole(dead, '.hf_model.previous-00aa', 3)
+    put_partial(dead, '.hf_model.staging-00bb')
 
-    swept = sweep_dead_runs(tmp_path, 'hf_model')
-    assert {path.parent.name for path in swept} == {'dead'}
+    assert sweep_dead_runs(tmp_path, 'hf_model') == [tmp_path / 'dead']
     assert staged.is_dir()
     assert visible(tmp_path / 'dead') == {'hf_model': 3}
     assert [path.name for path in dead.final.parent.iterdir()] == ['hf_model']

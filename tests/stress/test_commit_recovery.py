@@ -109,7 +109,7 @@ def test_all_leftovers_of_several_deaths_go(tmp_path):
     commit_one(folder, 1)
     for name in ('staging-00aa', 'staging-00bb', 'previous-00cc', 'discarded-00dd', 'staging'):
         put_partial(folder, f'.hf_model.{name}')
-    for name in ('shared-00ee', 'probe-00ff', 'lock.clock-0011'):
+    for name in ('shared-00ee', 'probe-00ff'):
         (tmp_path / f'.hf_model.{name}').write_text('')
     (tmp_path / '.hf_model.mine').write_text('')
     folder.claim()

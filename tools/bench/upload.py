@@ -253,33 +253,26 @@ def _our_upload(
     import logging
 
     from xhf_hooks.places.objects import open_store
-    from xhf_hooks.places.upload import StoreDestination, UploadJob, UploadThread
+    from xhf_hooks.places.upload import RunUploads, StoreDestination, UploadJob
     from xhf_hooks.planning.types import Step
     from xhf_hooks.telemetry import RunLog
 
     log = RunLog(logging.getLogger('bench'), 'bench')
-    destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1, log)
-    destination.run = destination._saves.run = 'bench'  # rank 0 tells the others
-    if rank == 0:
-        destination.claim()
-    else:
-        destination.require_usable()
-    thread = UploadThread({'hf_model': destination}, log)
+    destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1, log.warning)
+    destination.run = 'bench'  # rank 0 tells the others
+    uploads = RunUploads({'hf_model': destination}, log, wait_secs=3600.0, is_shared=True)
+    uploads.claim(rank)
 
     def begin() -> None:
-        thread.add(UploadJob(1, 'hf_model', Step('iter', 1, 1), save, 'bench', rank, n_ranks), [])
+        uploads.add(UploadJob(1, 'hf_model', Step('iter', 1, 1), save, 'bench', rank, n_ranks))
 
     def is_over(within_secs: float = 0.0) -> bool:
-        over = thread.wait(within_secs)
-        if over and rank == 0 and thread.uploaded != [_SAVE]:
-            raise RuntimeError(f'not uploaded: {thread.failed}')
+        over = uploads.is_idle(within_secs)
+        if over and rank == 0 and uploads.uploaded != [_SAVE]:
+            raise RuntimeError(f'not uploaded: {uploads.failed}')
         return over
 
-    def end() -> None:
-        thread.end()
-        destination.release()
-
-    return begin, is_over, end
+    return begin, is_over, uploads.end
 
 
 def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:

@@ -27,7 +27,7 @@ from xhf_hooks.config.checks import PLACEHOLDERS
 from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.errors import OptionError, XhfError
 from xhf_hooks.places.kept_folder import KeptFolder
-from xhf_hooks.places.store import StoredSave, StoreFolder
+from xhf_hooks.places.store import StoredSave
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry import RunLog
@@ -136,7 +136,7 @@ class AfterSaves:
     def committed(self, save: CommittedCheckpoint, target: SaveTarget) -> None:
         """Queue the save that was just committed to a target, before its next save begins."""
         try:
-            held = target.keep() if isinstance(target, StoreFolder) else KeptFolder.keep(target.final)
+            held = target.keep()
         except (XhfError, OSError) as error:
             self._log.error(f'on_saved for {target.name}, {save.step.label} was skipped: {error}')
             return

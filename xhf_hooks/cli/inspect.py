@@ -81,7 +81,7 @@ def _of_folder(path: Path) -> tuple[list[str], bool]:
     with suppress(DamagedError):
         model = str(strict_json.read(path / 'config.json').get('architectures', [model])[0])
     dtypes = Counter(entry.dtype for header in check.headers.values() for entry in header.entries)
-    step = 'no xhf_manifest.json' if manifest is None else manifest.label
+    step = 'no xhf_manifest.json' if manifest is None else f'{manifest.step.unit} {manifest.step.number}'
     facts = {} if manifest is None else manifest.facts
     parts = [model, step, facts.get('weights'), engine_of(facts)]
     parts += [f'{n} {dtype}' for dtype, n in dtypes.items()] + [size_text(check.report.nbytes)]

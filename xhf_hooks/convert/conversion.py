@@ -197,7 +197,7 @@ class Conversion:
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             warnings, overflows = self._write_and_commit(target, meter, on_progress)
-            path = target.name_of(target.token)
+            path = target.where
         except BaseException:  # including signals
             target.abandon()
             raise
@@ -212,11 +212,11 @@ class Conversion:
         self, target: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None]
     ) -> tuple[list[str], int]:
         """Returns warnings and the number of finite elements that became infinite."""
-        staging = target.open_staging(self.step)
-        target.require_room(self.plan.nbytes)
+        staging = target.open_staging()
+        target.room(self.plan.nbytes)
         warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
         tally, overflows = write_weights(
-            target.place(target.token),
+            staging,
             self.plan,
             self.source,
             use_fp32_master=self.use_fp32_master,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from xhf_hooks.format.safetensors import Header
 from xhf_hooks.threads import WorkerThreads
 
 _WINDOW_NBYTES = 1 << 20  # per read, a multiple of every element size
-_JOB_NBYTES = 16 * _WINDOW_NBYTES
+_PART_NBYTES = 16 * _WINDOW_NBYTES
 
 
 @dataclass
@@ -34,7 +33,7 @@ class FileSums:
 
 @dataclass
 class _Part:
-    """Consecutive bytes, at most those of one job: of one tensor, of the header, or of a file without header."""
+    """Bytes that one job reads: of one tensor, of the header, or of a file without header."""
 
     tensor: str | None
     dtype: str
@@ -42,13 +41,6 @@ class _Part:
     end: int
     crc32: int = 0
     non_finite: int = 0
-
-
-class _Buffer(threading.local):
-    """One window per thread."""
-
-    def __init__(self) -> None:
-        self.window = memoryview(bytearray(_WINDOW_NBYTES))
 
 
 def sum_file(
@@ -76,8 +68,7 @@ def sum_file(
         if from_disk:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         parts = list(_parts(os.fstat(fd).st_size, header))
-        buffer = _Buffer()
-        for nbytes in threads.run(partial(_read, fd, job, buffer, count=count) for job in _jobs(parts)):
+        for nbytes in threads.run(partial(_read, fd, part, count=count) for part in parts):
             on_read(nbytes)
     finally:
         os.close(fd)
@@ -97,34 +88,22 @@ def _parts(nbytes: int, header: Header | None) -> Iterator[_Part]:
     segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else nbytes)]
     segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in (header.entries if header else ())]
     for name, dtype, start, end in segments:
-        for at in range(start, end, _JOB_NBYTES):
-            yield _Part(name, dtype, at, min(at + _JOB_NBYTES, end))
+        for at in range(start, end, _PART_NBYTES):
+            yield _Part(name, dtype, at, min(at + _PART_NBYTES, end))
 
 
-def _jobs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Consecutive parts that are read together, since many tensors are tiny."""
-    job: list[_Part] = []
-    for part in parts:
-        if job and part.end - job[0].start > _JOB_NBYTES:
-            yield job
-            job = []
-        job.append(part)
-    if job:
-        yield job
-
-
-def _read(fd: int, job: list[_Part], buffer: _Buffer, *, count: bool) -> int:
-    """Sum the parts of one job; returns its bytes. Runs on: a worker thread."""
-    first, end = job[0].start, job[-1].end
-    os.posix_fadvise(fd, first, end - first, os.POSIX_FADV_WILLNEED)
-    for part in job:
-        for at in range(part.start, part.end, _WINDOW_NBYTES):
-            window = buffer.window[: part.end - at]
-            read_into(fd, window, at)
-            part.crc32 = checksum.crc32(window, part.crc32)
-            if count:
-                part.non_finite += count_non_finite(window, part.dtype)
-    return end - first
+def _read(fd: int, part: _Part, *, count: bool) -> int:
+    """Sum a part; returns its bytes. Runs on: a worker thread."""
+    nbytes = part.end - part.start
+    os.posix_fadvise(fd, part.start, nbytes, os.POSIX_FADV_WILLNEED)
+    buffer = memoryview(bytearray(min(_WINDOW_NBYTES, nbytes)))
+    for at in range(part.start, part.end, _WINDOW_NBYTES):
+        window = buffer[: part.end - at]
+        read_into(fd, window, at)
+        part.crc32 = checksum.crc32(window, part.crc32)
+        if count:
+            part.non_finite += count_non_finite(window, part.dtype)
+    return nbytes
 
 
 def read_into(fd: int, out: memoryview, start: int) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -18,37 +17,27 @@ from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 
 MANIFEST_NAME = 'xhf_manifest.json'
-#: 2: checksums of all files and tensors. 1: sizes of the weight files only.
-FORMAT_VERSION = _CHECKSUM_VERSION = 2
+FORMAT_VERSION = 2
 
 
 def describe_folder(
-    folder: Path, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """Make the manifest of a complete staging folder. Runs on: rank 0.
+    folder: Path, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: Mapping[str, Any]
+) -> bytes:
+    """Complete a staging folder, which has all but indexes, and make its manifest. Runs on: rank 0.
 
     Weights are not read: their checksums were computed in memory before the write.
     """
-    return {
+    for name, index in plan.indexes.items():  # the shard of each tensor; a save in a single file has none
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+    content = {
         'format_version': FORMAT_VERSION,
         'step': {'unit': step.unit, 'number': step.number},
         'iteration': step.iteration,
         **facts,
         'files': {**_describe_weights(plan, tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
-
-
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest and flush it to disk. Runs on: rank 0."""
-    with (folder / MANIFEST_NAME).open('w', encoding='utf-8') as file:
-        file.write(manifest_text(content))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def manifest_text(content: dict[str, Any]) -> str:
-    """The manifest's text, as written to the file."""
-    return json.dumps(content, indent=1) + '\n'
+    return (json.dumps(content, indent=1) + '\n').encode()
 
 
 def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:
@@ -79,42 +68,6 @@ def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, order=True)
-class Commit:
-    """The commit that made a folder. Ordered by time.
-
-    Attributes:
-        number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
-        step: The saved step.
-        files: The committed files; None if the manifest does not list all of them.
-    """
-
-    number: int
-    iteration: int
-    step: Step = field(compare=False)
-    files: frozenset[str] | None = field(compare=False, repr=False)
-
-
-def read_commit(folder: Path) -> Commit | None:
-    """The commit in a folder's manifest; None without a readable manifest."""
-    try:
-        return parse_commit((folder / MANIFEST_NAME).read_text(encoding='utf-8'))
-    except OSError:
-        return None
-
-
-def parse_commit(manifest: str | bytes) -> Commit | None:
-    """The commit that a manifest records; None if the manifest is not one of ours."""
-    try:
-        content = json.loads(manifest)
-        step = Step(content['step']['unit'], int(content['step']['number']), int(content['iteration']))
-        number = int(content['commit']['number']) if 'commit' in content else 0
-        has_all = content['format_version'] >= _CHECKSUM_VERSION
-        return Commit(number, step.iteration, step, frozenset([*content['files'], MANIFEST_NAME]) if has_all else None)
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 @dataclass(frozen=True)
 class TensorRecord:
     """A tensor as it was in memory before the write."""
@@ -127,10 +80,10 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as committed; ``crc32`` and ``tensors`` are None if the manifest has none."""
+    """A file as committed; ``tensors`` is None if it holds none."""
 
     nbytes: int
-    crc32: int | None = None
+    crc32: int
     tensors: dict[str, TensorRecord] | None = field(default=None, repr=False)
 
 
@@ -139,23 +92,28 @@ class Manifest:
     """A validated manifest.
 
     Attributes:
-        files: By relative path, with slashes.
+        files: By relative path, with slashes. The manifest itself is not among them.
+        step: The saved step.
+        number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
         facts: All other fields.
     """
 
-    version: int
     files: dict[str, FileRecord]
+    step: Step
+    number: int
     facts: dict[str, Any] = field(repr=False)
 
-    @property
-    def has_checksums(self) -> bool:
-        return self.version >= _CHECKSUM_VERSION
+    def is_later(self, other: Manifest) -> bool:
+        """Whether it was committed later, under the same final name."""
+        return (self.number, self.step.iteration) > (other.number, other.step.iteration)
 
-    @property
-    def label(self) -> str:
-        """The saved step, for messages."""
-        step = self.facts.get('step')
-        return f'{step.get("unit")} {step.get("number")}'[:80] if isinstance(step, dict) else 'unknown step'
+
+def read_commit(folder: Path) -> Manifest | None:
+    """The manifest of a folder that this package has committed; None for any other folder."""
+    try:
+        return read_manifest(folder)
+    except DamagedError:
+        return None
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -167,67 +125,50 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST_NAME
     if not path.exists() and not path.is_symlink():
         return None
-    return parse_manifest(strict_json.read(path), str(path))
+    return parse_manifest(path.read_bytes(), str(path))
 
 
-def parse_manifest(content: Mapping[str, Any], where: str) -> Manifest:
-    """Validate the content of a manifest.
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Validate a manifest.
 
     Args:
         where: Its path, for messages.
 
     Raises:
-        DamagedError: It is malformed, or of a newer format.
+        DamagedError: It is malformed, or of another format.
     """
-    version, files = content.get('format_version'), content.get('files')
-    if type(version) is not int or version < 1:
-        raise DamagedError(f'{where}: format_version is {str(version)[:80]}, expected a positive integer')
-    if version > FORMAT_VERSION:
-        supported = f'this version supports 1 to {FORMAT_VERSION}; upgrade xhf_hooks'
-        raise DamagedError(f'{where}: format_version is {version}, but {supported}')
-    if not isinstance(files, dict):
-        raise DamagedError(f'{where}: files is not an object')
-    records = {name: _file(name, found, version, where) for name, found in files.items()}
-    return Manifest(version, records, {key: value for key, value in content.items() if key != 'files'})
+    content = strict_json.parse(data, where)
+    version = content.get('format_version')
+    if version != FORMAT_VERSION:
+        raise DamagedError(
+            f'{where}: format_version is {str(version)[:80]}, expected {FORMAT_VERSION}; if it is newer, upgrade '
+            f'xhf_hooks'
+        )
+    try:
+        files = {name: _file(name, found) for name, found in content['files'].items()}
+        step = Step(str(content['step']['unit']), _count(content['step']['number']), _count(content['iteration']))
+        number = _count(content.get('commit', {}).get('number', 0))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f'{where}: malformed: {type(error).__name__}: {str(error)[:200]}') from None
+    return Manifest(files, step, number, {key: value for key, value in content.items() if key != 'files'})
 
 
-def _file(name: str, found: Any, version: int, where: str) -> FileRecord:
-    where = f'{where}: file {name[:200]!r}'
+def _file(name: str, found: Any) -> FileRecord:
     path = PurePosixPath(name)
     if not name or '\0' in name or path.is_absolute() or '..' in path.parts or str(path) != name or name == '.':
-        raise DamagedError(f'{where}: not a path inside the folder')
-    if not isinstance(found, dict) or not strict_json.is_count(found.get('nbytes')):
-        raise DamagedError(f'{where}: nbytes is not a non-negative integer')
-    if version < _CHECKSUM_VERSION:
-        return FileRecord(found['nbytes'])
-    tensors = found.get('tensors')
-    if tensors is not None and not isinstance(tensors, dict):
-        raise DamagedError(f'{where}: tensors is not an object')
-    if tensors is None and name.endswith('.safetensors'):
-        raise DamagedError(f'{where}: tensors is missing')
-    records = None if tensors is None else {n: _tensor(n, t, where) for n, t in tensors.items()}
-    return FileRecord(found['nbytes'], _crc(found, where), records)
+        raise ValueError(f'file {name!r}: not a path inside the folder')
+    if name.endswith('.safetensors'):
+        tensors = {tensor: _tensor(described) for tensor, described in found['tensors'].items()}
+        return FileRecord(_count(found['nbytes']), from_hex(found['crc32']), tensors)
+    return FileRecord(_count(found['nbytes']), from_hex(found['crc32']))
 
 
-def _tensor(name: str, found: Any, where: str) -> TensorRecord:
-    where = f'{where}, tensor {name[:200]!r}'
-    if not isinstance(found, dict):
-        raise DamagedError(f'{where}: not an object')
-    shape, dtype, non_finite = found.get('shape'), found.get('dtype'), found.get('non_finite')
-    if not isinstance(shape, list) or not all(map(strict_json.is_count, shape)):
-        raise DamagedError(f'{where}: shape is {str(shape)[:80]}, expected a list of sizes')
-    if not isinstance(dtype, str):
-        raise DamagedError(f'{where}: dtype is {str(dtype)[:80]}, expected a string')
-    if not strict_json.is_count(non_finite):
-        raise DamagedError(f'{where}: non_finite is {str(non_finite)[:80]}, expected a count')
-    return TensorRecord(tuple(shape), dtype, _crc(found, where), non_finite)
+def _tensor(found: Any) -> TensorRecord:
+    shape = tuple(map(_count, found['shape']))
+    return TensorRecord(shape, str(found['dtype']), from_hex(found['crc32']), _count(found['non_finite']))
 
 
-def _crc(found: Mapping[str, Any], where: str) -> int:
-    text = found.get('crc32')
-    if not isinstance(text, str):
-        raise DamagedError(f'{where}: crc32 is not a string')
-    try:
-        return from_hex(text)
-    except ValueError as error:
-        raise DamagedError(f'{where}: {error}') from None
+def _count(value: Any) -> int:
+    if not strict_json.is_count(value):
+        raise ValueError(f'expected a size or count, found {value!r}')
+    return value

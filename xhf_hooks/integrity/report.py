@@ -10,7 +10,6 @@ from xhf_hooks.format.text import counted, size_text
 
 OK, PROBLEM, UNCHECKED, NOTE = 'ok', 'problem', 'unchecked', 'note'
 _ORDER = (OK, NOTE, UNCHECKED, PROBLEM)
-_SHOWN = 20  # lines per kind and check; JSON has all
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text: problems last, where a terminal shows them."""
-        grouped: dict[tuple[str, str], list[Finding]] = {}
-        for finding in sorted(self.findings, key=lambda finding: _ORDER.index(finding.kind)):
-            grouped.setdefault((finding.kind, finding.check), []).append(finding)
-        lines = []
-        for (kind, check), group in grouped.items():
-            lines += [finding.line() for finding in group[:_SHOWN]]
-            if len(group) > _SHOWN:
-                lines.append(Finding(kind, check, f'and {len(group) - _SHOWN} more').line())
+        lines = [finding.line() for finding in sorted(self.findings, key=lambda found: _ORDER.index(found.kind))]
         verdict = 'good' if self.is_good else 'DAMAGED OR CHANGED'
         rate = f', {self.read_nbytes / self.seconds / 1e9:.2f} GB/s' if self.read_nbytes else ''
         counts = f'{counted(self.n_files, "file")}, {counted(self.n_tensors, "tensor")}'

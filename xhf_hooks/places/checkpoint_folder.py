@@ -14,73 +14,83 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import Commit, describe_folder, read_commit, write_manifest
-from xhf_hooks.places.kept_folder import (
-    archive_name,
-    archives,
-    exchange,
-    look_up,
-    new_name,
-    others_in,
-    outdated,
-    set_apart,
-)
-from xhf_hooks.places.lock import Answer, RunLock
-from xhf_hooks.places.target import SaveTarget, write_indexes
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, describe_folder, parse_manifest, read_commit
+from xhf_hooks.places.kept_folder import KeptFolder, exchange, look_up, new_name, others_in, set_apart
+from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 from xhf_hooks.threads import WorkerThreads
 
-#: Bytes that names beside the final one add: ``.hf_model.discarded-0123456789ab``, ``hf_model_others_iter_500000``.
-_MOST_ADDED_TO_NAME = 24
-#: Bytes that paths in the folder add: ``/adapter/model-00001-of-00002.safetensors``, files of remote code.
-_MOST_ADDED_TO_PATH = 128
+if TYPE_CHECKING:
+    from xhf_hooks.collective import Collective
 
 
-class CheckpointFolder(SaveTarget):
+class CheckpointFolder:
     """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
+
+    Rank 0 calls all methods unless they say otherwise: :meth:`claim` before training, for each save
+    :meth:`open_staging`, and :meth:`commit` or :meth:`abandon`; :meth:`release` at the end.
 
     Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
     folder is changed, the server is asked what its name refers to (:func:`.kept_folder.look_up`).
 
     Args:
-        final: The name of the newest committed save.
+        final: The path of the newest committed save. Two targets with the same one are the same.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         fsync: Flush to the disk before the commit. Only the benchmark turns this off.
         elsewhere: How the user chooses another folder, for messages.
 
     Attributes:
-        staging: The folder that is being filled, from :meth:`open_staging` on.
+        staging: The folder that is being filled; None when there is none.
         warnings: Warnings of the last commit or recovery, for the log; :meth:`open_staging` clears them.
     """
 
+    #: Whether all ranks write into one folder. Otherwise each writes files into a folder of its own, and uploads them.
+    is_shared = True
+
     def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
-        super().__init__(final, max_keep)
-        self.fsync = fsync
-        self.elsewhere = elsewhere
+        self.final, self.max_keep, self.fsync, self.elsewhere = final, max_keep, fsync, elsewhere
         self.staging: Path | None = None
+        self.warnings: list[str] = []
         self._lock = RunLock(final)
-        self._archived: dict[str, Commit | None] = {}  # by name; each is read once
+        self._run = uuid.uuid4().hex
+
+    @property
+    def name(self) -> str:
+        """The last component of :attr:`final`, such as ``hf_model_best``."""
+        return self.final.name
+
+    @property
+    def where(self) -> Path:
+        """The path or URL of the save that was committed last. Runs on: any rank."""
+        return self.final
+
+    def beside(self, suffix: str) -> CheckpointFolder:
+        """Another target, with a suffix added to its name, for a single save such as the best one."""
+        return CheckpointFolder(self.final.with_name(f'{self.final.name}_{suffix}'), max_keep=1)
+
+    def connect(self) -> None:
+        """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: all other ranks."""
 
     def claim(self) -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
 
         Raises:
-            TargetError: It is not writable, has too long a name, is in use by another run, or holds foreign files.
+            TargetError: It is not writable, is in use by another run, or holds foreign files.
         """
         parent = self.final.parent
         try:
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                self._refuse_long_names()
-                self._lock.acquire_or_explain(self.final, self.elsewhere)
+                self._take_lock()
                 probe = new_name(self.final, 'probe')
                 probe.write_bytes(b'x')
                 probe.unlink()
@@ -92,19 +102,33 @@ class CheckpointFolder(SaveTarget):
             self.release()
             raise
 
-    def _refuse_long_names(self) -> None:
-        parent, name = self.final.parent, self.final.name
-        name_room = os.pathconf(parent, 'PC_NAME_MAX') - _MOST_ADDED_TO_NAME - len(os.fsencode(name))
-        path_room = os.pathconf(parent, 'PC_PATH_MAX') - _MOST_ADDED_TO_PATH - len(os.fsencode(self.final))
-        excess = -min(name_room, path_room)
-        if excess > 0:
+    def _take_lock(self) -> None:
+        if not self._lock.acquire(patience_secs=10.0):
             raise TargetError(
-                f'{self.final}: the path is {excess} bytes too long for the names that a save adds to it; '
-                f'{self.elsewhere} a shorter one'
+                f'{self.final} is in use by {self._lock.holder or "another run"}; {self.elsewhere} another. If that '
+                f'host is dead and the file system has kept its lock, remove {self._lock.path}'
+            )
+        if self._lock.holder and not self._lock.is_seen:
+            self.warnings.append(
+                f"{self.final}: hosts do not see each other's locks here, and {self._lock.holder} has saved there and "
+                f'not ended well; if it is still running, stop one of the two runs'
             )
 
-    def _refuse_foreign(self) -> Commit | None:
-        """Returns the save that has the final name, if any.
+    @property
+    def lock_is_seen(self) -> bool:
+        """Whether other hosts see the lock of this run, and this one theirs."""
+        return self._lock.is_seen
+
+    def release(self) -> None:
+        """End the claim, so that another run can use the folder. Does nothing if it is not claimed."""
+        self._lock.release()
+
+    def release_forgotten(self) -> None:
+        """Like :meth:`release`, but called by the garbage collector, at any moment. Returns at once."""
+        self.release()
+
+    def _refuse_foreign(self) -> Manifest | None:
+        """Returns the manifest of the save that has the final name, if any.
 
         Raises:
             TargetError: Something else has that name.
@@ -126,19 +150,17 @@ class CheckpointFolder(SaveTarget):
 
     def recover(self) -> None:
         """Clean up after a killed run: move a complete folder to its name, delete a partial one."""
-        for leftover in self._leftovers():
-            self._recover(leftover)
-        self._delete_discarded()
-        for kept in self._unless_live('kept'):  # this run has no readers yet (kept_folder.py)
+        self._recover_saves()
+        for kept in self._beside('kept'):  # this run has no readers yet
             shutil.rmtree(kept, ignore_errors=True)
-        for probe in self._beside('probe', 'shared', 'lock.clock'):
+        for probe in self._beside('probe', 'shared'):
             probe.unlink(missing_ok=True)
         _fsync(self.final.parent)
         self._delete_outdated()
 
     def recover_if_dead(self) -> bool:
-        """Call :meth:`recover`, unless a live run holds, or may hold, the lock."""
-        if self._lock.acquire() is Answer.HELD:
+        """Call :meth:`recover`, unless a live run holds the lock."""
+        if not self._lock.acquire():
             return False
         try:
             self.recover()
@@ -146,102 +168,134 @@ class CheckpointFolder(SaveTarget):
             self.release()
         return True
 
-    def _recover(self, leftover: Path) -> None:
-        if look_up(leftover) is None:
-            return
-        saved, is_there = read_commit(leftover), look_up(self.final) is not None
-        current = read_commit(self.final) if is_there else None
-        if saved is None:  # incomplete, since the manifest is written last
-            self._discard(leftover)
-        elif not is_there:
-            os.rename(leftover, self.final)
-        elif current is not None and saved > current:
-            self._tidy(self._replace_final(leftover), current, saved)
-        else:
-            self._tidy(leftover, saved, current)
+    def _recover_saves(self) -> None:
+        for leftover in self._beside('previous', 'staging'):
+            if look_up(leftover) is None:
+                continue
+            look_up(self.final)
+            saved, current = read_commit(leftover), read_commit(self.final)
+            if saved is None:  # incomplete, since the manifest is written last
+                self._discard(leftover)
+            elif current is None:
+                os.rename(leftover, self.final)
+            elif saved.is_later(current):
+                self._tidy(self._replace_final(leftover), current, saved.step)
+            else:
+                self._tidy(leftover, saved, current.step)
+        for path in self._beside('discarded'):
+            shutil.rmtree(path, ignore_errors=True)
 
-    def open_staging(self, step: Step | None = None) -> Path:
+    def open_staging(self) -> Path:
+        """Begin a save, or a trial run that ends with :meth:`abandon`; returns an empty folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in self._leftovers():  # from a save that failed after its commit
-            self._recover(leftover)
+        self._recover_saves()  # of a save that failed after its commit
         self.warnings = []
         self.staging = new_name(self.final, 'staging')
         self.staging.mkdir()
         return self.staging
 
-    @property
-    def token(self) -> str:
-        return '' if self.staging is None else self.staging.name
+    def place(self, name: str) -> Path:
+        """Where this rank writes a save, by the name of rank 0's staging folder. Runs on: any rank."""
+        return self.final.with_name(name)  # hosts may mount the file system elsewhere
 
-    def place(self, token: str) -> Path:
-        return self.final.with_name(token)
+    def room(self, needed_nbytes: int = 0) -> int | None:
+        """Free bytes there; None if unknown, as for stores.
 
-    def name_of(self, token: str) -> Path:
-        return self.final
-
-    def beside(self, suffix: str) -> CheckpointFolder:
-        return CheckpointFolder(self.final.with_name(f'{self.final.name}_{suffix}'), max_keep=1)
-
-    def free_nbytes(self) -> int:
-        return shutil.disk_usage(self.final.parent).free
-
-    def require_room(self, nbytes: int) -> int:
-        free = self.free_nbytes()
-        if free < nbytes:
+        Raises:
+            TargetError: Fewer than needed.
+        """
+        free = shutil.disk_usage(self.final.parent).free
+        if free < needed_nbytes:
             fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
             raise TargetError(
-                f'{self.final.parent} has {size_text(free)} free, and {size_text(nbytes)} are needed; '
+                f'{self.final.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
             )
         return free
+
+    def upload(
+        self,
+        plan: SavePlan,
+        tensors: Sequence[WrittenTensor],
+        step: Step,
+        facts: Mapping[str, Any],
+        verify: str,
+        collective: Collective,
+    ) -> None:
+        """If each rank has its own folder, send its files to where :meth:`commit` finds them. Runs on: all ranks."""
 
     def commit(
         self,
         plan: SavePlan,
         tensors: Sequence[WrittenTensor],
         step: Step,
-        facts: dict[str, Any],
+        facts: Mapping[str, Any],
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> None:
-        write_indexes(plan, self.staging)
+        """Check that the save is complete, make it the newest, and only then delete older ones.
+
+        Args:
+            tensors: What all ranks have written.
+            verify: With 'full', every byte is read back and compared with the checksums taken from memory.
+            threads: Threads for reading back; None starts some.
+
+        Raises:
+            IncompleteError: Something that was planned is missing.
+            OSError, StoreError: It cannot be committed; the previous save is still the newest.
+        """
+        staging = self.staging
         for file in plan.files:
-            check_file(self.staging / file.name, file.header, file.nbytes)
+            check_file(staging / file.name, file.header, file.nbytes)
         before = self._refuse_foreign()
-        if self.fsync:
-            _fsync_tree(self.staging)
         others = [before] if before else self._archives().values()
         number = 1 + max((commit.number for commit in others), default=0)
-        manifest = describe_folder(self.staging, plan, tensors, step, self._numbered(facts, number))
+        facts = {**facts, 'commit': {'number': number, 'run': self._run}}
+        manifest = describe_folder(staging, plan, tensors, step, facts)
+        if self.fsync:
+            for path in staging.rglob('*'):
+                _fsync(path)
         if verify == 'full':
-            check_folder(self.staging, manifest, 'full', threads=threads)
-        write_manifest(self.staging, manifest)
-        _fsync(self.staging)
-        self._publish(Commit(number, step.iteration, step, files=None))
+            check_folder(staging, parse_manifest(manifest, str(staging)), threads)
+        (staging / MANIFEST_NAME).write_bytes(manifest)
+        _fsync(staging / MANIFEST_NAME)
+        _fsync(staging)
+        self._publish(step)
         with contextlib.suppress(OSError):
             self._delete_outdated()
 
+    def keep(self) -> KeptFolder:
+        """Keep the save that was just committed for readers. No save may be committed meanwhile.
+
+        Raises:
+            TargetError: It cannot be kept.
+        """
+        return KeptFolder.keep(self.final)
+
+    def newest_manifest(self) -> bytes | None:
+        """The manifest of the newest save, if it is in a store."""
+        return None
+
     def abandon(self) -> None:
-        if self.staging is None:
-            return
-        staged, current = read_commit(self.staging), read_commit(self.final)
-        if staged and current and staged < current:
-            return  # already exchanged: this is the old checkpoint, left to open_staging() or recover()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Remove what was written of a save that will not be committed. Never raises."""
+        if self.staging is not None:
+            shutil.rmtree(self.staging, ignore_errors=True)
 
-    def release(self) -> None:
-        self._lock.release()
+    def end_save(self) -> None:
+        """Remove this rank's own folder, if it has one. Runs on: all ranks, at the end of each save."""
 
-    def _publish(self, new: Commit) -> None:
+    def _publish(self, step: Step) -> None:
         old = self._refuse_foreign()
-        if not self.final.exists():
+        displaced = None
+        if self.final.exists():
+            displaced = self._replace_final(self.staging)
+        else:
             os.rename(self.staging, self.final)
-            _fsync(self.final.parent)
-            return
-        displaced = self._replace_final(self.staging)
+        self.staging = None  # that name may be the old save's
         _fsync(self.final.parent)
-        with contextlib.suppress(OSError):  # the new save is committed; the next one cleans up the rest
-            self._tidy(displaced, old, new)
+        if displaced is not None:
+            with contextlib.suppress(OSError):  # the new save is committed; the next one cleans up the rest
+                self._tidy(displaced, old, step)
 
     def _replace_final(self, new: Path) -> Path:
         """Give ``new`` the final name; returns the new path of the old folder."""
@@ -252,81 +306,56 @@ class CheckpointFolder(SaveTarget):
         os.rename(new, self.final)
         return aside
 
-    def _tidy(self, displaced: Path, old: Commit | None, new: Commit | None) -> None:
+    def _tidy(self, displaced: Path, old: Manifest | None, newest: Step) -> None:
         """Archive or delete a folder that is no longer the newest."""
-        if self.max_keep == 1 or old is None or (new is not None and old.step == new.step):
+        if self.max_keep == 1 or old is None or old.step == newest:
             self._discard(displaced)
-        else:
-            self._archive(displaced, old)
-            _fsync(self.final.parent)
-
-    def _archive(self, folder: Path, commit: Commit) -> None:
-        name = self.final.with_name(archive_name(self.final.name, commit.step.label))
+            return
+        name = self.final.with_name(f'{self.final.name}_{old.step.label}')
         if look_up(name) is not None:
             self._discard(name)
-        os.rename(folder, name)
-        self._archived[name.name] = commit
+        os.rename(displaced, name)
+        _fsync(self.final.parent)
 
-    def _archives(self) -> dict[str, Commit]:
-        """Older saves by name; foreign folders are left out."""
-        parent = self.final.parent
-        names = archives(self.final.name, os.listdir(parent))
-        for name in names:
-            if name not in self._archived and look_up(parent / name) is not None:
-                self._archived[name] = read_commit(parent / name)
-        return {name: self._archived[name] for name in names if self._archived.get(name) is not None}
+    def _archives(self) -> dict[Path, Manifest]:
+        """Older saves, from the last commit to the first; foreign folders are left out.
+
+        Not by iteration: a resumed run commits some iterations again.
+        """
+        ours = re.compile(rf'{re.escape(self.final.name)}_(iter|epoch)_\d+')
+        paths = [path for path in self.final.parent.iterdir() if ours.fullmatch(path.name)]
+        found = [(path, commit) for path in paths if look_up(path) is not None and (commit := read_commit(path))]
+        return dict(sorted(found, key=lambda one: (one[1].number, one[1].step.iteration), reverse=True))
 
     def _delete_outdated(self) -> None:
         if self.max_keep != -1:
-            for name in outdated(self._archives(), self.max_keep):
-                if look_up(self.final.with_name(name)) is not None:
-                    self._discard(self.final.with_name(name))
+            for path in [*self._archives()][self.max_keep - 1 :]:
+                self._discard(path)
 
     def _discard(self, folder: Path) -> None:
         """Delete a folder that :func:`look_up` found, but not foreign files in it.
 
         It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
-        such as a file that a reader holds open on NFS, stays under the new name until a later save or run deletes it.
+        such as a file that a reader holds open on NFS, stays under the new name until the next save or run deletes it.
         """
-        self._delete_discarded()
         self._set_apart_others(folder)
         discarded = new_name(self.final, 'discarded')
         os.rename(folder, discarded)
-        self._archived.pop(folder.name, None)
         shutil.rmtree(discarded, ignore_errors=True)
 
     def _set_apart_others(self, folder: Path) -> None:
         commit = read_commit(folder)
-        if commit is None or commit.files is None:
-            return
-        others = others_in(folder, commit.files)
+        others = [] if commit is None else others_in(folder, {*commit.files, MANIFEST_NAME})
         if others:
-            name = f'{self.final.name}_others_{commit.step.label}'
-            place = set_apart(folder, others, self.final.with_name(name))
+            place = set_apart(folder, others, self.final.with_name(f'{self.final.name}_others_{commit.step.label}'))
             self.warnings.append(
                 f'{", ".join(others[:3])}{", ..." if len(others) > 3 else ""} in the save of {commit.step.label} '
                 f'did not come from this package; moved to {place}'
             )
 
-    def _delete_discarded(self) -> None:
-        for path in self._beside('discarded'):
-            if look_up(path) is not None:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _leftovers(self) -> list[Path]:
-        """Staging folders and folders that were moved aside, unless a live run may be using them."""
-        return self._unless_live('previous', 'staging')
-
-    def _unless_live(self, *kinds: str) -> list[Path]:
-        found = self._beside(*kinds)
-        if self._lock.answer is not Answer.UNKNOWN:
-            return found
-        return [path for path in found if not self._lock.changed_lately(path)]
-
     def _beside(self, *kinds: str) -> list[Path]:
         """Hidden files and folders of these kinds beside the final one."""
-        either = '|'.join(map(re.escape, kinds))
-        pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({either})(-[0-9a-f]+)?')
+        pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({"|".join(kinds)})(-[0-9a-f]+)?')
         return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
 
 
@@ -334,22 +363,10 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
     """Recover or delete what killed runs left under other timestamps of a work_dir. Skips live runs, by their locks.
 
     Returns:
-        The paths that were recovered or deleted.
+        The folders of those runs.
     """
-    swept = []
-    hidden = f'*/.{glob.escape(final_name)}'
-    for kind in ('staging', 'previous', 'discarded', 'kept', 'shared', 'probe'):
-        for leftover in sorted(root.glob(f'{hidden}.{kind}*')):
-            folder = CheckpointFolder(leftover.parent / final_name, max_keep=-1)
-            if folder.recover_if_dead():
-                swept.append(leftover)
-    return swept
-
-
-def _fsync_tree(folder: Path) -> None:
-    for path in folder.rglob('*'):
-        if path.is_file() or path.is_dir():
-            _fsync(path)
+    left = {path.parent for path in root.glob(f'*/.{glob.escape(final_name)}.*-*')}
+    return [run for run in sorted(left) if CheckpointFolder(run / final_name, max_keep=-1).recover_if_dead()]
 
 
 def _fsync(path: Path) -> None:
@@ -361,12 +378,12 @@ def _fsync(path: Path) -> None:
 
 
 def claim_targets(
-    log: logging.LoggerAdapter, folders: Sequence[SaveTarget], nbytes: int, base_dir: str, *, sweep: Path | None = None
+    log: logging.LoggerAdapter, folders: Sequence[Any], nbytes: int, base_dir: str, *, sweep: Path | None = None
 ) -> None:
     """Claim the folders and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
     Args:
-        folders: The folder of the newest save, then those of the best.
+        folders: The target of the newest save, then those of the best.
         sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
 
     Raises:
@@ -379,13 +396,7 @@ def claim_targets(
         folder.claim()
         for warning in folder.warnings:
             log.warning(warning)
-        if sweep is not None:
-            for path in sweep_dead_runs(sweep, folder.final.name):
-                log.info(f'removed what a killed run left: {path}')
-    free = newest.require_room(nbytes)
-    copies = newest.max_keep + 1  # those that are kept, and the one being written
-    if newest.max_keep > 0 and free is not None and free < copies * nbytes:
-        log.warning(
-            f'{newest.final.parent} has {free / 1e9:.2f} GB free; keeping {newest.max_keep} '
-            f'and writing the next needs {copies * nbytes / 1e9:.2f} GB'
-        )
+        if sweep is not None and isinstance(folder, CheckpointFolder) and folder.lock_is_seen:
+            for run in sweep_dead_runs(sweep, folder.name):
+                log.info(f'removed what a killed run left in {run}')
+    newest.room(nbytes)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.check import INDEX_SUFFIX, WEIGHTS_SUFFIX
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, parse_commit
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.objects import again_if_it_fails, without_secrets
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PREFIX = 'hf://'
 
 
 class HubDestination:
-    """A :class:`.Destination` that is a model repository of the Hub. huggingface_hub retries and resumes by itself.
+    """A destination that is a model repository of the Hub. huggingface_hub retries and resumes by itself.
 
     Commits are atomic, so a branch holds the old or the new save. The newest save is on ``main``; saves of another name
     are on a branch of that name.
@@ -60,15 +60,17 @@ class HubDestination:
                 api.create_branch(self._repository, branch=self._branch, exist_ok=True)
             self._tags = {tag.name for tag in api.list_repo_refs(self._repository).tags}
 
-    def require_usable(self) -> None:
+    def connect(self) -> None:
         """Does nothing: only rank 0 uploads."""
 
     def newest_manifest(self) -> None:
         """Not read: the score of the best save is known from the resumed checkpoint."""
-        return None
+
+    def release(self) -> None:
+        """Does nothing: nothing is left to delete."""
 
     def upload(self, job: UploadJob) -> str:
-        """Commit all files at once, remove those of the previous save, and tag the commit. Files of others stay."""
+        """Commit all files at once, remove other weights beside them, and tag the commit. Files of others stay."""
         tag = name = f'{self._name}_{job.step.label}'
         count = 1
         while tag in self._tags:
@@ -78,9 +80,6 @@ class HubDestination:
         again_if_it_fails(lambda: self._commit(job, tag), self._warn)
         return tag
 
-    def release(self) -> None:
-        """Does nothing: there is no lock."""
-
     def _commit(self, job: UploadJob, tag: str) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -88,25 +87,12 @@ class HubDestination:
         with self._told():
             api = self._api()
             there = api.list_repo_files(self._repository, revision=self._branch)
-            before = self._files_of_save() if MANIFEST_NAME in there else ()
             # Loaders would mix weights with those of the new save, whoever wrote them; tags keep them
-            weights = (WEIGHTS_SUFFIX, INDEX_SUFFIX)
-            old = [name for name in there if name in before or ('/' not in name and name.endswith(weights))]
+            old = [name for name in there if '/' not in name and name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX))]
             added = [CommitOperationAdd(name, str(job.folder / name)) for name in names]
             removed = [CommitOperationDelete(name) for name in old if name not in names]
             api.create_commit(self._repository, [*added, *removed], commit_message=tag, revision=self._branch)
             api.create_tag(self._repository, tag=tag, revision=self._branch, exist_ok=True)
-
-    def _files_of_save(self) -> Collection[str]:
-        """The files of the save that the branch holds."""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session
-
-        url = hf_hub_url(self._repository, MANIFEST_NAME, revision=self._branch)
-        answer = get_session().get(url, headers=build_hf_headers())
-        answer.raise_for_status()
-        commit = parse_commit(answer.content)
-        return () if commit is None or commit.files is None else commit.files
 
     def _api(self) -> HfApi:
         from huggingface_hub import HfApi

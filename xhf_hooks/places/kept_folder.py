@@ -1,20 +1,18 @@
-"""Folders of complete saves: their names, which of them are kept, and how one takes the place of another."""
+"""Folders beside the final one: their names, how one takes the place of another, and saves kept for readers."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.integrity.manifest import read_commit
-from xhf_hooks.system import allow_open_files, renameat2
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
+from xhf_hooks.system import renameat2
 
 
 def new_name(final: Path, kind: str) -> Path:
@@ -83,24 +81,18 @@ def set_apart(folder: Path, names: Collection[str], place: Path) -> Path:
 
 
 class KeptFolder:
-    """Created by :meth:`keep`, removed by :meth:`release`. Runs on: rank 0; any process may read the folder.
+    """A committed save under another name, which :meth:`release` removes. Runs on: rank 0; any process may read it.
 
     :meth:`.CheckpointFolder.recover` removes those of killed runs. The disk space is freed when the kept folder is
     released or when the save itself is deleted, whichever is later.
 
     Attributes:
-        path: The folder.
-        is_linked: Whether the folder can be read on every host that sees the file system, even after this process has
-            ended. Otherwise only on this host, while this process lives.
+        path: The folder. Its files are hard links, or copies where the file system has no links.
     """
 
-    def __init__(self, path: Path, fds: list[int]) -> None:
-        self.path, self._fds = path, fds
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._process = os.getpid()
-
-    @property
-    def is_linked(self) -> bool:
-        return not self._fds
 
     @classmethod
     def keep(cls, folder: Path) -> KeptFolder:
@@ -110,74 +102,23 @@ class KeptFolder:
             TargetError: The folder is not a committed save, or its files cannot be kept.
         """
         commit = read_commit(folder)
-        if commit is None or commit.files is None:
+        if commit is None:
             raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
-        names = sorted(commit.files)
         path = new_name(folder, 'kept')
         try:
-            try:
-                _fill(path, folder, names)
-                return cls(path, [])
-            except OSError:
-                shutil.rmtree(path, ignore_errors=True)
-            return cls(path, _fill_with_open_files(path, folder, names))
+            for name in (*commit.files, MANIFEST_NAME):
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(folder / name, path / name)
+                except OSError:
+                    shutil.copyfile(folder / name, path / name)
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
+        return cls(path)
 
     def release(self) -> None:
         """Remove the folder. Does nothing the second time, or in a forked child."""
-        if self._process != os.getpid():
-            return
-        self._process = 0
-        shutil.rmtree(self.path, ignore_errors=True)
-        for fd in self._fds:
-            os.close(fd)
-
-
-def _fill(path: Path, folder: Path, names: list[str]) -> None:
-    for name in names:
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        os.link(folder / name, path / name)
-
-
-def _fill_with_open_files(path: Path, folder: Path, names: list[str]) -> list[int]:
-    allow_open_files(len(names), f'{len(names)} files of {folder}, which readers use')
-    fds: list[int] = []
-    try:
-        for name in names:
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            fds.append(os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC))
-            os.symlink(f'/proc/{os.getpid()}/fd/{fds[-1]}', path / name)
-    except BaseException:
-        for fd in fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        raise
-    return fds
-
-
-def archive_name(final: str, label: str) -> str:
-    """Name of an older save: ``hf_model`` and ``iter_500`` give ``hf_model_iter_500``."""
-    return f'{final}_{label}'
-
-
-def archives(final: str, names: Iterable[str]) -> list[str]:
-    """The names of older saves of ``final``, sorted by number."""
-    found = []
-    for name in names:
-        match = re.fullmatch(re.escape(final) + r'_(?:iter|epoch)_(\d+)', name)
-        if match:
-            found.append((int(match[1]), name))
-    return [name for _, name in sorted(found)]
-
-
-def outdated(order: Mapping[str, Any], max_keep: int) -> list[str]:
-    """Older saves to delete. ``max_keep`` includes the newest save, which is not in ``order``; -1 keeps all.
-
-    Args:
-        order: Name to a key that grows with each commit. Not the iteration: a resumed run commits some iterations
-            again.
-    """
-    oldest_first = sorted(order, key=lambda name: order[name])
-    return [] if max_keep == -1 else oldest_first[: max(0, len(oldest_first) - (max_keep - 1))]
+        if self._process == os.getpid():
+            self._process = 0
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -6,17 +6,14 @@ Each request has a deadline and is repeated a few times within seconds, so no re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
-import queue
 import random
 import re
 import threading
 import time
 import uuid
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,18 +27,6 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 T = TypeVar('T')
-#: Protocol to the extra of this package that installs its library.
-_EXTRAS = {
-    's3': 's3',
-    's3a': 's3',
-    'gs': 'gcs',
-    'gcs': 'gcs',
-    'az': 'azure',
-    'abfs': 'azure',
-    'abfss': 'azure',
-    'adl': 'azure',
-    'oss': 'oss',
-}
 _URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)
 _S3 = ('s3', 's3a')
 #: s3fs repeats requests by itself; so many times, and boto not at all. Some servers answer a range request with the
@@ -61,9 +46,8 @@ _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 
 _PROBE = '.xhf_probe'
 _READ_NBYTES = 8 * 2**20
 
-_SECRET_NAMES = re.compile(r'key|secret|token|passw|credential|sas|auth|connection_string', re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
-_LEAST_SECRET = 4  # shorter values are not replaced everywhere
+_now = time.monotonic
 
 
 def is_url(place: object) -> bool:
@@ -85,21 +69,9 @@ def checked_url(option: str, url: Any) -> str:
     return url.rstrip('/')
 
 
-def without_secrets(text: str, options: Mapping[str, Any] | None = None) -> str:
-    """The text without user names, passwords and queries in URLs, and without secret values of ``options``."""
-    for secret in sorted(_secrets_in(options or {}), key=len, reverse=True):
-        text = text.replace(secret, '***')
+def without_secrets(text: str) -> str:
+    """The text without user names, passwords and queries in URLs."""
     return _SECRET_IN_URL.sub('', text)
-
-
-def _secrets_in(options: Mapping[str, Any]) -> set[str]:
-    found: set[str] = set()
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            found |= _secrets_in(value)
-        elif isinstance(value, str) and _SECRET_NAMES.search(name) and len(value) >= _LEAST_SECRET:
-            found.add(value)
-    return found
 
 
 def open_store(
@@ -136,15 +108,13 @@ def open_store(
         # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
         file_system, root = fsspec.core.url_to_fs(url, **{**given, **own})
     except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        how = f"pip install 'xhf_hooks[{extra}]'" if extra else f'install what fsspec needs for {protocol}://'
-        raise StoreError(f'{url}: {error}; {how}, or set {option} to another place') from None
+        raise StoreError(f'{url}: {error} (docs/object-stores.md), or set {option} to another place') from None
     except Exception as error:
-        said = without_secrets(f'{type(error).__name__}: {error}', given)
+        said = without_secrets(f'{type(error).__name__}: {error}')
         raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
     if protocol in _S3:
         file_system.retries = _S3_RETRIES
-    return Store(file_system, root, without_secrets(url), given, option, warn)
+    return Store(file_system, root, url, option, warn)
 
 
 @functools.cache
@@ -163,10 +133,11 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 class Store:
     """Objects under one URL, by keys relative to it, with slashes.
 
+    Requests to libraries with an asynchronous interface (of S3, GCS and Azure) have a deadline.
+
     Args:
-        url: The URL without secrets, for messages.
+        url: For messages.
         root: The path of the URL in the file system.
-        options: Arguments of the file system; their secret values are removed from messages.
         option: The user's option with the URL, for messages.
         warn: Called when a request fails and will be repeated, or gets no answer for a while.
 
@@ -189,64 +160,40 @@ class Store:
         file_system: AbstractFileSystem,
         root: str,
         url: str,
-        options: Mapping[str, Any],
         option: str,
         warn: Callable[[str], object],
     ) -> None:
         self.url, self.option = url, option
-        self._fs, self._root, self._options, self._warn = file_system, root.rstrip('/'), options, warn
+        self._fs, self._root, self._warn = file_system, root.rstrip('/'), warn
         protocols = file_system.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._end_thread = self._start_thread()
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object atomically: readers see the old or the new one."""
         path = self._path(key)
-
-        def put(sign: Callable[[], None]) -> None:
-            if not self._has_files:
-                self._fs.pipe_file(path, data)
-                return
-            beside = f'{path}.{uuid.uuid4().hex[:12]}'
-            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-            try:
-                self._fs.pipe_file(beside, data)
-                self._fs.mv(beside, path)
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    self._fs.rm_file(beside)
-                raise
-
-        self._ask('write', key, put)
+        if not self._has_files:
+            self._ask('write', key, 'pipe_file', path, data)
+            return
+        beside = f'{path}.{uuid.uuid4().hex[:12]}'
+        self._ask('write', key, 'makedirs', self._fs._parent(path), exist_ok=True)
+        self._ask('write', key, 'pipe_file', beside, data)
+        self._ask('write', key, 'mv', beside, path)
 
     def put_file(self, key: str, path: Path) -> None:
         """Upload a file; the library sends large ones in parts."""
         from fsspec.callbacks import Callback
 
-        nbytes = path.stat().st_size
-        how: dict[str, Any] = {}
+        signs: list[float] = []
+        how: dict[str, Any] = {'callback': Callback(hooks={'sign': lambda *args, **more: signs.append(_now())})}
         if self._protocols & {*_S3}:
-            how['chunksize'] = max(_S3_PART_NBYTES, -(-nbytes // _S3_MOST_PARTS))
-
-        def put(sign: Callable[[], None]) -> None:
-            if self._has_files:
-                self._fs.makedirs(self._fs._parent(self._path(key)), exist_ok=True)
-            progress = Callback(hooks={'sign': lambda *args, **more: sign()})
-            self._fs.put_file(str(path), self._path(key), callback=progress, **how)
-
-        self._ask('write', key, put, self.stall_secs)
+            how['chunksize'] = max(_S3_PART_NBYTES, -(-path.stat().st_size // _S3_MOST_PARTS))
+        if self._has_files:
+            self._ask('write', key, 'makedirs', self._fs._parent(self._path(key)), exist_ok=True)
+        self._ask('write', key, 'put_file', str(path), self._path(key), signs=signs, **how)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes | None:
         """Bytes of an object; None if there is no such object."""
-
-        def get(sign: Callable[[], None]) -> bytes | None:
-            try:
-                return self._fs.cat_file(self._path(key), start=start, end=end)
-            except FileNotFoundError:
-                return None
-
-        return self._ask('read', key, get)
+        return self._ask('read', key, 'cat_file', self._path(key), start=start, end=end)
 
     def crc32(self, key: str, nbytes: int) -> int:
         """Read an object of this size back; returns its CRC-32."""
@@ -258,25 +205,16 @@ class Store:
     def sizes(self, folder: str) -> dict[str, int]:
         """Sizes in bytes of the objects whose keys begin with a folder's name and a slash, by the rest of the key."""
         path = self._path(folder)
-
-        def find(sign: Callable[[], None]) -> dict[str, int]:
-            self._fs.invalidate_cache()
-            found = self._fs.find(path, detail=True)
-            # rclone answers with a folder's own name where it has removed the last object
-            files = {key[len(path) :]: int(entry['size']) for key, entry in found.items() if entry['type'] == 'file'}
-            return {key[1:]: nbytes for key, nbytes in sorted(files.items()) if key.startswith('/') and key != '/'}
-
-        return self._ask('list', folder, find)
+        self._fs.invalidate_cache()
+        found = self._ask('list', folder, 'find', path, detail=True)
+        # rclone answers with a folder's own name where it has removed the last object
+        files = {key[len(path) :]: int(entry['size']) for key, entry in found.items() if entry['type'] == 'file'}
+        return {key[1:]: nbytes for key, nbytes in sorted(files.items()) if key.startswith('/') and key != '/'}
 
     def delete(self, keys: Collection[str]) -> None:
         """Remove those of the objects that exist."""
         for key in keys:
-
-            def delete(sign: Callable[[], None], key: str = key) -> None:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(key))
-
-            self._ask('delete', key, delete)
+            self._ask('delete', key, 'rm_file', self._path(key))
 
     def require_usable(self) -> None:
         """Write and remove a small object.
@@ -295,24 +233,32 @@ class Store:
         return f'{self._root}/{key}'
 
     def _ask(
-        self, what: str, key: str, request: Callable[[Callable[[], None]], T], limit_secs: float | None = None
-    ) -> T:
-        """Send a request, a few times if it fails.
+        self, what: str, key: str, method: str, *args: Any, signs: Sequence[float] | None = None, **how: Any
+    ) -> Any:
+        """Call a method of the file system, a few times if it fails.
 
         Args:
-            request: Called with a function that it calls at each sign of life.
-            limit_secs: How long to wait for a sign of life; None: ``answer_secs``.
+            what: What it does, for messages.
+            signs: Grows by the time of each sign of life.
+
+        Returns:
+            None if there is nothing to read or to delete.
 
         Raises:
             StoreError: It did not succeed; says where, without secrets.
         """
-        where, limit_secs = f'{self.url}/{key}', limit_secs or self.answer_secs
+        where = f'{self.url}/{key}'
 
-        def attempt() -> T:
+        def attempt() -> Any:
             try:
-                return self._wait(where, request, limit_secs)
+                if not self._fs.async_impl:
+                    return getattr(self._fs, method)(*args, **how)
+                sent = getattr(self._fs, f'_{method}')(*args, **how)
+                return self._wait(where, asyncio.run_coroutine_threadsafe(sent, self._fs.loop), signs)
             except Exception as error:
-                said = without_secrets(f'{type(error).__name__}: {error}', self._options)
+                if isinstance(error, FileNotFoundError) and what in ('read', 'delete'):
+                    return None
+                said = without_secrets(f'{type(error).__name__}: {error}')
                 raise StoreError(
                     f'{where}: cannot {what}: {said}. Check {self.option}, backend_args, and the credentials where '
                     f"the store's library looks for them"
@@ -320,46 +266,18 @@ class Store:
 
         return again_if_it_fails(attempt, self._warn, self.pauses_secs, self.patience_secs)
 
-    def _wait(self, where: str, request: Callable[[Callable[[], None]], T], limit_secs: float) -> T:
-        answer: Future[T] = Future()
-        last_sign = [time.monotonic()]
-
-        def sign() -> None:
-            last_sign[0] = time.monotonic()
-
-        def job() -> None:
-            try:
-                answer.set_result(request(sign))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        self._jobs.put(job)
-        is_told = False
+    def _wait(self, where: str, answer: Future[T], signs: Sequence[float] | None) -> T:
+        limit_secs = self.answer_secs if signs is None else self.stall_secs
+        began, is_told = _now(), False
         while not wait([answer], min(self.silence_secs, limit_secs)).done:
-            silent_secs = time.monotonic() - last_sign[0]
+            silent_secs = _now() - max([began, *(signs or ())])
             if silent_secs >= limit_secs:
-                self._end_thread.detach()
-                self._jobs = queue.SimpleQueue()  # the thread is stuck, so that the next request needs another
-                self._end_thread = self._start_thread()
+                answer.cancel()
                 raise TimeoutError(f'the store does not answer within {limit_secs:g} s')
             if silent_secs >= self.silence_secs and not is_told:
                 is_told = True
                 self._warn(f'{where}: the store has not answered for {silent_secs:.0f} s')
         return answer.result()
-
-    def _start_thread(self) -> weakref.finalize:
-        """Start the thread that sends requests: now, as no thread can be started while the interpreter exits."""
-        threading.Thread(target=_work, args=(self._jobs,), name='xhf-store', daemon=True).start()
-        ending = weakref.finalize(self, self._jobs.put, None)
-        ending.atexit = False
-        return ending
-
-
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    lower_priority()
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # frees what it holds, also the store
 
 
 def again_if_it_fails(
@@ -373,12 +291,12 @@ def again_if_it_fails(
     Args:
         patience_secs: An attempt that fails later than this is the last one.
     """
-    began = time.monotonic()
+    began = _now()
     for pause_secs in pauses_secs:
         try:
             return attempt()
         except StoreError as error:
-            if time.monotonic() - began > patience_secs:
+            if _now() - began > patience_secs:
                 raise
             warn(f'will be tried again: {error}')
         time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time

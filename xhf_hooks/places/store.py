@@ -11,6 +11,7 @@ next run deletes those. Nothing else is listed, and nothing is deleted that the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import tempfile
@@ -19,30 +20,24 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.integrity.manifest import (
-    MANIFEST_NAME,
-    FileRecord,
-    describe_folder,
-    manifest_text,
-    parse_commit,
-    parse_manifest,
-)
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, describe_folder, parse_manifest
 from xhf_hooks.places.objects import Store, open_store
-from xhf_hooks.places.target import SaveTarget, write_indexes
 from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
 from xhf_hooks.system import MemoryFolder
 from xhf_hooks.threads import WorkerThreads
 
+if TYPE_CHECKING:
+    from xhf_hooks.collective import Collective
+
 #: Default name of the saves under a URL.
 NAME = 'hf_model'
-#: 2: run, writing, unfinished. 1: before these.
 _FORMAT_VERSION = 2
 _READ_NBYTES = 2**20
 
@@ -62,6 +57,7 @@ class Pointer:
         unfinished: Prefixes of saves that are being written or deleted, and their files.
     """
 
+    format_version: int = _FORMAT_VERSION
     newest: str | None = None
     saves: tuple[str, ...] = ()
     step: Mapping[str, Any] | None = None
@@ -70,9 +66,6 @@ class Pointer:
     writing: str | None = None
     number: int = 0
     unfinished: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def as_bytes(self) -> bytes:
-        return (json.dumps({'format_version': _FORMAT_VERSION, **asdict(self)}, indent=1) + '\n').encode()
 
 
 @dataclass(frozen=True)
@@ -101,17 +94,15 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
     data = store.get(pointer_key(name))
     if data is None:
         return None
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(data)
-        version = content.pop('format_version')
         pointer = Pointer(**{**content, 'saves': tuple(content['saves'])})
         ours = re.compile(rf'{re.escape(name)}_(iter|epoch)_\d+(_\d+)?')
         named = [*pointer.saves, *pointer.unfinished, *filter(None, (pointer.newest, pointer.writing))]
         files = [file for names in pointer.unfinished.values() for file in names]
-        if version in (1, _FORMAT_VERSION) and all(map(ours.fullmatch, named)) and not any('..' in f for f in files):
+        is_ours = all(map(ours.fullmatch, named)) and not any('..' in file for file in files)
+        if is_ours and pointer.format_version == _FORMAT_VERSION:
             return pointer
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
     raise StoreError(
         f'{store.url}/{pointer_key(name)}: not written by this package, or by a newer version; move it away, or set '
         f'{store.option} to another place'
@@ -124,34 +115,28 @@ class StoredSaves:
     Args:
         name: A name such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
+        warn: Called with what was found that is not ours.
 
     Attributes:
         run: Random id of this run.
-        warnings: What was found that is not ours, for the log; the caller clears them.
     """
 
-    def __init__(self, store: Store, name: str, max_keep: int) -> None:
+    def __init__(self, store: Store, name: str, max_keep: int, warn: Callable[[str], object]) -> None:
         self.store, self.name, self.max_keep = store, name, max_keep
         self.run = uuid.uuid4().hex
-        self.warnings: list[str] = []
+        self._warn = warn
         self._pointer: Pointer | None = None  # None: not claimed
-        self._taken: set[str] = set()
-        self._deleted: set[str] = set()
+        self._taken: set[str] = set()  # not used again: an earlier run may still be writing there
         self._in_use: set[str] = set()  # readers remove from it at any time
         self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
 
     def claim(self) -> None:
-        """Before training, check that the place can be used, take it over, and clean up after killed runs.
+        """Before training, take over the place, and clean up after killed runs.
 
         Raises:
             StoreError: It cannot be used.
         """
         found = read_pointer(self.store, self.name) or Pointer()
-        if found.newest is not None and self.store.get(f'{found.newest}/{MANIFEST_NAME}') is None:
-            raise StoreError(
-                f'{self.store.url}/{found.newest}: the newest save lacks its {MANIFEST_NAME}; restore it, or delete '
-                f'{pointer_key(self.name)}'
-            )
         self._taken = {*found.saves, *found.unfinished}
         self._write(replace(found, writing=None, number=0))
         self.clean()
@@ -176,47 +161,39 @@ class StoredSaves:
         Raises:
             StoreError: A request failed, or another run has taken the place.
         """
-        pointer = self._read()
-        prefix = name = f'{self.name}_{label}'
-        count = 1
-        while prefix in self._taken or self.store.sizes(prefix):
-            count += 1
-            prefix = f'{name}_{count}'
+        pointer, name = self._read(), f'{self.name}_{label}'
+        names = itertools.chain([name], (f'{name}_{count}' for count in itertools.count(2)))
+        prefix = next(each for each in names if each not in self._taken and not self.store.sizes(each))
         self._taken.add(prefix)
         unfinished = {**pointer.unfinished, prefix: [*files, MANIFEST_NAME]}
         self._write(replace(pointer, writing=prefix, number=number, unfinished=unfinished))
         return prefix
 
-    def require_ours(self) -> None:
-        """Check that no other run has taken the place.
+    def missing(self, prefix: str, files: Mapping[str, FileRecord]) -> list[str]:
+        """The files of a save that are not there with their sizes."""
+        sizes = self.store.sizes(prefix)
+        return [name for name, file in files.items() if sizes.get(name) != file.nbytes]
+
+    def publish(self, prefix: str, manifest: bytes) -> None:
+        """Make a save whose files are all there the newest one. :meth:`clean` then deletes older ones.
 
         Raises:
-            StoreError: One has, or the pointer cannot be read.
-        """
-        self._read()
-
-    def publish(self, prefix: str, manifest: bytes, step: Step) -> None:
-        """Make a save whose other objects are all there the newest one. :meth:`clean` then deletes older ones.
-
-        Raises:
+            IncompleteError: A file is not there.
             StoreError: A request failed, or another run has taken the place.
         """
-        pointer = self._read()
-        self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
-        saves = (*pointer.saves, prefix)
-        self._in_doubt = prefix
-        self._write(
-            self._without_outdated(
-                replace(
-                    pointer,
-                    newest=prefix,
-                    saves=saves,
-                    step={'unit': step.unit, 'number': step.number},
-                    writing=None,
-                    unfinished={key: names for key, names in pointer.unfinished.items() if key != prefix},
-                )
+        pointer, content = self._read(), parse_manifest(manifest, prefix)
+        if missing := self.missing(prefix, content.files):
+            raise IncompleteError(
+                f'{self.store.url}/{prefix}: the store does not have {counted(len(missing), "file")} with the right '
+                f'size, although it acknowledged them: {some(missing)}'
             )
-        )
+        self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
+        step = {'unit': content.step.unit, 'number': content.step.number}
+        others = {key: names for key, names in pointer.unfinished.items() if key != prefix}
+        saves = (*pointer.saves, prefix)
+        pointer = replace(pointer, newest=prefix, saves=saves, step=step, writing=None, unfinished=others)
+        self._in_doubt = prefix
+        self._write(self._without_outdated(pointer))
         self._in_doubt = None
 
     def clean(self) -> None:
@@ -225,18 +202,17 @@ class StoredSaves:
         Raises:
             StoreError: A request failed; the next save or run deletes them.
         """
-        if self._pointer is None:
-            return
-        for prefix in [*self._pointer.unfinished]:
-            if prefix in self._deleted or prefix == self._in_doubt:
-                continue
+        due = [prefix for prefix in self._pointer.unfinished if prefix != self._in_doubt]
+        for prefix in due:
             self.store.delete([f'{prefix}/{name}' for name in self._pointer.unfinished[prefix]])
-            self._deleted.add(prefix)
             if left := self.store.sizes(prefix):
-                self.warnings.append(
+                self._warn(
                     f'{self.store.url}/{prefix}: {counted(len(left), "object")} there did not come from this package '
                     f'and will stay: {some(sorted(left))}'
                 )
+        if due:
+            found = self._read()
+            self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
     def keep(self, prefix: str) -> StoredSave:
         """A published save, which is not deleted while it is in use. No save may be published meanwhile."""
@@ -244,19 +220,15 @@ class StoredSaves:
         return StoredSave(f'{self.store.url}/{prefix}', partial(self._in_use.discard, prefix))
 
     def release(self) -> None:
-        """At the end of the run, delete what is due. Never raises: the next run deletes the rest."""
-        if self._pointer is None:
-            return
-        with contextlib.suppress(StoreError):
-            if self._without_outdated(self._pointer) != self._pointer:
+        """At the end of the run, delete what readers had in use. Never raises: the next run deletes the rest."""
+        if self._pointer is not None:
+            with contextlib.suppress(StoreError):
                 self._write(self._without_outdated(self._read()))
-            self.clean()
-        self._pointer = None
+                self.clean()
+            self._pointer = None
 
     def _without_outdated(self, pointer: Pointer) -> Pointer:
         old = [] if self.max_keep == -1 else [s for s in pointer.saves[: -self.max_keep] if s not in self._in_use]
-        if not old:
-            return pointer
         files = {save: self._files_of(save) for save in old}
         saves = tuple(save for save in pointer.saves if save not in old)
         return replace(pointer, saves=saves, unfinished={**pointer.unfinished, **files})
@@ -264,10 +236,8 @@ class StoredSaves:
     def _files_of(self, prefix: str) -> list[str]:
         """The files that a save's manifest names: only those are deleted."""
         manifest = self.store.get(f'{prefix}/{MANIFEST_NAME}')
-        if manifest is None:
-            return []
-        with contextlib.suppress(DamagedError, ValueError, AttributeError):
-            return [*parse_manifest(json.loads(manifest), prefix).files, MANIFEST_NAME]
+        with contextlib.suppress(DamagedError):
+            return [*parse_manifest(manifest or b'', prefix).files, MANIFEST_NAME]
         return []
 
     def _read(self) -> Pointer:
@@ -276,47 +246,50 @@ class StoredSaves:
         Raises:
             StoreError: Another run has written it since.
         """
-        if self._pointer is None:
-            raise StoreError(f'{self.store.url}/{self.name}: not claimed')
         found = read_pointer(self.store, self.name) or self._pointer  # somebody may have deleted it
         if found.run != self.run:
             raise StoreError(
                 f'{self.store.url}/{pointer_key(self.name)}: another run saves here since {found.time}, so this run '
                 f'does not any more; set {self.store.option} to another place'
             )
-        left = {prefix: names for prefix, names in found.unfinished.items() if prefix not in self._deleted}
-        return replace(found, unfinished=left)
+        return found
 
     def _write(self, pointer: Pointer) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec='seconds')
         pointer = replace(pointer, run=self.run, time=now)
-        self.store.put(pointer_key(self.name), pointer.as_bytes())
+        self.store.put(pointer_key(self.name), (json.dumps(asdict(pointer), indent=1) + '\n').encode())
         self._pointer = pointer
 
 
-def send_file(store: Store, prefix: str, name: str, path: Path, record: FileRecord) -> None:
+def send_file(store: Store, prefix: str, name: str, path: Path, record: FileRecord, *, read_back: bool = False) -> None:
     """Upload a file of a save. Runs on: any rank.
 
     Raises:
         DamagedError: It does not match the manifest, so it is not uploaded.
         StoreError: It was not stored.
+        IncompleteError: The store returned different bytes.
     """
     found = nbytes = 0
     with path.open('rb', buffering=0) as file:
         while data := file.read(_READ_NBYTES):
             found, nbytes = crc32(memoryview(data), found), nbytes + len(data)
-    if nbytes != record.nbytes or record.crc32 not in (None, found):
+    if (nbytes, found) != (record.nbytes, record.crc32):
         raise DamagedError(
-            f'{path}: changed since the save: expected {record.nbytes} bytes with CRC-32 '
-            f'{to_hex(record.crc32 or 0)}, found {nbytes} with {to_hex(found)}; it is not uploaded'
+            f'{path}: changed since the save: expected {record.nbytes} bytes with CRC-32 {to_hex(record.crc32)}, '
+            f'found {nbytes} with {to_hex(found)}; it is not uploaded'
         )
     store.put_file(f'{prefix}/{name}', path)
+    if read_back and (returned := store.crc32(f'{prefix}/{name}', nbytes)) != found:
+        raise IncompleteError(
+            f'{store.url}/{prefix}/{name}: read back, its CRC-32 is {returned:08x}; expected {found:08x}, as sent. '
+            f'Something changes objects there; set {store.option} to another place'
+        )
 
 
-class StoreFolder(SaveTarget):
-    """The saves of one name under the URL of a store, which ranks write to a scratch folder first.
+class StoreFolder:
+    """The saves of one name under the URL of a store; the methods are those of :class:`.CheckpointFolder`.
 
-    Each rank writes its files to a folder of its own, uploads them, and deletes the folder.
+    Each rank writes its files to a scratch folder of its own, uploads them, and deletes the folder.
 
     Args:
         url: URL of the store.
@@ -336,128 +309,105 @@ class StoreFolder(SaveTarget):
         name: str = NAME,
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
-        super().__init__(f'{url}/{name}', max_keep)
+        self.final: Any = f'{url}/{name}'  # where CheckpointFolder has a path
+        self.name, self.max_keep = name, max_keep
+        self.warnings: list[str] = []
         self._url, self._options, self._warn = url, options, warn
-        self._opened: Store | None = None
         self._saves: StoredSaves | None = None
         self._scratch: MemoryFolder | None = None
-        self._prefix = ''
-        self._manifest: dict[str, Any] = {}
-        self._number = 0
+        self._prefix, self._manifest = '', b''
+        self._number = 0  # of the last commit
 
-    @property
+    @cached_property
     def _store(self) -> Store:
         """The connection of this process."""
-        if self._opened is None:
-            self._opened = open_store(self._url, self._options, option='out_dir', warn=self._warn)
-        return self._opened
-
-    def connect(self) -> None:
-        self._store.require_usable()
-
-    def claim(self) -> None:
-        saves = StoredSaves(self._store, self.name, self.max_keep)
-        saves.claim()
-        self._saves, self.warnings = saves, [*saves.warnings]
-        manifest = self.newest_manifest()
-        commit = None if manifest is None else parse_commit(manifest)
-        self._number = 0 if commit is None else commit.number
-
-    def newest_manifest(self) -> bytes | None:
-        """The manifest of the newest save, whoever made it; None if there is none. Runs on: rank 0.
-
-        Raises:
-            StoreError: The store cannot be read.
-        """
-        return self._claimed.newest_manifest()
-
-    def release(self) -> None:
-        self.end_save()
-        if self._saves is not None:
-            self._saves.release()
-            self._saves = None
-
-    def release_forgotten(self) -> None:
-        if self._saves is not None:  # a store may be slow to answer
-            threading.Thread(target=self.release, name='xhf-store-release', daemon=True).start()
-
-    def open_staging(self, step: Step | None = None) -> Path:
-        self.warnings, self._claimed.warnings = [], []
-        self.end_save()
-        return self.place('')
+        return open_store(self._url, self._options, option='out_dir', warn=self._warn)
 
     @property
-    def token(self) -> str:
-        return ''
-
-    def place(self, token: str) -> Path:
-        if self._scratch is None:
-            self._scratch = MemoryFolder(Path(tempfile.gettempdir()))
-        return self._scratch.path
-
-    def name_of(self, token: str) -> str:
+    def where(self) -> str:
         return f'{self._url}/{self._prefix}'
 
     def beside(self, suffix: str) -> StoreFolder:
         return StoreFolder(self._url, 1, self._options, f'{self.name}_{suffix}', self._warn)
 
-    def free_nbytes(self) -> None:
+    def connect(self) -> None:
+        self._store.require_usable()
+
+    def claim(self) -> None:
+        saves = StoredSaves(self._store, self.name, self.max_keep, self.warnings.append)
+        saves.claim()
+        self._saves, newest = saves, saves.newest_manifest()
+        with contextlib.suppress(DamagedError):
+            self._number = parse_manifest(newest or b'', self.final).number
+
+    def newest_manifest(self) -> bytes | None:
+        return self._saves.newest_manifest()
+
+    def release(self) -> None:
+        self.end_save()
+        if self._saves is not None:
+            self._saves.release()
+
+    def release_forgotten(self) -> None:
+        if self._saves is not None:  # a store may be slow to answer
+            threading.Thread(target=self.release, name='xhf-store-release', daemon=True).start()
+
+    def open_staging(self) -> Path:
+        self.warnings.clear()
+        self.end_save()
+        return self.place('')
+
+    def place(self, name: str) -> Path:
+        if self._scratch is None:
+            self._scratch = MemoryFolder(Path(tempfile.gettempdir()))
+        return self._scratch.path
+
+    def room(self, needed_nbytes: int = 0) -> int | None:
         return None
 
-    def require_room(self, nbytes: int) -> None:
-        return None
-
-    def begin_upload(
-        self, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: dict[str, Any]
-    ) -> tuple[str, dict[str, FileRecord]]:
-        folder = self.place('')
-        write_indexes(plan, folder)
-        self._manifest = describe_folder(folder, plan, tensors, step, self._numbered(facts, self._number + 1))
-        records = {name: replace(found, tensors=None) for name, found in self._records().items()}
-        return self._claimed.begin(step.label, [*records]), records
-
-    def upload(self, begun: tuple[str, dict[str, FileRecord]], names: Collection[str], verify: str) -> None:
-        self._prefix, records = begun
-        for name in names:
-            record = records[name]
-            send_file(self._store, self._prefix, name, self.place('') / name, record)
-            if verify == 'full':
-                found = self._store.crc32(f'{self._prefix}/{name}', record.nbytes)
-                if found != record.crc32:
-                    raise IncompleteError(
-                        f'{self._url}/{self._prefix}/{name}: read back, its CRC-32 is {found:08x}; expected '
-                        f'{record.crc32:08x}, as sent. Something changes objects there; set out_dir to another place'
-                    )
+    def upload(
+        self,
+        plan: SavePlan,
+        tensors: Sequence[WrittenTensor],
+        step: Step,
+        facts: Mapping[str, Any],
+        verify: str,
+        collective: Collective,
+    ) -> None:
+        begun, folder = None, self.place('')
+        with collective.stage('upload'):
+            if collective.rank == 0:
+                facts = {**facts, 'commit': {'number': self._number + 1, 'run': self._saves.run}}
+                self._manifest = describe_folder(folder, plan, tensors, step, facts)
+                files = parse_manifest(self._manifest, self.final).files
+                records = {name: replace(file, tensors=None) for name, file in files.items()}
+                begun = self._saves.begin(step.label, [*records]), records
+        self._prefix, records = collective.broadcast(begun)
+        with collective.stage('upload'):
+            own = {*plan.files_of(collective.rank)}
+            if collective.rank == 0:
+                own |= records.keys() - {file.name for file in plan.files}
+            for name in sorted(own):
+                send_file(self._store, self._prefix, name, folder / name, records[name], read_back=verify == 'full')
 
     def commit(
         self,
         plan: SavePlan,
         tensors: Sequence[WrittenTensor],
         step: Step,
-        facts: dict[str, Any],
+        facts: Mapping[str, Any],
         verify: str = 'sizes',
         threads: WorkerThreads | None = None,
     ) -> None:
-        saves = self._claimed
-        saves.require_ours()
-        sizes = self._store.sizes(self._prefix)
-        wrong = [name for name, record in self._records().items() if sizes.get(name) != record.nbytes]
-        if wrong:
-            raise IncompleteError(
-                f'{self._url}/{self._prefix}/{wrong[0]}: the store has {sizes.get(wrong[0])} bytes, although it '
-                f'acknowledged the file; this affects {len(wrong)} of {len(self._records())} files'
-            )
-        saves.publish(self._prefix, manifest_text(self._manifest).encode(), step)
+        self._saves.publish(self._prefix, self._manifest)
         self._number += 1
         try:
-            saves.clean()
+            self._saves.clean()
         except StoreError as error:
             self.warnings.append(f'the save is complete, but older objects were not all deleted: {error}')
-        self.warnings += saves.warnings
 
     def keep(self) -> StoredSave:
-        """The save that was just committed, for readers. No save may be committed meanwhile. Runs on: rank 0."""
-        return self._claimed.keep(self._prefix)
+        return self._saves.keep(self._prefix)
 
     def abandon(self) -> None:
         self.end_save()
@@ -466,12 +416,3 @@ class StoreFolder(SaveTarget):
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             scratch.close()
-
-    def _records(self) -> dict[str, FileRecord]:
-        return parse_manifest(self._manifest, self.final).files
-
-    @property
-    def _claimed(self) -> StoredSaves:
-        if self._saves is None:
-            raise StoreError(f'{self.final}: not claimed')
-        return self._saves

@@ -6,33 +6,38 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import DamagedError, StoreError
+from xhf_hooks.errors import StoreError
 from xhf_hooks.format.text import counted, size_text
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from xhf_hooks.places.kept_folder import KeptFolder, new_name
-from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.objects import open_store
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
 from xhf_hooks.threads import lower_priority
 from xhf_hooks.writers.choose import is_shared
 
+if TYPE_CHECKING:
+    from xhf_hooks.places.hub import HubDestination
+
+    #: They have the same methods.
+    Destination: TypeAlias = 'StoreDestination | HubDestination'
+
 #: Seconds between looks at the store for what other ranks do.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
-#: How long the end of the run waits for the thread to notice it, and for old saves to be deleted.
+#: How long the end of the run waits for the thread to notice it.
 _END_SECS = 5.0
 
 
-class Unwanted(Exception):
-    """The upload of this save was cancelled while it was in progress."""
+class Cancelled(Exception):
+    """The run has ended before the upload."""
 
 
 @dataclass(eq=False)
@@ -56,53 +61,28 @@ class UploadJob:
     rank: int
     n_ranks: int
     kept: KeptFolder | None = field(default=None, repr=False)
-    is_wanted: bool = True
+    cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @cached_property
     def manifest(self) -> Manifest:
         """The manifest of the save, read by the upload thread."""
-        found = read_manifest(self.folder)
-        if found is None:
-            raise DamagedError(f'{self.folder}: {MANIFEST_NAME} is missing from the folder that is kept for the upload')
-        return found
+        return parse_manifest((self.folder / MANIFEST_NAME).read_bytes(), str(self.folder))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.manifest.files.values())
+    def pause(self, secs: float = 0.0) -> None:
+        """Wait.
 
-
-class Destination(Protocol):
-    """Where saves of one name are uploaded. Methods raise StoreError if a request fails."""
-
-    where: str
-    run: str
-    #: Whether ranks share the files of a save.
-    takes_from_all_ranks: bool
-
-    def claim(self) -> None:
-        """Check before training that uploads will work. Runs on: rank 0."""
-
-    def require_usable(self) -> None:
-        """Check before training that uploads will work. Runs on: other ranks that upload."""
-
-    def newest_manifest(self) -> bytes | None:
-        """The manifest of the newest save there. Runs on: rank 0."""
-
-    def upload(self, job: UploadJob) -> str:
-        """Upload a rank's share of a save; rank 0 then makes the save visible. Returns its name there."""
-
-    def release(self) -> None:
-        """At the end of the run, delete what is due. Runs on: rank 0."""
+        Raises:
+            Cancelled: The job was cancelled.
+        """
+        if self.cancelled.wait(secs):
+            raise Cancelled
 
 
-class StoreDestination:
-    """A :class:`Destination` under a URL.
+class StoreDestination(StoredSaves):
+    """Uploads saves of one name to a store. Methods raise StoreError if a request fails.
 
     Rank 0 waits for no other rank: it looks in the store for what others have uploaded, and uploads what does not
     arrive itself, as that rank may have died or may not reach the store.
-
-    Args:
-        max_keep: How many uploaded saves to keep; -1 keeps all.
 
     Attributes:
         patience_secs: How long ranks wait for each other, or as long as their own files took if that is longer.
@@ -111,22 +91,17 @@ class StoreDestination:
     takes_from_all_ranks = True
     patience_secs = 30.0
 
-    def __init__(self, store: Store, name: str, max_keep: int, log: RunLog) -> None:
-        self._store, self._name, self._log = store, name, log
-        self._saves = StoredSaves(store, name, max_keep)
-        self.where, self.run = store.url, self._saves.run
+    @property
+    def where(self) -> str:
+        """Its URL."""
+        return self.store.url
 
-    def claim(self) -> None:
-        self._saves.claim()
-        self._tell()
-
-    def require_usable(self) -> None:
-        self._store.require_usable()
-
-    def newest_manifest(self) -> bytes | None:
-        return self._saves.newest_manifest()
+    def connect(self) -> None:
+        """Check before training that uploads will work. Runs on: other ranks than rank 0."""
+        self.store.require_usable()
 
     def upload(self, job: UploadJob) -> str:
+        """Upload a rank's share of a save; rank 0 then makes the save visible. Returns its name there."""
         files = job.manifest.files
         share = share_out({name: file.nbytes for name, file in files.items()}, job.n_ranks)[job.rank]
         began = time.monotonic()
@@ -135,59 +110,39 @@ class StoreDestination:
             if prefix is not None:
                 self._send(job, prefix, share)
             return prefix or ''
-        prefix = self._saves.begin(job.step.label, files, job.number)
+        prefix = self.begin(job.step.label, files, job.number)
         self._send(job, prefix, share)
         own_secs = time.monotonic() - began
         deadline, n_taken_over = time.monotonic() + max(self.patience_secs, own_secs), 0
-        while missing := self._missing(job, prefix):
+        while missing := self.missing(prefix, files):
             if time.monotonic() < deadline:
-                _pause(job, min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS))
+                job.pause(min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS))
             else:
                 n_taken_over += 1
                 self._send(job, prefix, missing[-1:])
-        self._saves.publish(prefix, (job.folder / MANIFEST_NAME).read_bytes(), job.step)
+        self.publish(prefix, (job.folder / MANIFEST_NAME).read_bytes())
         if n_taken_over:
-            self._log.warning(f'uploaded {counted(n_taken_over, "file")} in place of other ranks')
+            self._warn(f'uploaded {counted(n_taken_over, "file")} in place of other ranks')
         try:
-            self._saves.clean()
+            self.clean()
         except StoreError as error:
-            self._log.warning(f'older saves were not all deleted: {error}')
-        self._tell()
+            self._warn(f'older saves were not all deleted: {error}')
         return prefix
-
-    def release(self) -> None:
-        self._saves.release()
 
     def _find(self, job: UploadJob) -> str | None:
         """Wait until rank 0 has begun the save; None if it is over."""
         deadline = time.monotonic() + self.patience_secs
         while time.monotonic() < deadline:
-            pointer = read_pointer(self._store, self._name)
+            pointer = read_pointer(self.store, self.name)
             if pointer is not None and pointer.run == job.run and pointer.number >= job.number:
                 return pointer.writing if pointer.number == job.number else None
-            _pause(job, 5 * _LEAST_POLL_SECS)
+            job.pause(5 * _LEAST_POLL_SECS)
         return None
 
     def _send(self, job: UploadJob, prefix: str, names: Sequence[str]) -> None:
         for name in names:
-            if not job.is_wanted:
-                raise Unwanted
-            send_file(self._store, prefix, name, job.folder / name, job.manifest.files[name])
-
-    def _missing(self, job: UploadJob, prefix: str) -> list[str]:
-        sizes = self._store.sizes(prefix)
-        return [name for name, file in job.manifest.files.items() if sizes.get(name) != file.nbytes]
-
-    def _tell(self) -> None:
-        for warning in self._saves.warnings:
-            self._log.warning(warning)
-        self._saves.warnings = []
-
-
-def _pause(job: UploadJob, secs: float) -> None:
-    time.sleep(secs)
-    if not job.is_wanted:
-        raise Unwanted
+            job.pause()
+            send_file(self.store, prefix, name, job.folder / name, job.manifest.files[name])
 
 
 def share_out(files: Mapping[str, int], n_ranks: int) -> list[list[str]]:
@@ -205,105 +160,6 @@ def share_out(files: Mapping[str, int], n_ranks: int) -> list[list[str]]:
     return shares
 
 
-class UploadThread:
-    """Uploads one save after the other, at low priority, until :meth:`end`; training adds and cancels jobs.
-
-    Attributes:
-        uploaded: Names of published saves.
-        failed: Steps of the others.
-    """
-
-    def __init__(self, destinations: Mapping[str, Destination], log: RunLog) -> None:
-        self.uploaded: list[str] = []
-        self.failed: list[str] = []
-        self._destinations, self._log = destinations, log
-        self._jobs: deque[UploadJob] = deque()  # the first is being uploaded
-        self._changed = threading.Condition()
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, name='xhf-upload', daemon=True)
-        self._thread.start()
-
-    def still_wanted(self, name: str) -> list[int]:
-        """Numbers of the saves whose upload goes on when a newer one of that name arrives: not those that wait."""
-        with self._changed:
-            return [job.number for place, job in enumerate(self._jobs) if job.name != name or place == 0]
-
-    def add(self, job: UploadJob, still_wanted: Collection[int]) -> None:
-        """Queue a save and cancel all others except ``still_wanted``."""
-        with self._changed:
-            for other in self._jobs:
-                other.is_wanted = other.is_wanted and other.number in still_wanted
-            self._jobs.append(job)
-            self._changed.notify_all()
-
-    def wait(self, timeout_secs: float) -> bool:
-        """Wait until nothing is left to do; returns False if time ran out."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout_secs)
-
-    def end(self) -> bool:
-        """Cancel the remaining jobs and end the thread; returns False if it hangs, as the store does not answer."""
-        with self._changed:
-            self._ending = True
-            for job in self._jobs:
-                job.is_wanted = False
-            self._changed.notify_all()
-        self._thread.join(timeout=_END_SECS)
-        with self._changed:
-            for job in self._jobs:
-                self._end_job(job, None)
-            return not self._jobs
-
-    def _run(self) -> None:
-        lower_priority()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._ending)
-                if not self._jobs:
-                    return
-                job = self._jobs[0]
-            done = self._upload(job)
-            with self._changed:
-                self._end_job(job, done)
-                self._jobs.popleft()
-                self._changed.notify_all()
-
-    def _upload(self, job: UploadJob) -> str | None:
-        """Returns the name of the save there, or None."""
-        began, where = time.monotonic(), self._destinations[job.name].where
-        what = f'the upload of {job.step.label} to {where}'
-        try:
-            if not job.is_wanted:
-                raise Unwanted
-            place = self._destinations[job.name].upload(job)
-        except Unwanted:
-            why = 'the run has ended' if self._ending else 'there is a newer save'
-            self._tell(job, logging.WARNING, f'{what} was cancelled: {why}')
-        except Exception as error:
-            self._tell(job, logging.ERROR, f'{what} failed: {type(error).__name__}: {error}')
-        else:
-            secs = time.monotonic() - began
-            self._tell(
-                job,
-                logging.INFO,
-                f'uploaded {job.step.label} to {where}/{place}: {size_text(job.nbytes)} in {secs:.1f} s',
-            )
-            return place
-        return None
-
-    def _tell(self, job: UploadJob, level: int, text: str) -> None:
-        if job.rank == 0:
-            self._log.log(level, text)
-
-    def _end_job(self, job: UploadJob, done: str | None) -> None:
-        if job.kept is not None:
-            job.kept.release()
-        if done is None:
-            self.failed.append(f'{job.name}, {job.step.label}')
-        else:
-            self.uploaded.append(done)
-
-
 def uploads_of_run(
     url: str | None,
     backend_args: Mapping[str, Any] | None,
@@ -319,7 +175,6 @@ def uploads_of_run(
     Args:
         max_keep: How many uploaded saves to keep of those that are not the best.
         finals: The folders of saves; the first is that of the newest save.
-        wait_secs: How long the end of the run waits for uploads.
 
     Raises:
         AgreedError: The place cannot be opened.
@@ -337,28 +192,38 @@ def uploads_of_run(
                 destinations[final.name] = HubDestination(url, final.name, is_first=is_first, warn=log.warning)
                 continue
             store = open_store(url, backend_args, warn=log.warning)
-            destinations[final.name] = StoreDestination(store, final.name, max_keep if is_first else 1, log)
+            destinations[final.name] = StoreDestination(store, final.name, max_keep if is_first else 1, log.warning)
     return RunUploads(destinations, log, wait_secs=wait_secs, is_shared=seen_by_all)
 
 
 class RunUploads:
-    """The uploads of a run. Every method runs on all ranks.
+    """The uploads of a run, one after the other in a thread of low priority. Every method runs on all ranks.
+
+    A save that is being uploaded goes on when a newer one arrives; one that waits is replaced.
 
     Args:
         destinations: Name of a save's folder to its destination.
         wait_secs: How long the end of the run waits for uploads.
         is_shared: Whether all ranks see the folders.
+
+    Attributes:
+        uploaded: Names of published saves.
+        failed: Names and steps of the others.
     """
 
     def __init__(
         self, destinations: Mapping[str, Destination], log: RunLog, *, wait_secs: float, is_shared: bool
     ) -> None:
+        self.uploaded: list[str] = []
+        self.failed: list[str] = []
         self._destinations, self._log, self._is_shared = destinations, log, is_shared
         self._wait_secs = wait_secs
         self._deadline: float | None = None
-        self._thread: UploadThread | None = None
-        self._process, self._number = os.getpid(), 0
-        self._is_first = False
+        self._thread: threading.Thread | None = None
+        self._process, self._number, self._rank = os.getpid(), 0, 0
+        self._jobs: list[UploadJob] = []  # the first is being uploaded
+        self._changed = threading.Condition()
+        self._ending = False
 
     def claim(self, rank: int) -> None:
         """Check before training that uploads will work.
@@ -366,13 +231,14 @@ class RunUploads:
         Raises:
             StoreError: They will not. Ranks have not agreed on this error.
         """
-        self._is_first = rank == 0
+        self._rank = rank
         for number, destination in enumerate(self._destinations.values()):
             if rank == 0:
                 destination.claim()
             elif number == 0 and self._is_shared and destination.takes_from_all_ranks:
-                destination.require_usable()
-        self._thread = UploadThread(self._destinations, self._log)
+                destination.connect()
+        self._thread = threading.Thread(target=self._run, name='xhf-upload', daemon=True)
+        self._thread.start()
 
     def newest_manifests(self) -> list[tuple[str, bytes]]:
         """URL and manifest of the newest save of each name but the first, which is not a best one. Runs on: rank 0.
@@ -384,9 +250,7 @@ class RunUploads:
         return [(url, manifest) for url, manifest in found if manifest]
 
     def offer(self, final: Path, step: Step, collective: Collective) -> None:
-        """Begin the upload of a committed save. Runs on: all ranks, in the thread that saves.
-
-        Errors are logged.
+        """Begin the upload of a committed save, in the thread that saves. Errors are logged.
 
         Raises:
             RankLostError: A rank did not take part.
@@ -395,32 +259,41 @@ class RunUploads:
         if collective.rank == 0:
             try:
                 kept = KeptFolder.keep(final)
-                for_all = self._is_shared and kept.is_linked and destination.takes_from_all_ranks
-                offer = kept.path.name, for_all, destination.run, self._thread.still_wanted(final.name)
+                offer = kept.path.name, destination.run
             except Exception as error:  # the save itself is good
                 self._log.error(f'the save of {step.label} will not be uploaded: {error}')
         offer = collective.broadcast(offer)
         self._number += 1
-        if offer is None:
-            return
-        folder, for_all, run, still_wanted = offer
-        n_ranks = collective.world_size if for_all else 1
-        place = final.with_name(folder)  # other hosts may mount it elsewhere
-        job = UploadJob(self._number, final.name, step, place, run, collective.rank, n_ranks, kept)
-        job.is_wanted = collective.rank < n_ranks
-        self._thread.add(job, still_wanted)
+        n_ranks = collective.world_size if self._is_shared and destination.takes_from_all_ranks else 1
+        if offer is not None and collective.rank < n_ranks:
+            folder = final.with_name(offer[0])  # other hosts may mount it elsewhere
+            self.add(UploadJob(self._number, final.name, step, folder, offer[1], collective.rank, n_ranks, kept))
+
+    def add(self, job: UploadJob) -> None:
+        """Queue a save, on rank 0 in place of one of that name that waits: other ranks do what the pointer says."""
+        with self._changed:
+            for other in [other for other in self._jobs[1:] if other.name == job.name and job.rank == 0]:
+                self._jobs.remove(other)
+                self._tell(other, logging.WARNING, 'was cancelled: there is a newer save')
+                self._end_job(other)
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def is_idle(self, within_secs: float = 0.0) -> bool:
+        """Wait until nothing is left to do; returns False if time runs out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, within_secs)
 
     def wait(self) -> None:
         """Wait for uploads in progress, up to ``exit_wait_secs`` in all. Needs no other rank."""
-        thread = self._thread
-        if thread is None or os.getpid() != self._process or thread.wait(0):
+        if self._thread is None or os.getpid() != self._process or self.is_idle():
             return
         if self._deadline is None:
             self._log.info('waiting for uploads')
             self._deadline = time.monotonic() + self._wait_secs
-        if thread.wait(max(0.0, self._deadline - time.monotonic())):
+        if self.is_idle(max(0.0, self._deadline - time.monotonic())):
             self._deadline = None
-        elif self._is_first:
+        elif self._rank == 0:
             self._log.error(f'uploads did not finish within exit_wait_secs={self._wait_secs:g} s')
 
     def end(self) -> None:
@@ -436,17 +309,63 @@ class RunUploads:
         thread, self._thread = self._thread, None
         if thread is None or os.getpid() != self._process:
             return
-        has_ended = thread.end()
-        if not self._is_first:
+        with self._changed:
+            self._ending = True
+            for job in self._jobs:
+                job.cancelled.set()
+            self._changed.notify_all()
+        thread.join(_END_SECS)
+        for job in [*self._jobs]:  # the store does not answer
+            self._end_job(job)
+        if self._rank != 0:
             return
-        if thread.failed:
-            done = ', '.join(thread.uploaded) or 'none'
-            self._log.warning(f'not uploaded: {"; ".join(thread.failed)}. Uploaded: {done}')
-        if has_ended:
-            releasing = threading.Thread(target=self._release, name='xhf-upload-release', daemon=True)
-            releasing.start()
-            releasing.join(_END_SECS)  # the next run deletes the rest
+        if self.failed:
+            done = ', '.join(self.uploaded) or 'none'
+            self._log.warning(f'not uploaded: {"; ".join(self.failed)}. Uploaded: {done}')
+        if not thread.is_alive():
+            for destination in self._destinations.values():
+                destination.release()
 
-    def _release(self) -> None:
-        for destination in self._destinations.values():
-            destination.release()
+    def _run(self) -> None:
+        lower_priority()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._ending)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            done = self._upload(job)
+            with self._changed:
+                self._end_job(job, done)
+                self._jobs.remove(job)
+                self._changed.notify_all()
+
+    def _upload(self, job: UploadJob) -> str | None:
+        """Returns the name of the save there, or None."""
+        began = time.monotonic()
+        try:
+            job.pause()
+            place = self._destinations[job.name].upload(job)
+        except Cancelled:
+            self._tell(job, logging.WARNING, 'was cancelled: the run has ended')
+        except Exception as error:
+            self._tell(job, logging.ERROR, f'failed: {type(error).__name__}: {error}')
+        else:
+            nbytes = sum(file.nbytes for file in job.manifest.files.values())
+            took = f'{size_text(nbytes)} in {time.monotonic() - began:.1f} s'
+            if job.rank == 0:
+                self._log.info(f'uploaded {job.step.label} to {self._destinations[job.name].where}/{place}: {took}')
+            return place
+        return None
+
+    def _tell(self, job: UploadJob, level: int, what: str) -> None:
+        if job.rank == 0:
+            self._log.log(level, f'the upload of {job.step.label} to {self._destinations[job.name].where} {what}')
+
+    def _end_job(self, job: UploadJob, place: str | None = None) -> None:
+        if job.kept is not None:
+            job.kept.release()
+        if place is None:
+            self.failed.append(f'{job.name}, {job.step.label}')
+        else:
+            self.uploaded.append(place)

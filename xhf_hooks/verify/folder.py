@@ -42,9 +42,8 @@ def verify_folder(
     _require_model(path, list(check.files))
     if damage is not None:
         check.report.add(PROBLEM, 'manifest', damage)
-    elif manifest is None or not manifest.has_checksums:
-        why = f'no {MANIFEST_NAME}' if manifest is None else f'{MANIFEST_NAME} has none (format {manifest.version})'
-        check.report.add(UNCHECKED, 'checksums', f'{why}: changes since the save cannot be detected')
+    elif manifest is None:
+        check.report.add(UNCHECKED, 'checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
     check.check_structure()
     _check_texts(check)
     if read:
@@ -70,8 +69,8 @@ def _require_model(path: Path, files: list[str]) -> None:
 
 def _check_texts(check: FolderCheck) -> None:
     """Check that every JSON file parses."""
-    for name, nbytes in check.files.items():
-        if name.endswith('.json') and not name.endswith(INDEX_SUFFIX) and nbytes >= 0:
+    for name in check.files:
+        if name.endswith('.json') and not name.endswith(INDEX_SUFFIX):
             try:
                 strict_json.read(check.path / name)
             except DamagedError as error:

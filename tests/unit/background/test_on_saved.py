@@ -16,6 +16,7 @@ from xhf_hooks.background.on_saved import AfterSaves, after_saves_of_run, fill_i
 from xhf_hooks.config.checks import PLACEHOLDERS
 from xhf_hooks.config.options import RunOptions
 from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.telemetry import RunLog
@@ -85,7 +86,7 @@ def log() -> RunLog:
 
 @pytest.fixture
 def looking(monkeypatch, tmp_path, command, log):
-    monkeypatch.setattr(on_saved, 'KeptFolder', FakeKept)
+    monkeypatch.setattr(checkpoint_folder, 'KeptFolder', FakeKept)
     monkeypatch.setattr(FakeKept, 'kept', [])
     made = AfterSaves(command.words, log, timeout_secs=SECS)
     yield made

@@ -16,9 +16,8 @@ from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, itera
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
-from xhf_hooks.places import checkpoint_folder, kept_folder
+from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import Step
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -71,29 +70,11 @@ def test_one_file_has_no_index(folder):
     assert {path.name for path in folder.final.iterdir()} == {'model.safetensors', MANIFEST_NAME}
 
 
-def test_hf_assets_are_committed_too(folder):
-    plan = tiny_plan()
-    tensors = stage(folder, plan, 1)
-    (folder.staging / 'config.json').write_text('{}')
-    (folder.staging / 'extra').mkdir()
-    (folder.staging / 'extra' / 'template.jinja').write_text('x')
-    folder.commit(plan, tensors, iteration(1), {})
-    assert (folder.final / 'extra' / 'template.jinja').read_text() == 'x'
-    assert (folder.final / 'config.json').read_text() == '{}'
-
-
 def test_an_empty_folder_under_the_final_name_is_fine(tmp_path, both_ways):
     (tmp_path / 'hf_model').mkdir()
     commit_one(claimed(tmp_path / 'hf_model'), 1)
     assert visible(tmp_path) == {'hf_model': 1}
     assert hidden(tmp_path) == {'.hf_model.lock'}
-
-
-def test_replace(folder, tmp_path, both_ways):
-    for number in (1, 2, 3):
-        commit_one(folder, number)
-        assert visible(tmp_path) == {'hf_model': number}
-        assert hidden(tmp_path) == {'.hf_model.lock'}
 
 
 def test_a_reader_never_finds_the_name_missing(folder):
@@ -145,14 +126,6 @@ def test_saving_a_step_again_replaces_it(tmp_path, both_ways):
     assert visible(tmp_path) == {'hf_model': 2, 'hf_model_iter_1': 1}
 
 
-def test_an_archived_step_that_is_saved_again(tmp_path):
-    """A run resumed from iteration 1 passes 2 once more; the later of the two is what stays."""
-    folder = claimed(tmp_path / 'hf_model', max_keep=-1)
-    for number in (1, 2, 3, 2, 3):
-        commit_one(folder, number)
-    assert visible(tmp_path) == {'hf_model': 3, 'hf_model_iter_1': 1, 'hf_model_iter_2': 2, 'hf_model_iter_3': 3}
-
-
 def test_going_back_keeps_what_was_committed_last(tmp_path, both_ways):
     """A run goes back from 5000 to 3000 in a fixed out_dir: its saves are the newer ones."""
     folder = claimed(tmp_path / 'hf_model', max_keep=3)
@@ -200,24 +173,6 @@ def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, max_keep)
     assert hidden(tmp_path) == {'.hf_model.lock'}
     commit_one(folder, max_keep + 2)
     assert folder.warnings == []
-
-
-def test_what_was_set_apart_is_not_overwritten(tmp_path):
-    folder = claimed(tmp_path / 'hf_model')
-    for text in ('first', 'second'):
-        commit_one(folder, 1)
-        (folder.final / 'notes.txt').write_text(text)
-    commit_one(folder, 2)
-    found = {path.parent.name: path.read_text() for path in tmp_path.glob('*/notes.txt')}
-    assert found == {'hf_model_others_iter_1': 'first', 'hf_model_others_iter_1_2': 'second'}
-
-
-def test_staging_has_a_name_of_its_own_each_time(folder):
-    names = set()
-    for number in range(5):
-        commit_one(folder, number)
-        names.add(folder.staging.name)
-    assert len(names) == 5 and all(name.startswith('.hf_model.staging-') for name in names)
 
 
 def test_what_looks_like_an_archive_but_is_not_ours_stays(tmp_path):
@@ -277,11 +232,6 @@ def test_full_verification_finds_a_flipped_bit(folder, verify, found):
     folder.abandon()
 
 
-def test_staging_starts_empty(folder):
-    (folder.open_staging() / 'leftover').write_text('x')
-    assert list(folder.open_staging().iterdir()) == []
-
-
 def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_ways):
     """``claim`` found the name free; hours later it holds files that are not ours."""
     folder.final.mkdir()
@@ -291,15 +241,15 @@ def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_
     assert (folder.final / 'notes.txt').read_text() == 'mine'
 
 
-def test_require_room(folder, tmp_path):
-    free = folder.require_room(1)
+def test_room(folder, tmp_path):
+    free = folder.room(1)
     assert free > 1
     with pytest.raises(TargetError, match=r'set out_dir to one on a larger disk$') as caught:
-        folder.require_room(10**18)
+        folder.room(10**18)
     assert str(tmp_path) in str(caught.value) and '1.00 EB are needed' in str(caught.value)
     several = CheckpointFolder(folder.final, 3)
     with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
-        several.require_room(10**18)
+        several.room(10**18)
 
 
 @pytest.mark.parametrize('umask', [0o022, 0o077, 0o002])
@@ -312,38 +262,3 @@ def test_modes_follow_the_umask(tmp_path, umask):
         os.umask(before)
     assert stat.S_IMODE(folder.final.stat().st_mode) == 0o777 & ~umask
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.final.iterdir()} == {0o666 & ~umask}
-
-
-# Retention is pure
-
-
-def test_archive_names():
-    assert kept_folder.archive_name('hf_model', Step('epoch', 2, 400).label) == 'hf_model_epoch_2'
-
-
-NAMES = ['hf_model', 'hf_model_iter_10', 'hf_model_iter_9', 'hf_model_iter_100', '.hf_model.lock']
-NOT_ARCHIVES = ['hf_model_best', 'hf_model_iter_', 'hf_model_iter_1x', 'my_hf_model_iter_1', 'hf_model_iter_1_old']
-
-
-def test_archives_are_sorted_by_number():
-    found = kept_folder.archives('hf_model', [*NAMES, *NOT_ARCHIVES])
-    assert found == ['hf_model_iter_9', 'hf_model_iter_10', 'hf_model_iter_100']
-
-
-def test_archives_of_a_name_with_special_characters():
-    assert kept_folder.archives('a.b', ['a.b_iter_1', 'axb_iter_2', 'a.b_epoch_3']) == ['a.b_iter_1', 'a.b_epoch_3']
-
-
-@pytest.mark.parametrize(
-    ('max_keep', 'expected'),
-    [
-        (-1, []),
-        (1, ['hf_model_iter_100', 'hf_model_iter_9', 'hf_model_iter_10']),
-        (2, ['hf_model_iter_100', 'hf_model_iter_9']),
-        (4, []),
-        (9, []),
-    ],
-)
-def test_outdated_goes_by_commit_not_by_iteration(max_keep, expected):
-    order = {'hf_model_iter_10': 3, 'hf_model_iter_100': 1, 'hf_model_iter_9': 2}
-    assert kept_folder.outdated(order, max_keep) == expected
