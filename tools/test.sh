@@ -91,7 +91,7 @@ test_transformers4() {
     use_env .venv
     export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
     echo '== model families, transformers 4.57'
-    python -m pytest -q tests/unit/exporters/test_families.py tests/distributed/test_zoo.py -k 'not 3ranks'
+    python -m pytest -q tests/unit/exporters/test_families.py tests/distributed/test_zoo.py
 }
 
 # Line coverage of the unit tests, without those of signal handlers and threads: a handler that interrupts coverage

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.converted import convert
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.ranks import REPO_ROOT, run_program
 from tests.helpers.scenarios import check, run_scenarios
 from xhf_hooks.cli import verify
 
@@ -169,8 +167,7 @@ def test_the_demos_base_folder(tmp_path):
     """Its tokenizer is read by this version of transformers, and is what was trained."""
     from transformers import AutoTokenizer
 
-    program = str(REPO_ROOT / 'tools' / 'demo' / 'task.py')
-    done = subprocess.run([sys.executable, program, str(tmp_path / 'base')], capture_output=True, text=True)
+    (done,) = run_program(REPO_ROOT / 'tools' / 'demo' / 'task.py', tmp_path / 'base')
     assert done.returncode == 0, done.stderr
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / 'base')
     text = 'def __init__(self, naïve=None):\n    return  1'

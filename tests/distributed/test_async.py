@@ -215,7 +215,7 @@ def test_an_error_in_the_background_ends_the_run_when_asked_to(finished):
 @pytest.mark.parametrize('how', ENDS)
 def test_a_process_that_ends_finishes_its_save(how, tmp_path):
     ended = run_program(ending_run.__file__, tmp_path / 'run', how, world_size=2)
-    output = '\n'.join(rank.stdout for rank in ended)
+    output = '\n'.join(rank.stdout + rank.stderr for rank in ended)
     assert all(rank.returncode != 0 for rank in ended), output
     assert 'waiting for it' in output, output[-5000:]
     (folder,) = (tmp_path / 'run').glob('*/hf_model')

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.modern_only
 
 def test_children_neither_wait_for_the_save_nor_end_it(tmp_path):
     (ended,) = run_program(forking_run.__file__, tmp_path)
-    assert ended.returncode == 0, ended.stdout[-5000:]
+    assert ended.returncode == 0, ended.stderr[-5000:]
     assert json.loads(ended.stdout.splitlines()[-1]) == {
         'terminated': str(-signal.SIGTERM),
         'ended': '0',

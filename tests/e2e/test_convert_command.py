@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import folder_tensors
-from tests.helpers.ranks import HANG_SECS
+from tests.helpers.ranks import HANG_SECS, run_program
 from tests.helpers.zoo import build
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
 
@@ -214,8 +214,7 @@ sys.exit(main(sys.argv[2:]))
 )
 def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, action, status, left):
     arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
-    command = [sys.executable, '-c', HALFWAY, action, *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECS)
+    (finished,) = run_program(HALFWAY, action, *arguments)
     assert finished.returncode == status, finished.stderr
     assert leftovers(tmp_path) == left
     if action == 'SIGKILL':  # the next one clears up

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ranks import run_program
+
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
@@ -269,8 +271,7 @@ train(True)
 @pytest.mark.parametrize('prepared', [False, True])
 def test_the_lines_that_let_mmengine_resume(tmp_path, prepared):
     lines = [code('torch.load', 'getting-started.md')] if prepared else []
-    command = [sys.executable, '-c', RESUMED_RUN, str(tmp_path), *lines]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    (finished,) = run_program(RESUMED_RUN, tmp_path, *lines)
     assert (finished.returncode == 0) == prepared, finished.stderr
     assert prepared or 'Weights only load failed' in finished.stderr
 

@@ -62,12 +62,15 @@ def main(folder: str, index: int, environment: dict[str, str], released: Connect
         dist.destroy_process_group()
 
 
-def main_of_program(command: list[str], folder: str, environment: dict[str, str], output: str) -> None:
-    """Run in a child process: what ``python PROGRAM ARGUMENTS`` does in that folder, its last steps included."""
+def main_of_program(command: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
+    """Run in a child process: what ``python PROGRAM ARGUMENTS`` does in that folder, its last steps included.
+
+    Args:
+        outputs: The files of standard output and standard error.
+    """
     os.setsid()
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for stream, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -75,6 +78,7 @@ def main_of_program(command: list[str], folder: str, environment: dict[str, str]
     status: object = 0
     try:
         if os.path.exists(command[0]):
+            sys.path.insert(0, os.path.dirname(command[0]))
             runpy.run_path(command[0], run_name='__main__')
         else:
             sys.argv = ['-c', *command[1:]]

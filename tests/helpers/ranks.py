@@ -110,27 +110,32 @@ def run_ranks(
 def run_program(program: str | Path, *arguments: str | Path, world_size: int = 1) -> list[CompletedProcess[str]]:
     """Runs a program of Python (a file, or its lines) as torchrun would: with `world_size` processes in this folder.
 
-    They are forked like ranks; their ends are those of a program. Standard error is part of the output.
+    They are forked like ranks; their ends are those of a program.
     """
     port = free_port()
+    command = [str(program), *map(str, arguments)]
     with tempfile.TemporaryDirectory(prefix='program-') as folder:
-        outputs = [Path(folder, str(index)) for index in range(world_size)]
-        command = [str(program), *map(str, arguments)]
         processes = []
-        for index, output in enumerate(outputs):
-            environment = _rank_environment(index, world_size, port)
-            processes.append(start_process(main_of_program, command, os.getcwd(), environment, str(output)))
         try:
+            for index in range(world_size):
+                environment = _rank_environment(index, world_size, port)
+                outputs = [str(Path(folder, f'{index}.{stream}')) for stream in ('stdout', 'stderr')]
+                processes.append(start_process(main_of_program, command, os.getcwd(), environment, outputs))
             deadline = time.monotonic() + HANG_SECS
             for process in processes:
                 process.join(deadline - time.monotonic())
-            return [
-                CompletedProcess(command, process.exitcode, output.read_text(errors='replace'))
-                for process, output in zip(processes, outputs, strict=True)
-            ]
         finally:
             for process in processes:
                 process.kill()
+        return [
+            CompletedProcess(
+                command,
+                process.exitcode,
+                Path(folder, f'{index}.stdout').read_text(errors='replace'),
+                Path(folder, f'{index}.stderr').read_text(errors='replace'),
+            )
+            for index, process in enumerate(processes)
+        ]
 
 
 def start_process(function: Callable[..., None], *args: Any) -> multiprocessing.Process:

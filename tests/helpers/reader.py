@@ -1,8 +1,9 @@
-"""A program that reads folders with the installed transformers: token ids, logits, and what was missing.
+"""A program that reads folders of models and of processors with the installed transformers.
 
     python tests/helpers/reader.py OUT FOLDER...
 
-OUT is a file of torch with a dict for each folder.
+OUT is a file of torch with a dict for each folder: of a model, token ids, logits and what was missing; of a processor,
+token ids, pixels and a dialogue.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ TEXTS = ('Hello, world! 123', 'def f(x):\n    return x', 'naïve café 你好', 
 CHAT = [{'role': 'user', 'content': 'Why?'}]
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_model(folder: Path) -> dict[str, Any]:
     import torch
     import transformers
     from transformers import AutoConfig, AutoTokenizer
@@ -35,6 +36,26 @@ def read(folder: Path) -> dict[str, Any]:
         'chat': tokenizer.apply_chat_template(CHAT, tokenize=False),
         'names': {name: getattr(tokenizer, name) for name in ('bos_token_id', 'eos_token_id', 'pad_token_id')},
     }
+
+
+def read_processor(processor: Any) -> dict[str, Any]:
+    import numpy as np
+
+    image = np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)
+    return {
+        'ids': processor.tokenizer('Hello <image> naïve café').input_ids,
+        'pixels': processor.image_processor(image, return_tensors='pt').pixel_values,
+        'patch_size': processor.patch_size,
+        'chat': processor.apply_chat_template(CHAT, tokenize=False),
+    }
+
+
+def read(folder: Path) -> dict[str, Any]:
+    from transformers import AutoProcessor
+
+    if (folder / 'config.json').exists():
+        return read_model(folder)
+    return read_processor(AutoProcessor.from_pretrained(folder))
 
 
 if __name__ == '__main__':

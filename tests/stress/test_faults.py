@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -46,17 +45,20 @@ STAGES = {
 }
 #: Stage to how many calls of that are fine.
 FINE_BEFORE = {'room': 2, 'room_of_all': 2, 'pack': 1}
-WORLD_SIZES = (2, 3)
+WORLD_SIZE = 3
 ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
 
 
-def cases(world_size: int) -> dict[str, tuple[str, int]]:
+def cases() -> dict[str, tuple[str, int]]:
     """Name to (stage, failing rank): a stage that only rank 0 runs fails there, another on the last rank, too."""
     found = {}
     for stage, (_, where, _) in STAGES.items():
-        ranks = {'rank 0': (0,), 'last': (world_size - 1,), 'any': (0, world_size - 1)}[where]
+        ranks = {'rank 0': (0,), 'last': (WORLD_SIZE - 1,), 'any': (0, WORLD_SIZE - 1)}[where]
         found.update({f'{stage}_on_rank{rank}': (stage, rank) for rank in ranks})
     return found
+
+
+CASES = cases()
 
 
 def failing_after(n_fine: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,40 +121,6 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     engine.destroy()
     then = read_commit(folder.final).step.number
     return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': then}
-
-
-@pytest.fixture(scope='module')
-def failed(tmp_path_factory):
-    """One launch per world size, when the first of its tests asks."""
-
-    @functools.cache
-    def launch(world_size: int) -> tuple[Path, dict[str, Any]]:
-        root = tmp_path_factory.mktemp(f'faults{world_size}')
-        scenarios = {
-            name: partial(fail_once, stage, rank, root / name) for name, (stage, rank) in cases(world_size).items()
-        }
-        return root, run_scenarios(scenarios, world_size)
-
-    return launch
-
-
-@pytest.mark.parametrize(('world_size', 'name'), [(size, name) for size in WORLD_SIZES for name in cases(size)])
-def test_every_rank_reports_the_same_and_nothing_is_lost(failed, world_size, name):
-    from transformers import LlamaForCausalLM
-
-    root, results = failed(world_size)
-    _, failing_rank = cases(world_size)[name]
-    reports = check(results, name)
-    messages = {report['message'] for report in reports}
-    assert len(messages) == 1, messages
-    message = messages.pop()
-    assert f'rank {failing_rank}: OSError' in message and 'injected' in message
-    assert all(f'rank {other}:' not in message for other in range(world_size) if other != failing_rank)
-    assert {report['kept'] for report in reports} == {1}
-    assert not any(name.startswith('.hf_model.staging') for report in reports for name in report['leftovers'])
-    assert {report['then'] for report in reports} == {3}
-    assert_same_folder_tensors(root / name / 'expected', root / name / 'hf_model')
-    assert_loads_clean(root / name / 'hf_model', LlamaForCausalLM)
 
 
 def other_model_on_one_rank(root: Path) -> str:
@@ -229,29 +197,49 @@ def small_disk(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def others(tmp_path_factory, small_disk):
-    root = tmp_path_factory.mktemp('other_faults')
-    scenarios = {
+def failed(tmp_path_factory, small_disk):
+    root = tmp_path_factory.mktemp('faults')
+    scenarios = {name: partial(fail_once, stage, rank, root / name) for name, (stage, rank) in CASES.items()}
+    scenarios |= {
         'other_model': partial(other_model_on_one_rank, root),
         'full_disk': partial(full_disk_in_the_middle, small_disk, can_reserve=False),
         'full_disk_but_reserved': partial(full_disk_in_the_middle, small_disk, can_reserve=True),
     }
-    return run_scenarios(scenarios, 2)
+    return root, run_scenarios(scenarios, WORLD_SIZE)
 
 
-def test_different_models_are_named_on_both_sides(others):
-    messages = set(check(others, 'other_model'))
+@pytest.mark.parametrize('name', CASES)
+def test_every_rank_reports_the_same_and_nothing_is_lost(failed, name):
+    from transformers import LlamaForCausalLM
+
+    root, results = failed
+    _, failing_rank = CASES[name]
+    reports = check(results, name)
+    messages = {report['message'] for report in reports}
+    assert len(messages) == 1, messages
+    message = messages.pop()
+    assert f'rank {failing_rank}: OSError' in message and 'injected' in message
+    assert all(f'rank {other}:' not in message for other in range(WORLD_SIZE) if other != failing_rank)
+    assert {report['kept'] for report in reports} == {1}
+    assert not any(name.startswith('.hf_model.staging') for report in reports for name in report['leftovers'])
+    assert {report['then'] for report in reports} == {3}
+    assert_same_folder_tensors(root / name / 'expected', root / name / 'hf_model')
+    assert_loads_clean(root / name / 'hf_model', LlamaForCausalLM)
+
+
+def test_different_models_are_named_on_both_sides(failed):
+    messages = set(check(failed[1], 'other_model'))
     assert len(messages) == 1
     assert 'differs between ranks 0 and [1]' in messages.pop()
 
 
-def test_full_disk_keeps_the_previous_save(others):
-    reports = check(others, 'full_disk')
+def test_full_disk_keeps_the_previous_save(failed):
+    reports = check(failed[1], 'full_disk')
     assert len({report['message'] for report in reports}) == 1
     assert "stage 'write'" in reports[0]['message'] and 'No space left on device' in reports[0]['message']
     assert all(report['kept'] is not None for report in reports)
 
 
-def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(others):
+def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(failed):
     """The room of the weights was reserved before the first byte."""
-    assert {report['message'] for report in check(others, 'full_disk_but_reserved')} == {'no error'}
+    assert {report['message'] for report in check(failed[1], 'full_disk_but_reserved')} == {'no error'}

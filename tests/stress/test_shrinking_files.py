@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.made_checkpoint import MadeCheckpoint
-from tests.helpers.ranks import HANG_SECS
+from tests.helpers.ranks import run_program
 from xhf_hooks.cli.convert import FAILED
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='module')
@@ -53,14 +49,12 @@ def save_file_of(root: Path, folder: Path, how: str) -> list[Path]:
     return [folder / 'iter_7.pth', folder / 'iter_7.pth']
 
 
-@pytest.mark.parametrize('how', ['file', 'zero3', 'transposed'])
-@pytest.mark.parametrize('dtype', ['keep', 'float16'])
+@pytest.mark.parametrize(('how', 'dtype'), [('file', 'keep'), ('zero3', 'float16'), ('transposed', 'keep')])
 def test_a_file_that_shrinks(root, tmp_path, how, dtype):
     checkpoint, victim = save_file_of(root, tmp_path, how)
     before = sorted(path.name for path in tmp_path.iterdir())
-    command = [sys.executable, '-c', SHRINK, str(victim), str(checkpoint), str(tmp_path / 'out'), '--workers', '1']
-    command += ['--base', str(root / 'model'), '--dtype', dtype]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECS)
+    options = ['--workers', '1', '--base', root / 'model', '--dtype', dtype]
+    (done,) = run_program(SHRINK, victim, checkpoint, tmp_path / 'out', *options)
     lines = [line for line in done.stderr.splitlines() if ' note: ' not in line]
     assert done.returncode == FAILED and len(lines) == 1, (done.returncode, done.stderr)
     assert f'{victim}: became shorter while it was read; convert a copy that no process writes to' in lines[0]

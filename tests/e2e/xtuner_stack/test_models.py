@@ -11,19 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import around, merged_by_peft
+from tests.helpers.adapted import around
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import DECODER, NOISE_STD, build
-from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters import (
-    HuggingFaceExporter,
-    LoraExporter,
     RewardExporter,
     ShardedMoeExporter,
     exporter_for,
 )
-from xhf_hooks.sources import source_for
 
 REWARD_TOKEN_ID = 130
 
@@ -44,50 +40,21 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-# DPO and ORPO
-
-
-def preference_model(kind: str, with_lora: bool, folder: Path) -> nn.Module:
+@pytest.mark.parametrize('kind', ['full', 'lora'])
+def test_dpo_without_a_named_reference(kind, tmp_path):
+    """XTuner copies the policy then, or switches the adapter off."""
     from mmengine import ConfigDict
     from transformers import AutoModelForCausalLM
     from xtuner.model.dpo import DPO
-    from xtuner.model.orpo import ORPO
 
-    options = dict(lora=lora(task_type='CAUSAL_LM')) if with_lora else {}
-    for name, seed in [('llm', 0), ('ref_llm', 5)]:
-        build('llama', seed=seed).save_pretrained(folder / name)
-        if name in ('llm', kind.removeprefix('dpo_with_')):
-            load = AutoModelForCausalLM.from_pretrained
-            options[name] = ConfigDict(type=load, pretrained_model_name_or_path=str(folder / name))
-    return move((ORPO if kind == 'orpo' else DPO)(**options))
-
-
-@pytest.mark.parametrize('kind', ['dpo', 'dpo_with_ref_llm', 'orpo'])
-def test_full_policy(kind, tmp_path):
-    model = preference_model(kind, False, tmp_path)
-    exporter = exporter_for(model, None)
-    exporter.entries(source_for(model).specs(), None)
-    assert type(exporter) is HuggingFaceExporter
-    assert {name.split('.')[0] for name in exporter.left_out} == ({'ref_llm'} if kind != 'orpo' else set())
+    build('llama').save_pretrained(tmp_path / 'llm')
+    load = AutoModelForCausalLM.from_pretrained
+    options = dict(lora=lora(task_type='CAUSAL_LM')) if kind == 'lora' else {}
+    model = move(DPO(llm=ConfigDict(type=load, pretrained_model_name_or_path=str(tmp_path / 'llm')), **options))
+    assert any(name.startswith('ref_llm.') for name, _ in model.named_parameters()) == (kind == 'full')
     model.llm.save_pretrained(tmp_path / 'expected')
     save_folder(model, tmp_path / 'hf_model')
     assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
-
-
-@pytest.mark.parametrize('kind', ['dpo', 'dpo_with_ref_llm', 'orpo'])
-def test_policy_with_an_adapter(kind, tmp_path):
-    model = preference_model(kind, True, tmp_path)
-    assert type(exporter_for(model, None)) is LoraExporter
-    has_reference = any(name.startswith('ref_llm.') for name, _ in model.named_parameters())
-    assert has_reference == (kind == 'dpo_with_ref_llm')
-    model.llm.save_pretrained(tmp_path / 'adapter')
-    merged_by_peft(model.llm, tmp_path / 'merge')
-    for mode in ('adapter', 'merge'):
-        save_folder(model, tmp_path / f'our_{mode}', lora=mode)
-        assert_same_folder_tensors(tmp_path / mode, tmp_path / f'our_{mode}')
-
-
-# Reward models
 
 
 class Tokenizer:
@@ -159,18 +126,6 @@ def test_internlm2_reward_model(tmp_path):
     assert torch.equal(loaded.v_head.weight, model.v_head.weight)
 
 
-def test_internlm2_reward_model_without_its_token(tmp_path):
-    from xtuner.model.reward import RewardModel
-
-    with pytest.raises(AgreedError, match='InternLM2ForRewardModel needs a reward_token_id'):
-        save_folder(RewardModel(llm=internlm2()), tmp_path / 'hf_model')
-    save_folder(RewardModel(llm=internlm2(), reward_token_id=7), tmp_path / 'hf_model')
-    assert json.loads((tmp_path / 'hf_model' / 'config.json').read_text())['reward_token_id'] == 7
-
-
-# Sharded experts
-
-
 @pytest.fixture(autouse=True, scope='module')
 def importable():
     """XTuner 0.2.0's MoE code names a constant that is gone from the transformers 4.48 that it pins."""
@@ -223,10 +178,10 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize('n_in_shard', [1, 2, 4])
-@pytest.mark.parametrize('family', [mixtral, deepseek_v2])
+@pytest.mark.parametrize(('family', 'n_in_shard'), [(mixtral, 2), (deepseek_v2, 2), (deepseek_v2, 4)])
 def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank, tmp_path):
     from safetensors.torch import save_file
+    from transformers import MixtralForCausalLM
     from xtuner.utils import get_origin_state_dict
 
     torch.manual_seed(0)
@@ -246,21 +201,8 @@ def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank
     config = json.loads((committed.path / 'config.json').read_text())
     assert not {'moe_implementation', 'expert_in_one_shard'} & set(config)
     assert config['architectures'] == [type(llm).__name__]
-
-
-def test_sharded_mixtral_loads_as_transformers_own(tmp_path):
-    from transformers import AutoModelForCausalLM, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    llm = mixtral(2)
-    for parameter in llm.parameters():
-        parameter.data = NOISE_STD * torch.randn(parameter.shape)
-    save_folder(llm, tmp_path / 'hf_model')
-    loaded = assert_loads_clean(tmp_path / 'hf_model', AutoModelForCausalLM)
-    assert type(loaded) is MixtralForCausalLM
-    tokens = torch.tensor([[5, 9, 7]])
-    assert torch.allclose(loaded.eval()(tokens).logits, llm.eval()(tokens).logits, atol=1e-5)
-    assert loaded.generate(tokens, max_new_tokens=3).shape[1] > 3
+    if family is mixtral:
+        assert_loads_clean(committed.path, MixtralForCausalLM)
 
 
 def test_sharded_deepseek_v2_goes_out_with_the_bases_code(tmp_path):
