@@ -2,11 +2,10 @@
 
     torchrun --standalone --nproc_per_node GPUS tools/gpu_check.py [--layers 16] [--bucket-size 128MB] [--out DIR]
 
-With nccl, each writer saves in the foreground and in the background during training. The writers that send slices also
-save once with messages from GPU to GPU, which normal saves do not use. The result is compared with save_pretrained of
-the gathered model. Checks the bytes, that a save uses at most one bucket of device memory, and that host copies are
-pinned. Prints one line per case and writes DIR/gpu_check.json; exit status 1 for failures, 2 without a GPU. ``--cpu``
-runs the same steps with gloo, to test this script.
+With nccl, each writer saves in the foreground and in the background during training. The result is compared with
+save_pretrained of the gathered model. Checks the bytes, that a save uses at most one bucket of device memory, and that
+host copies are pinned. Prints one line per case and writes DIR/gpu_check.json; exit status 1 for failures, 2 without a
+GPU. ``--cpu`` runs the same steps with gloo, to test this script.
 """
 
 from __future__ import annotations
@@ -15,45 +14,38 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import xhf_hooks.save
 from xhf_hooks.collective import Collective
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
-from xhf_hooks.sources.live_chunks import LiveChunks
 
 STEPS_MEANWHILE = 2
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to save, and whether messages go through the host or from device to device."""
+    """How to save."""
 
     writer: str
     in_background: bool = False
-    on_device: bool = False
 
     def __str__(self) -> str:
-        where = ', in the background' if self.in_background else ', messages from device to device' * self.on_device
-        return f'{self.writer}{where}'
+        return f'{self.writer}{", in the background" * self.in_background}'
 
 
-WAYS = (
-    *(Way(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)),
-    *(Way(writer, on_device=True) for writer in ('parallel', 'stream')),  # last, since it may hang
-)
+WAYS = [
+    Way(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,6 @@ class Row:
 
     writer: str
     in_background: bool
-    on_device: bool
     same_bytes: bool
     seconds: float
     stalled_secs: float
@@ -135,9 +126,7 @@ def save(training: Training, way: Way, bucket_nbytes: int, out: Path) -> Row:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    live_chunks = partial(LiveChunks, device=training.device) if way.on_device else LiveChunks
-    with mock.patch.object(xhf_hooks.save, 'LiveChunks', live_chunks):
-        committed = _save(saver, folder)
+    committed = _save(saver, folder)
     device_nbytes = torch.cuda.max_memory_allocated() - before if with_gpu else 0
     for _ in range(meanwhile):
         training.step()
@@ -157,9 +146,7 @@ def save(training: Training, way: Way, bucket_nbytes: int, out: Path) -> Row:
         problems.append('host copies are not pinned')
     cost = committed.cost
     figures = (cost.seconds, cost.stalled_secs, max(all_nbytes) / 1e6, cost.peak_extra_nbytes / 1e6)
-    return Row(
-        way.writer, in_background, way.on_device, same, *figures, with_gpu and in_background and pinned, tuple(problems)
-    )
+    return Row(way.writer, in_background, same, *figures, with_gpu and in_background and pinned, tuple(problems))
 
 
 def _save(saver: Saver, folder: CheckpointFolder) -> CommittedCheckpoint | None:
@@ -216,7 +203,7 @@ def main() -> int:
 
 
 def _line(row: Row) -> str:
-    how = Way(row.writer, row.in_background, row.on_device)
+    how = Way(row.writer, row.in_background)
     verdict = '; '.join(row.problems) or 'the bytes of save_pretrained'
     return (
         f'{how}: {row.seconds:.2f} s, training stalled {row.stalled_secs:.2f} s, {row.device_mb:.0f} MB on the device, '

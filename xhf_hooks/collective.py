@@ -185,19 +185,16 @@ class Collective:
     ) -> Callable[[], None]:
         """Start sending bytes to ranks and receiving bytes from ranks. Runs on: the named ranks, in step.
 
-        Both sides must know how many bytes. Tensors on a device go through the run's own group, which has a backend
-        for the device; call :meth:`connect_device` first.
+        Both sides must know how many bytes.
 
         Returns:
             A function that waits until all is done. Until then nobody may touch the tensors.
         """
         if not outgoing and not incoming:  # always so with a single rank, which has no group
             return lambda: None
-        on_host = all(tensor.device.type == 'cpu' for tensor in (*outgoing.values(), *incoming.values()))
         with self._in_touch(stage):
-            group = self._group if on_host else dist.group.WORLD
-            operations = [dist.P2POp(dist.isend, tensor, rank, group) for rank, tensor in outgoing.items()]
-            operations += [dist.P2POp(dist.irecv, tensor, rank, group) for rank, tensor in incoming.items()]
+            operations = [dist.P2POp(dist.isend, tensor, rank, self._group) for rank, tensor in outgoing.items()]
+            operations += [dist.P2POp(dist.irecv, tensor, rank, self._group) for rank, tensor in incoming.items()]
             works = dist.batch_isend_irecv(operations)
 
         def finish() -> None:
@@ -206,16 +203,6 @@ class Collective:
                     work.wait(self._timeout)
 
         return finish
-
-    def connect_device(self, device: torch.device) -> None:
-        """Prepare the run's own group for transfers on a device. Runs on: all ranks.
-
-        NCCL requires all ranks in a group's first operation, but not all of them have something to :meth:`post`
-        (``torch.distributed.batch_isend_irecv``).
-        """
-        if self.world_size > 1:
-            with self._in_touch('send'):
-                dist.all_reduce(torch.zeros(1, device=device))
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order; for rare, small values. Runs on: all ranks."""

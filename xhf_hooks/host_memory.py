@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-#: Small beside a model whose saves take long, large beside a local shard (sources/local_shards.py).
+#: Small beside a model whose saves take long, large beside a local shard (sources/read.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
 _PAGE_NBYTES = 4096
@@ -50,7 +50,7 @@ class SnapshotMemory:
         """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0
 
-    def hold(self, tensor: torch.Tensor, offset: int) -> memoryview:
+    def hold(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Copy a tensor that will be written at ``offset`` of a file.
 
         Returns:
@@ -61,7 +61,7 @@ class SnapshotMemory:
         room.copy_(flat, non_blocking=True)
         if flat.device.type != 'cpu':
             self._copying_from.add(flat.device)
-        return memoryview(room.numpy())
+        return room
 
     def synchronize(self) -> None:
         """Wait for all copies, from every device."""

@@ -4,9 +4,9 @@ Source.specs()      the tensors of the model          names and full shapes, no 
 Exporter.entries()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
 Replicas            checksums of whole copies         compared across ranks: one model, not several
-local_shards()      ranks write their local shards    with writer='positional', where possible
-SliceSender         or send them to the owner         with 'stream' and 'parallel', where possible
-gather()            the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
+live_chunks()       ranks write their own slices      with writer='positional', where possible
+                    or send them to the owner         with 'stream' and 'parallel', where possible
+                    the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
 upload()            each rank its own files           if out_dir is a store
 commit()            staging gets the final name       then, and only then, older saves are deleted
@@ -14,7 +14,7 @@ commit()            staging gets the final name       then, and only then, older
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,10 +32,19 @@ from xhf_hooks.host_memory import MemoryMeter, SnapshotMemory
 from xhf_hooks.installed import package_versions
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, SaveCost, SavePlan, Spread, Step, TensorSpec
+from xhf_hooks.planning.types import (
+    Chunk,
+    CommittedCheckpoint,
+    ExportEntry,
+    SaveCost,
+    SavePlan,
+    Spread,
+    Step,
+    TensorSpec,
+)
 from xhf_hooks.sources import source_for
-from xhf_hooks.sources.live_chunks import ChunkStream, LiveChunks, Snapshot
 from xhf_hooks.sources.replicated import Replicas
+from xhf_hooks.sources.snapshot import Snapshot, live_chunks
 from xhf_hooks.system import allow_open_files
 from xhf_hooks.telemetry import SaveClock
 from xhf_hooks.threads import Background, WorkerThreads, default_workers, lower_priority
@@ -197,7 +206,7 @@ class Saver:
             with clock.stage('compare'):
                 replicas.read()
         job = self._begin(folder, step, facts, on_progress, replicas, beside_training=False)
-        chunks = self._live_chunks().opened(self._collective, clock.meter)
+        chunks = live_chunks(self.plan, self._source, self._collective)
         return self._write_and_commit(job, chunks, self._collective, clock)
 
     def start(
@@ -221,13 +230,14 @@ class Saver:
             self._renew_plan()
         with ExitStack() as on_error:
             with clock.stage('snapshot'):
-                held = self._take_snapshot(clock.meter)
+                held = self._take_snapshot()
+                clock.meter.sample()
                 replicas = self._replicas()
                 replicas.read()
             job = self._begin(folder, step, facts, on_progress, replicas, beside_training=True)
             on_error.callback(job.to_close.close)
             clock.training_goes_on()
-            chunks = held.opened(self._in_background, clock.meter)
+            chunks = held.chunks(self._in_background)
 
             def work() -> CommittedCheckpoint:
                 lower_priority()
@@ -242,7 +252,7 @@ class Saver:
         Returns:
             Size of a snapshot on this rank, in bytes.
         """
-        self._take_snapshot(MemoryMeter())
+        self._take_snapshot()
         return self._snapshot.nbytes
 
     @property
@@ -269,13 +279,8 @@ class Saver:
     def _replicas(self) -> Replicas:
         return Replicas(self.plan, self._source, self._collective.world_size)
 
-    def _live_chunks(self) -> LiveChunks:
-        return LiveChunks(self.plan, self._source)
-
-    def _take_snapshot(self, meter: MemoryMeter) -> Snapshot:
-        held = Snapshot(self.plan)
-        held.take(self._live_chunks(), self._snapshot, self._collective, meter)
-        return held
+    def _take_snapshot(self) -> Snapshot:
+        return Snapshot(self.plan, self._source, self._snapshot, self._collective)
 
     def _with_masters(self, specs: list[TensorSpec], entries: list[ExportEntry]) -> list[TensorSpec]:
         """The specs with masters in place of 16-bit weights for outputs that the option ``dtype`` makes fp32."""
@@ -326,7 +331,7 @@ class Saver:
     def _write_and_commit(
         self,
         job: _Job,
-        chunks: AbstractContextManager[ChunkStream],
+        chunks: AbstractContextManager[Iterator[Chunk]],
         collective: Collective,
         clock: SaveClock,
     ) -> CommittedCheckpoint:
@@ -351,10 +356,10 @@ class Saver:
                     with collective.stage('staging'):
                         files = writer.create(plan, place, owner=collective.rank)
             with clock.stage('write'):
-                tally, overflows = self._write(writer, place, files, chunks, collective, job.on_progress)
+                tally = self._write(writer, place, files, chunks, collective, job.on_progress, clock.meter)
             with clock.stage('tally'):
                 tally.numbers = collective.all_reduce(tally.numbers, add_up)
-                overflows, peak = _sum_and_peak(collective, overflows, clock.meter.peak_extra_nbytes)
+                peak = int(collective.all_reduce(np.array([clock.meter.peak_extra_nbytes]), np.maximum)[0])
             facts = {'packages': package_versions(), **self._facts(), **job.facts}
             tensors = tally.written() if is_rank0 else []
             if not folder.is_shared:
@@ -373,14 +378,11 @@ class Saver:
             job.to_close.close()
         if self._after_commit is not None:
             self._after_commit(folder.final, job.step, collective)
-        if overflows:
-            warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
         cost = SaveCost(
             plan.nbytes,
             clock.seconds,
             clock.stalled_secs,
             peak,
-            overflows,
             stage_secs=clock.stage_secs,
             free_before_nbytes=free_before,
             free_after_nbytes=free_after,
@@ -392,16 +394,18 @@ class Saver:
         writer: Writer,
         place: Any,
         files: Mapping[str, FileIdentity],
-        chunks: AbstractContextManager[ChunkStream],
+        chunks: AbstractContextManager[Iterator[Chunk]],
         collective: Collective,
         on_progress: Callable[[int, int], None] | None,
-    ) -> tuple[Tally, int]:
-        """Returns what this rank has written and the number of elements that overflowed."""
+        meter: MemoryMeter,
+    ) -> Tally:
+        """Returns what this rank has written."""
         done_nbytes = 0
         total_nbytes = self._own_nbytes(collective)
         with chunks as some, collective.stage('write'):
             writer.open(self.plan, place, files)
             for chunk in some:
+                meter.sample()  # what was read, what was made from it, and what waits for the disk
                 if collective.is_failing:
                     continue  # the others keep gathering until the next agreement, and need this rank
                 try:
@@ -412,7 +416,7 @@ class Saver:
                         on_progress(done_nbytes, total_nbytes)
                 except Exception as error:
                     collective.remember('write', error)
-            return Tally(self.plan) if collective.is_failing else writer.finish(), some.overflows
+            return Tally(self.plan) if collective.is_failing else writer.finish()
 
     def _own_nbytes(self, collective: Collective) -> int:
         """Estimate of the bytes that this rank writes."""
@@ -438,11 +442,3 @@ class Saver:
             'weights': 'live',
             **self._facts_of_run,
         }
-
-
-def _sum_and_peak(collective: Collective, count: int, nbytes: int) -> tuple[int, int]:
-    """The sum of all ranks' counts and the maximum of their bytes. Runs on: all ranks."""
-    found = collective.all_reduce(
-        np.array([count, nbytes]), lambda one, other: np.array([one[0] + other[0], max(one[1], other[1])])
-    )
-    return int(found[0]), int(found[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,19 +24,19 @@ def count_agreements(root: Path) -> dict[str, Any]:
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.collective import Collective
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.sources import Zero3Source, gather, send
+    from xhf_hooks.sources import Zero3Source, read, send
     from xhf_hooks.writers.choose import WhoWrites
     from xhf_hooks.writers.output_file import OutputFile
 
     engine = zero_engine(odd_llama(bf16=True), stage=3)
     agreed: list[str] = []
-    agree, group_chunks, write, gathered = (
+    agree, made_from, write, gathered = (
         Collective.agree,
-        gather.group_chunks,
+        read.made_from,
         OutputFile.write,
         Zero3Source.gathered,
     )
-    post, fill = Collective.post, send.SliceSender._fill
+    post, fill = Collective.post, send._fill
     n_collectives, n_made, found = [], [], {}
 
     def note(self: Collective, stage: str, error: Exception | None = None) -> None:
@@ -66,13 +67,13 @@ def count_agreements(root: Path) -> dict[str, Any]:
 
     faults = {
         'gather': {
-            'whole': mock.patch.object(gather, 'group_chunks', group_chunks),
-            'gather': mock.patch.object(gather, 'group_chunks', fail_on_rank_1(group_chunks)),
+            'whole': nullcontext(),
+            'gather': mock.patch.object(read, 'made_from', fail_on_rank_1(made_from)),
             'write': mock.patch.object(OutputFile, 'write', fail_to_write),
         },
         'send': {
-            'whole': mock.patch.object(gather, 'group_chunks', group_chunks),
-            'send': mock.patch.object(send.SliceSender, '_fill', fail_on_rank_1(fill)),
+            'whole': nullcontext(),
+            'send': mock.patch.object(send, '_fill', fail_on_rank_1(fill)),
             'write': mock.patch.object(OutputFile, 'write', fail_to_write),
         },
     }
@@ -81,7 +82,7 @@ def count_agreements(root: Path) -> dict[str, Any]:
         mock.patch.object(Collective, 'agree', note),
         mock.patch.object(Collective, 'post', note_posted),
         mock.patch.object(Zero3Source, 'gathered', note_gathered),
-        mock.patch.object(gather, 'BUCKETS_PER_AGREEMENT', 8),
+        mock.patch.object(read, 'BUCKETS_PER_AGREEMENT', 8),
         mock.patch.object(send, 'ROUNDS_PER_AGREEMENT', 8),
     ):
         for road in ('gather', 'send'):

@@ -29,11 +29,11 @@ STAGES = {
     'staging': ('xhf_hooks.places.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0', 'stream'),
     'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0', 'stream'),
     'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any', 'gather'),
-    'check': ('xhf_hooks.sources.gather._check', 'rank 0', 'gather'),
+    'check': ('xhf_hooks.sources.read.made_from', 'rank 0', 'gather'),
     'write_gathered': ('xhf_hooks.writers.output_file.os.pwrite', 'rank 0', 'gather'),
     'slice': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'stream'),
     'slice_of_all': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'parallel'),
-    'pack': ('xhf_hooks.sources.send.SliceSender._fill', 'last', 'stream'),
+    'pack': ('xhf_hooks.sources.send._fill', 'last', 'stream'),
     'buffers': ('xhf_hooks.sources.send.SliceSender._make_buffers', 'any', 'stream'),
     'room': ('xhf_hooks.host_memory.BufferPool.take', 'rank 0', 'stream'),
     'room_of_all': ('xhf_hooks.host_memory.BufferPool.take', 'any', 'parallel'),
@@ -149,20 +149,19 @@ def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit
-    from xhf_hooks.sources.live_chunks import ChunkStream
+    from xhf_hooks.writers.writer import Writer
 
     engine = zero_engine(odd_llama(bf16=True), stage=3)
     save_folder(engine.module, disk / 'hf_model')
 
-    def chunks_on_a_filling_disk(self: ChunkStream) -> Any:
-        for number, chunk in enumerate(chunks(self)):
-            if number == 1:
-                _fill(disk, leave_nbytes=ROOM_FOR_MANIFEST)
-            yield chunk
+    def fill_disk_and_write(self: Writer, chunk: Any) -> None:
+        if next(n_written) == 1:
+            _fill(disk, leave_nbytes=ROOM_FOR_MANIFEST)
+        write(self, chunk)
 
-    chunks = ChunkStream.__iter__
+    write, n_written = Writer.write, itertools.count()
     reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.fallocate.function', None)
-    with mock.patch.object(ChunkStream, '__iter__', chunks_on_a_filling_disk), reserving:
+    with mock.patch.object(Writer, 'write', fill_disk_and_write), reserving:
         try:
             save_folder(engine.module, disk / 'hf_model')
             message = 'no error'

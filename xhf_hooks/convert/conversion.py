@@ -196,7 +196,7 @@ class Conversion:
         target.claim()
         started, meter = time.perf_counter(), MemoryMeter()
         try:
-            warnings, overflows = self._write_and_commit(target, meter, on_progress)
+            warnings = self._write_and_commit(target, meter, on_progress)
             path = target.where
         except BaseException:  # including signals
             target.abandon()
@@ -204,18 +204,18 @@ class Conversion:
         finally:
             target.release()
         seconds = time.perf_counter() - started
-        cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes, overflows)
+        cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         warnings = [*self._tokenizer_notes, *warnings, *self._notes_on_float32()]
         return CommittedCheckpoint(path, self.step, cost, tuple(warnings))
 
     def _write_and_commit(
         self, target: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None]
-    ) -> tuple[list[str], int]:
-        """Returns warnings and the number of finite elements that became infinite."""
+    ) -> list[str]:
+        """Returns warnings."""
         staging = target.open_staging()
         target.room(self.plan.nbytes)
         warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-        tally, overflows = write_weights(
+        tally = write_weights(
             staging,
             self.plan,
             self.source,
@@ -227,10 +227,7 @@ class Conversion:
         )
         tensors = tally.written()
         target.commit(self.plan, tensors, self.step, self._facts(), 'sizes')
-        warnings += [*warn_of_non_finite(tensors), *target.warnings]
-        if overflows:
-            warnings.append(f'{overflows} finite weights became infinite in {self._options.dtype}')
-        return warnings, overflows
+        return [*warnings, *warn_of_non_finite(tensors), *target.warnings]
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""

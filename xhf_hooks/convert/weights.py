@@ -13,11 +13,10 @@ import torch
 
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import count_non_finite, crc32
-from xhf_hooks.format.dtypes import host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.types import Group, Placement, SavePlan
-from xhf_hooks.sources.gather import group_chunks
+from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_source import FileSource
 from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
@@ -29,8 +28,8 @@ PART_NBYTES = 4 * 2**20
 #: Most bytes that gathered groups hold in memory at once; a larger group runs alone.
 _GROUPS_NBYTES = 64 * 10**6
 
-#: Arguments of :meth:`Tally.add`, and the number of finite elements that became infinite.
-_Result = tuple[list[tuple[Placement, int, int, int, int]], int]
+#: Arguments of :meth:`Tally.add`.
+_Written = tuple[Placement, int, int, int, int]
 #: Called in any thread with a tensor's place, an offset in the tensor, and the bytes that belong there.
 Use = Callable[[Placement, int, memoryview], None]
 
@@ -45,7 +44,7 @@ def write_weights(
     verify: bool,
     meter: MemoryMeter,
     on_progress: Callable[[int, int], None],
-) -> tuple[Tally, int]:
+) -> Tally:
     """Write and flush every file of the plan.
 
     Args:
@@ -54,7 +53,7 @@ def write_weights(
         on_progress: Called in this thread with bytes done and total bytes.
 
     Returns:
-        What was written, and the number of finite elements that became infinite.
+        What was written.
 
     Raises:
         IncompleteError: The disk returned different bytes.
@@ -63,19 +62,18 @@ def write_weights(
     total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
     done = 0
 
-    def walk(use: Use) -> tuple[Tally, int]:
+    def walk(use: Use) -> Tally:
         nonlocal done
-        tally, overflows = Tally(plan), 0
+        tally = Tally(plan)
         work = Work(source, plan, use, use_fp32_master=use_fp32_master, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
-            for made, job_overflows in threads.run(work.jobs()):
+            for made in threads.run(work.jobs()):
                 meter.sample()
                 for one in made:
                     tally.add(*one)
                     done += one[2]
-                overflows += job_overflows
                 on_progress(done, total)
-        return tally, overflows
+        return tally
 
     with ExitStack() as opened:
         files: dict[str, OutputFile] = {}
@@ -83,13 +81,13 @@ def write_weights(
             identity = create_file(staging / planned.name, planned.header, planned.nbytes)
             files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
-        result = walk(lambda place, start, data: files[place.file].write(data, place.offset + start))
+        tally = walk(lambda place, start, data: files[place.file].write(data, place.offset + start))
         for file in files.values():
             file.fsync()
     if verify:
         with _ReadBack(staging, plan) as read_back:
             walk(lambda place, start, data: read_back.require(place.file, place.offset + start, data))
-    return result
+    return tally
 
 
 class _ReadBack:
@@ -138,7 +136,7 @@ class Work:
         self._own = threading.local()
         self._budget = _Budget(_GROUPS_NBYTES)
 
-    def jobs(self) -> Iterator[Callable[[], _Result]]:
+    def jobs(self) -> Iterator[Callable[[], list[_Written]]]:
         """All jobs, the longest first."""
         yield from (partial(self._make_group, group) for group in self._plan.gathered)
         for group in self._plan.sliced:
@@ -146,27 +144,27 @@ class Work:
                 for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
                     yield partial(self._make_part, place, group.reads[0].name, start, end)
 
-    def _make_part(self, place: Placement, read: str, start: int, end: int) -> _Result:
+    def _make_part(self, place: Placement, read: str, start: int, end: int) -> list[_Written]:
         out = self._buffer()[: end - start]
         first = (place.source_offset or 0) + start // DTYPE_NBYTES[place.dtype]
-        overflows = self._source.read_into(read, first, out, place.dtype, use_fp32_master=self._use_fp32_master)
+        self._source.read_into(read, first, out, place.dtype, use_fp32_master=self._use_fp32_master)
         self._use(place, start, out)
-        return [_entry(place, start, out)], overflows
+        return [_entry(place, start, out)]
 
-    def _make_group(self, group: Group) -> _Result:
+    def _make_group(self, group: Group) -> list[_Written]:
         names = [spec.name for spec in group.reads]
         made = []
-        overflows = 0
         with (
             self._budget.taken(group.read_nbytes),
             self._source.gathered(names, wanted=names, use_fp32_master=self._use_fp32_master) as tensors,
             torch.no_grad(),
         ):
-            for chunk in group_chunks(group, tensors, 0, host_bytes, self._meter):
-                self._use(chunk.placement, 0, chunk.data)
-                made.append(_entry(chunk.placement, 0, chunk.data))
-                overflows += chunk.overflows
-        return made, overflows
+            for found in made_from(group, tensors, 0):
+                self._meter.sample()  # the peak: what was read, what was made from it, and the cast result
+                data = found.chunk().data
+                self._use(found.placement, 0, data)
+                made.append(_entry(found.placement, 0, data))
+        return made
 
     def _buffer(self) -> memoryview:
         """This thread's buffer of one part."""
@@ -175,7 +173,7 @@ class Work:
         return self._own.buffer
 
 
-def _entry(place: Placement, start: int, data: memoryview) -> tuple[Placement, int, int, int, int]:
+def _entry(place: Placement, start: int, data: memoryview) -> _Written:
     return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
 
 

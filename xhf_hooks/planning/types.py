@@ -379,13 +379,11 @@ class Chunk:
 
     Attributes:
         start: Offset of the first byte in the placement.
-        overflows: Number of finite elements that the cast made infinite.
     """
 
     placement: Placement
     data: memoryview
     start: int = 0
-    overflows: int = 0
 
 
 @dataclass(frozen=True)
@@ -427,7 +425,6 @@ class SaveCost:
     seconds: float
     stalled_secs: float
     peak_extra_nbytes: int
-    overflows: int
     stage_secs: Mapping[str, float] = field(default_factory=dict)
     free_before_nbytes: int | None = None
     free_after_nbytes: int | None = None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from xhf_hooks.errors import ChangedError, CheckpointError
-from xhf_hooks.format.dtypes import TORCH_DTYPES, count_overflows
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import Source
@@ -113,20 +113,16 @@ class PieceReader:
         start: int,
         out: torch.Tensor,
         through: torch.dtype | None = None,
-    ) -> int:
+    ) -> None:
         """Fill ``out`` (flat) from the tensor that the pieces make up, beginning with element ``start``.
 
         Args:
             through: Round to this dtype first.
 
-        Returns:
-            The number of finite elements that became infinite.
-
         Raises:
             CheckpointError: A file is missing or cannot be read.
             ChangedError: A file has become shorter.
         """
-        overflows = 0
         done = 0
         for piece, first, count in _ranges(pieces, start, out.numel()):
             target = out[done : done + count]
@@ -137,9 +133,7 @@ class PieceReader:
             else:
                 part = self._elements(piece, first, count)
                 target.copy_(part if through in (None, part.dtype, target.dtype) else part.to(through))
-                overflows += count_overflows(part, target)
             done += count
-        return overflows
 
     def _elements(self, piece: Piece, first: int, count: int) -> torch.Tensor:
         """A copy of the elements, in this thread's buffer or in new memory."""
@@ -220,7 +214,7 @@ class FileSource(Source):
         return False
 
     @abstractmethod
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> None:
         """Fill ``out`` with the elements from ``start`` on, cast; return how many finite ones became infinite."""
 
     @abstractmethod
@@ -242,9 +236,9 @@ class JoinedSource(FileSource):
     def specs(self) -> list[TensorSpec]:
         return list(self._specs)
 
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> None:
         source, there = self._places[name]
-        return source.read_into(there, start, out, dtype, use_fp32_master=use_fp32_master)
+        source.read_into(there, start, out, dtype, use_fp32_master=use_fp32_master)
 
     def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
         return sum(
@@ -292,7 +286,7 @@ class StoredSource(FileSource):
     def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
         return sum(piece.nbytes for name in names for piece in self.pieces(name, use_fp32_master=use_fp32_master))
 
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> int:
+    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> None:
         """Cast elements from ``start`` on into ``out``, as many as fit. Needs a few MB of memory.
 
         With ``use_fp32_master=True`` values are rounded once, from the master. Otherwise they are rounded to the
@@ -302,16 +296,13 @@ class StoredSource(FileSource):
             out: Writable bytes, for example of a mapped file.
             dtype: Safetensors dtype to write.
 
-        Returns:
-            The number of finite elements that became infinite.
-
         Raises:
             CheckpointError: A file can no longer be read.
         """
         if not len(out):
-            return 0
+            return
         target = torch.frombuffer(out, dtype=TORCH_DTYPES[dtype])
-        return self._read(name, start, target, use_fp32_master=use_fp32_master)
+        self._read(name, start, target, use_fp32_master=use_fp32_master)
 
     @contextmanager
     def gathered(
@@ -327,8 +318,9 @@ class StoredSource(FileSource):
                 self._read(name, 0, tensors[name].view(-1), use_fp32_master=use_fp32_master)
         yield tensors
 
-    def _read(self, name: str, start: int, out: torch.Tensor, *, use_fp32_master: bool) -> int:
+    def _read(self, name: str, start: int, out: torch.Tensor, *, use_fp32_master: bool) -> None:
         stored = self._tensors[name]
         if not use_fp32_master or stored.master is None:
-            return self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
-        return self._reader.read_into(stored.master, start, out)
+            self._reader.read_into(stored.trained, start, out, TORCH_DTYPES[stored.dtype])
+        else:
+            self._reader.read_into(stored.master, start, out)

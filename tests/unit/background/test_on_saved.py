@@ -97,7 +97,7 @@ def looking(monkeypatch, tmp_path, command, log):
 def commit(looking, tmp_path) -> Callable[..., None]:
     def one(iteration: int, name: str = 'hf_model') -> None:
         step = Step('iter', iteration, iteration)
-        committed = CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1, 0))
+        committed = CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1))
         looking.committed(committed, CheckpointFolder(tmp_path / name, 1))
 
     return one

@@ -35,7 +35,7 @@ def begin(command: list[str], folder: Path, timeout_secs: float = HANG_SECS) -> 
     target.claim()
     commit_one(target, 1)
     after = AfterSaves(command, RunLog(logging.getLogger('xhf_hooks.test'), 'test'), timeout_secs=timeout_secs)
-    after.committed(CommittedCheckpoint(target.final, Step('iter', 1, 1), SaveCost(1, 1.0, 1.0, 1, 0)), target)
+    after.committed(CommittedCheckpoint(target.final, Step('iter', 1, 1), SaveCost(1, 1.0, 1.0, 1)), target)
     target.release()
     return after
 

@@ -26,7 +26,7 @@ def commit(folder):  # noqa: F811
     def one(after: AfterSaves, number: int) -> None:
         save(folder, number)
         step = Step('iter', number, number)
-        committed = CommittedCheckpoint(folder.where, step, SaveCost(1, 1.0, 1.0, 1, 0))
+        committed = CommittedCheckpoint(folder.where, step, SaveCost(1, 1.0, 1.0, 1))
         after.committed(committed, folder)
 
     return one

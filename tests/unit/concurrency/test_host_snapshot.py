@@ -28,7 +28,7 @@ class OnSecond(torch.Tensor):
 def held(memory: SnapshotMemory, *tensors: torch.Tensor) -> list[str]:
     """The devices that are waited for."""
     for tensor in tensors:
-        assert memory.hold(tensor, 0) == memoryview(torch.ones(3).numpy()).cast('B')
+        assert torch.equal(memory.hold(tensor, 0), torch.ones(3).view(torch.uint8))
     with mock.patch('torch.cuda.synchronize') as synchronize, mock.patch('torch.cuda.is_available', return_value=True):
         memory.synchronize()
     return sorted(str(device) for call in synchronize.call_args_list for device in call.args)
@@ -43,8 +43,8 @@ def test_every_device_that_was_copied_from_is_waited_for():
     assert held(memory, ones.as_subclass(OnSecond)) == ['cuda:1']
 
 
-def address(data: memoryview) -> int:
-    return np.frombuffer(data, np.uint8).ctypes.data
+def address(data: torch.Tensor) -> int:
+    return data.data_ptr()
 
 
 def test_what_is_large_is_aligned_as_in_its_file_and_keeps_its_bytes():
@@ -58,7 +58,7 @@ def test_what_is_large_is_aligned_as_in_its_file_and_keeps_its_bytes():
         tensors = [torch.from_numpy(order.integers(0, 256, size, np.uint8)) for size in sizes]
         found = [memory.hold(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
         for tensor, offset, data in zip(tensors, offsets, found, strict=True):
-            assert np.array_equal(data, tensor)
+            assert torch.equal(data, tensor)
             assert data.nbytes < 65_536 or (address(data) - offset) % 4096 == 0
             assert not data.nbytes or address(data) % 64 == 0 or data.nbytes >= 65_536
         assert address(found[2]) == address(found[1]) + 2**20

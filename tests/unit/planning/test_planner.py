@@ -11,10 +11,9 @@ from tests.helpers.zoo import build
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
-from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.planner import describe_group, describe_plan, make_plan
 from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, TensorSpec
-from xhf_hooks.sources.gather import gather
+from xhf_hooks.sources.read import gathered_slices
 
 HUGE = 10**12
 
@@ -265,7 +264,6 @@ def test_describe_plan():
 def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     """Files, their bytes and the index of a real model, written through a plan and a Writer."""
     from xhf_hooks.collective import Collective
-    from xhf_hooks.format.dtypes import host_bytes
     from xhf_hooks.sources.replicated import ModuleSource
     from xhf_hooks.writers.writer import Writer
 
@@ -284,8 +282,8 @@ def test_folder_of_save_pretrained(family, max_shard_size, tmp_path):
     )
     writer = Writer(pending_nbytes=10_000)
     writer.open(plan, tmp_path / 'found', writer.create(plan, tmp_path / 'found'))
-    for chunk in gather(plan, source, Collective(), meter=MemoryMeter(), to_host=host_bytes):
-        writer.write(chunk)
+    for found in gathered_slices(plan, source, Collective()):
+        writer.write(found.chunk())
     tally = writer.finish()
 
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('*.safetensors')}

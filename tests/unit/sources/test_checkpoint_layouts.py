@@ -88,19 +88,18 @@ def test_what_state_dict_leaves_out_is_in_the_masters(tmp_path):
     assert next(iter(found)) == 'b.weight'
 
 
-def test_rounds_once_and_counts_what_overflows(tmp_path):
+def test_rounds_once(tmp_path):
     masters = {
         'w': torch.tensor([1.0, 70000.0, -1e9, float('inf'), float('nan'), 65519.0, 2.0**-25, 1 + 2**-11 + 2**-20])
     }
     source = open_checkpoint(MadeCheckpoint(masters=masters, dtype=torch.bfloat16).write(tmp_path / 'x'))
     out = torch.empty(8, dtype=torch.float16)
-    count = source.read_into('w', 0, memoryview(out.view(torch.uint8).numpy()), 'F16', use_fp32_master=True)
-    assert count == 2
+    source.read_into('w', 0, memoryview(out.view(torch.uint8).numpy()), 'F16', use_fp32_master=True)
     exact = masters['w'].half()
     numbers = ~exact.isnan()  # torch 2.4 gives a NaN other bits in a long tensor than in a short one
     assert torch.equal(out.view(torch.int16)[numbers], exact.view(torch.int16)[numbers]) and out[~numbers].isnan().all()
     twice = torch.empty(8, dtype=torch.float16)
-    assert source.read_into('w', 0, memoryview(twice.view(torch.uint8).numpy()), 'F16', use_fp32_master=False) == 3
+    source.read_into('w', 0, memoryview(twice.view(torch.uint8).numpy()), 'F16', use_fp32_master=False)
     exact = masters['w'].bfloat16().half()
     assert torch.equal(twice.view(torch.int16)[numbers], exact.view(torch.int16)[numbers])
     assert not torch.equal(out.view(torch.int16), twice.view(torch.int16))

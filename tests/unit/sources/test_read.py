@@ -9,7 +9,7 @@ import torch
 
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import ExportEntry, Spread, TensorSpec
-from xhf_hooks.sources import local_shards as module
+from xhf_hooks.sources import read as module
 from xhf_hooks.sources.base import LocalShard
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -29,16 +29,13 @@ def test_ranks_begin_in_different_files_and_together_write_everything(monkeypatc
     for rank in range(world_size):
         monkeypatch.setattr(module, 'rank_and_world_size', lambda rank=rank: (rank, world_size))
         chunks = list(
-            module.local_shards(
-                plan,
-                SimpleNamespace(local_shard=shard_of(rank, world_size)),
-                meter=SimpleNamespace(sample=lambda: None),
-                to_host=lambda part, *_: memoryview(part.view(torch.uint8).numpy()),
+            module.SliceReader(SimpleNamespace(local_shard=shard_of(rank, world_size))).read(
+                module._portions_from_a_place_of_its_own(plan)
             )
         )
         begun.append(chunks[0].placement.file)
         for chunk in chunks:
-            seen.setdefault(chunk.placement.hf_name, []).append((chunk.start, chunk.data.nbytes))
+            seen.setdefault(chunk.placement.hf_name, []).append((chunk.start, chunk.elements.nbytes))
     assert len(set(begun)) == min(world_size, len(plan.files))
     assert seen.keys() == names
     for found in seen.values():

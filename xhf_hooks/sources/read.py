@@ -1,0 +1,170 @@
+"""Reads a model in the order of the plan: this rank's slices of tensors, and tensors gathered bucket by bucket.
+
+A ZeRO partition consists of consecutive elements of a row-major tensor, so in the output file it consists of
+consecutive bytes, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, takewhile
+
+import torch
+
+from xhf_hooks.collective import Collective, rank_and_world_size
+from xhf_hooks.errors import TensorError
+from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.host_memory import MemoryMeter, return_freed_memory
+from xhf_hooks.planning.types import Bucket, Chunk, Group, Placement, Portion, SavePlan
+from xhf_hooks.sources.base import LocalShard, Source
+
+#: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
+_PART_NUMEL = 4 * 2**20
+#: Ranks agree once per this many buckets. Until then a rank that has failed keeps gathering for the others.
+BUCKETS_PER_AGREEMENT = 64
+#: Freed memory is kept for reuse, which is faster, and returned to the system once per this many buckets.
+_SPARE_BUCKETS = 3
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive elements of an output tensor, cast, on the model's device; they may alias live memory.
+
+    Attributes:
+        start: Offset of the first byte in the placement.
+    """
+
+    placement: Placement
+    start: int
+    elements: torch.Tensor
+
+    def chunk(self) -> Chunk:
+        """Its bytes in host memory, for a writer."""
+        return Chunk(self.placement, host_bytes(self.elements), self.start)
+
+
+@contextmanager
+def unsent_slices(plan: SavePlan, source: Source, collective: Collective) -> Iterator[Iterator[Slice]]:
+    """Yield what this rank writes, except what is sent. All ranks enter and leave together, whatever happens inside."""
+    # Without buckets nothing is gathered, so the model need not be prepared
+    with source.opened() if plan.buckets else nullcontext(), torch.no_grad():
+        own = SliceReader(source).read(_portions_from_a_place_of_its_own(plan))
+        with closing(own), closing(gathered_slices(plan, source, collective)) as gathered:
+            yield chain(takewhile(lambda _: not collective.is_failing, own), gathered)
+
+
+def _portions_from_a_place_of_its_own(plan: SavePlan) -> Iterator[Portion]:
+    """What ranks write in slices, rotated so that each rank begins with a different group.
+
+    Most file systems let one process at a time write to a file; ranks that write to different files need not wait.
+    """
+    rank, world_size = rank_and_world_size()
+    first = len(plan.sliced) * rank // world_size
+    return chain.from_iterable(group.portions for group in plan.sliced[first:] + plan.sliced[:first])
+
+
+class SliceReader:
+    """Reads this rank's slices. Used by: one thread."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._rank = rank_and_world_size()[0]
+        self._last: tuple[str, LocalShard] | None = None  # many outputs may come from one tensor
+
+    def read(self, portions: Iterable[Portion]) -> Generator[Slice, None, None]:
+        """This rank's slices of the portions, cast, in parts, without communication.
+
+        Raises:
+            TensorError: A slice does not match the plan.
+        """
+        for portion in portions:
+            mine, place = portion.held_by(self._rank), portion.placement
+            own = self._shard(portion) if mine else None
+            for start in mine[::_PART_NUMEL]:
+                first = place.run.start + start - own.start
+                part = own.elements[first : first + min(_PART_NUMEL, mine.stop - start)]
+                yield Slice(place, start * portion.width, part.to(TORCH_DTYPES[place.dtype]))
+
+    def _shard(self, portion: Portion) -> LocalShard:
+        spec, held, first = portion.read, portion.spread.held_by(self._rank), portion.placement.run.start
+        if self._last is None or self._last[0] != spec.name:
+            self._last = spec.name, self._source.local_shard(spec.name, spec.from_master)
+        own = self._last[1]
+        start, end = held.start + first, held.stop + first
+        found, dtype = range(own.start, own.start + own.elements.numel()), own.elements.dtype
+        if start < found.start or end > found.stop or own.elements.dim() != 1 or dtype != TORCH_DTYPES[spec.dtype]:
+            raise TensorError(
+                f'{spec.name}: {portion.placement.hf_name} needs elements {start} to {end} in {spec.dtype} from rank '
+                f"{self._rank}, which has {found.start} to {found.stop} in {dtype}. Set writer='gather', which needs "
+                f'no slices'
+            )
+        return own
+
+
+def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> Generator[Slice, None, None]:
+    """Gather bucket after bucket and yield what this rank writes. Each is valid until the next one.
+
+    Runs on: all ranks, in step. They wait for each other on gloo before each bucket: a writer may hold a bucket while
+    its disk is busy, and the other ranks must not wait for it inside the collective that gathers. Failures here and in
+    the caller are remembered, and agreed on every few buckets.
+
+    Raises:
+        AgreedError: A rank failed, or found a tensor that does not match the plan.
+    """
+    meter = MemoryMeter()
+    for number, bucket in enumerate(plan.buckets):
+        if number % BUCKETS_PER_AGREEMENT == 0:
+            collective.agree('gather')
+        else:
+            collective.wait('gather')
+        ours = [group for group in bucket.groups if any(p.owner == collective.rank for p in group.placements)]
+        if collective.is_failing:
+            ours = []
+        try:
+            with _gathered(source, bucket, {spec.name for group in ours for spec in group.reads}) as tensors:
+                for group in ours:
+                    yield from made_from(group, tensors, collective.rank)
+        except Exception as error:
+            collective.remember('gather', error)
+        if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
+            return_freed_memory()
+    if plan.buckets:
+        collective.agree('gather')
+
+
+@contextmanager
+def _gathered(source: Source, bucket: Bucket, wanted: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+    specs = [spec for group in bucket.groups for spec in group.reads]
+    found: dict[str, torch.Tensor] = {}
+    with ExitStack() as opened:
+        for from_master in (False, True):
+            names = [spec.name for spec in specs if spec.from_master is from_master]
+            if names:
+                some = source.gathered(names, wanted=wanted, use_fp32_master=from_master)
+                found.update(opened.enter_context(some))
+        yield found
+
+
+def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[Slice]:
+    """The outputs of a group that ``rank`` writes, whole and cast.
+
+    Raises:
+        TensorError: A tensor does not match the plan.
+    """
+    for spec in group.reads:
+        found = tensors[spec.name]
+        if tuple(found.shape) != spec.shape or found.dtype != TORCH_DTYPES[spec.dtype]:
+            raise TensorError(f'{spec.name}: expected {spec.dtype} {spec.shape}, {found.dtype} {tuple(found.shape)}')
+    if group.combine is None:
+        outputs: Mapping[str, torch.Tensor] = {group.placements[0].hf_name: tensors[group.reads[0].name]}
+    else:
+        outputs = group.combine({spec.name: tensors[spec.name] for spec in group.reads})
+    for placement in group.placements:
+        if placement.owner != rank:
+            continue
+        made = outputs[placement.hf_name]
+        if tuple(made.shape) != placement.shape:
+            raise TensorError(f'{placement.hf_name}: expected shape {placement.shape}, made {tuple(made.shape)}')
+        yield Slice(placement, 0, made.to(TORCH_DTYPES[placement.dtype]))
