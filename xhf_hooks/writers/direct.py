@@ -1,9 +1,8 @@
-"""Writes from memory to the disk without the page cache, for a save that runs beside training.
+"""Writes past the page cache, for a save beside training: it takes little CPU time and evicts no training data.
 
-This takes little CPU time and evicts no training data from the page cache. The disk takes whole blocks, from memory
-with the same alignment. A snapshot is laid out like the files (host_memory.py); bytes that other ranks
-sent are copied first. A partial block at either end goes through the page cache, and so does everything if the file
-system refuses direct writes.
+The disk takes whole blocks, from memory with the same alignment: a snapshot is laid out like the files
+(host_memory.py). All else goes through the page cache: a partial block at either end, bytes that other ranks sent, and
+everything if the file system refuses direct writes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 
 import numpy as np
@@ -28,24 +26,6 @@ _FILE_SYSTEMS = {0xEF53, 0x58465342}
 _REFUSALS = {errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-class AlignedBuffer:
-    """Holds bytes whose memory is not aligned like their file. Used by: one thread, for all of its files.
-
-    Args:
-        nbytes: Size: the most bytes to hold at once.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages are allocated on first use
-        self._memory = np.frombuffer(pages, np.uint8)
-
-    def copy_of(self, data: memoryview) -> memoryview:
-        """A page-aligned copy of the bytes, valid until the next call."""
-        room = self._memory[: data.nbytes]
-        room[:] = np.frombuffer(data, np.uint8)
-        return room.data
-
-
 class DirectWrites:
     """Direct writes to one open file. Used by: one thread, which makes all writes to the descriptor.
 
@@ -53,39 +33,33 @@ class DirectWrites:
         fd: Open for writing; O_DIRECT is set only while :meth:`write` runs.
     """
 
-    def __init__(self, fd: int, buffer: AlignedBuffer) -> None:
-        self._fd, self._buffer = fd, buffer
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._works = hasattr(os, 'O_DIRECT') and _file_system(fd) in _FILE_SYSTEMS
 
-    def within(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """The range of ``nbytes`` for ``offset`` of the file that can be written directly; may be empty."""
-        start = -offset % _BLOCK_NBYTES
-        end = nbytes - (offset + nbytes) % _BLOCK_NBYTES
-        return (start, end) if self._works and end - start >= _LEAST_NBYTES else (0, 0)
-
-    def write(self, data: memoryview, offset: int) -> int:
-        """Write data that lies :meth:`within`; stops early if the file system refuses direct writes.
-
-        Returns:
-            Number of bytes written, from the start of the data.
+    def write(self, data: memoryview, offset: int) -> tuple[int, int]:
+        """Write the whole blocks of ``data`` if possible; returns the range of its bytes that were written.
 
         Raises:
             OSError: The write failed.
         """
-        if np.frombuffer(data, np.uint8).ctypes.data % _BLOCK_NBYTES:
-            data = self._buffer.copy_of(data)
-        flags, done = fcntl.fcntl(self._fd, fcntl.F_GETFL), 0
+        start, end = -offset % _BLOCK_NBYTES, data.nbytes - (offset + data.nbytes) % _BLOCK_NBYTES
+        if not self._works or end - start < _LEAST_NBYTES:
+            return 0, 0
+        if (np.frombuffer(data, np.uint8).ctypes.data - offset) % _BLOCK_NBYTES:
+            return 0, 0
+        flags, done = fcntl.fcntl(self._fd, fcntl.F_GETFL), start
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            while done < data.nbytes:
-                done += os.pwrite(self._fd, data[done:], offset + done)
+            while done < end:
+                done += os.pwrite(self._fd, data[done:end], offset + done)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
             self._works = False
         finally:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-        return done
+        return start, done
 
 
 def _file_system(fd: int) -> int | None:

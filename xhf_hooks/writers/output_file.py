@@ -10,10 +10,10 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.system import fallocate, sync_file_range
-from xhf_hooks.writers.direct import AlignedBuffer, DirectWrites
+from xhf_hooks.writers.direct import DirectWrites
 
-#: Most bytes of one write.
-PART_NBYTES = 8 * 2**20
+#: Most bytes of one write through the page cache.
+_PART_NBYTES = 8 * 2**20
 #: Bytes that are sent to the disk together.
 _WINDOW_NBYTES = 32 * 2**20
 #: Windows on their way to the disk before a writer waits for the oldest.
@@ -29,7 +29,7 @@ class FileIdentity:
     """Proves that an open file is the one that rank 0 created, whatever the name it was opened by.
 
     Attributes:
-        inode: The server's inode number, the same on every host (distributed/ checks that).
+        inode: The server's inode number, the same on every host (choose.py checks that).
         nbytes: Size of the whole file, which it has from its creation.
     """
 
@@ -80,7 +80,7 @@ class OutputFile:
     Args:
         identity: The file that it must be; None accepts any file with this name.
         write_behind: Start writing to the disk at once instead of at :meth:`fsync`.
-        direct: A buffer of :data:`PART_NBYTES`: bypass the page cache where possible. Only one thread may write then.
+        direct: Bypass the page cache where possible. Only one thread may write then.
 
     Raises:
         OSError: It cannot be opened.
@@ -93,31 +93,27 @@ class OutputFile:
         identity: FileIdentity | None = None,
         *,
         write_behind: bool = True,
-        direct: AlignedBuffer | None = None,
+        direct: bool = False,
     ) -> None:
         self._fd = os.open(path, os.O_WRONLY)
         try:
             if identity is not None:
                 identity.require(self._fd, path)
-            self._direct = None if direct is None else DirectWrites(self._fd, direct)
         except BaseException:
             os.close(self._fd)
             raise
+        self._direct = DirectWrites(self._fd) if direct else None
         self._behind = WriteBehind(self._fd) if write_behind else None
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
-        for start in range(0, data.nbytes, PART_NBYTES):
-            self._write_part(data[start : start + PART_NBYTES], offset + start)
-
-    def _write_part(self, data: memoryview, offset: int) -> None:
-        start, end = (0, 0) if self._direct is None else self._direct.within(offset, data.nbytes)
-        if self._direct is not None and start < end:
-            end = start + self._direct.write(data[start:end], offset + start)
-        for buffered, at in ((data[:start], offset), (data[end:], offset + end)):
-            _write_all(self._fd, buffered, at)
-            if self._behind is not None and buffered.nbytes:
-                self._behind.wrote(at, buffered.nbytes)
+        start, end = (0, 0) if self._direct is None else self._direct.write(data, offset)
+        for first, stop in ((0, start), (end, data.nbytes)):
+            for at in range(first, stop, _PART_NBYTES):
+                part = data[at : min(at + _PART_NBYTES, stop)]
+                _write_all(self._fd, part, offset + at)
+                if self._behind is not None:
+                    self._behind.wrote(offset + at, part.nbytes)
 
     def fsync(self) -> None:
         """Wait until everything is on the disk."""

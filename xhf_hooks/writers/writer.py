@@ -10,8 +10,7 @@ from pathlib import Path
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.threads import lower_priority
-from xhf_hooks.writers.direct import AlignedBuffer
-from xhf_hooks.writers.output_file import PART_NBYTES, FileIdentity, OutputFile, create_file
+from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 from xhf_hooks.writers.tally import Tally
 
 #: Small enough for a processor's cache: each piece is counted, checksummed and written before the next.
@@ -36,7 +35,6 @@ class Writer:
     def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
         self._limit = pending_nbytes
         self._fsync, self._beside_training = fsync, beside_training
-        self._direct = AlignedBuffer(PART_NBYTES) if beside_training else None
         self._pending = 0
         self._room = threading.Condition()
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -94,8 +92,9 @@ class Writer:
             TargetError: A file is not the one that rank 0 made.
         """
         self._join()
-        if not self._error:
-            self._flush()
+        if self._fsync and not self._error:
+            for file in self._files.values():
+                file.fsync()
         self._close()
         if self._error:
             raise self._error
@@ -144,25 +143,24 @@ class Writer:
     def _write(self, chunk: Chunk) -> None:
         place = chunk.placement
         file = self._file(place.file)
-        for first, end in cuts(chunk.data.nbytes, place.offset + chunk.start):
-            piece, start = chunk.data[first:end], chunk.start + first
+        offset, crc, non_finite = place.offset + chunk.start, 0, 0
+        for start, end in cuts(chunk.data.nbytes, offset):
+            piece = chunk.data[start:end]
             # Before the write: the checksum is of what was in memory
-            self._tally.add(place, start, piece.nbytes, crc32(piece), count_non_finite(piece, place.dtype))
+            crc, non_finite = crc32(piece, crc), non_finite + count_non_finite(piece, place.dtype)
             if not self._beside_training:
-                file.write(piece, place.offset + start)
+                file.write(piece, offset + start)
         if self._beside_training:  # in one piece: each direct write waits for the disk
-            file.write(chunk.data, place.offset + chunk.start)
+            file.write(chunk.data, offset)
+        self._tally.add(place, chunk.start, chunk.data.nbytes, crc, non_finite)
 
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
             path = self._folder / name
-            self._files[name] = OutputFile(path, self._made[name], write_behind=self._fsync, direct=self._direct)
+            self._files[name] = OutputFile(
+                path, self._made[name], write_behind=self._fsync, direct=self._beside_training
+            )
         return self._files[name]
-
-    def _flush(self) -> None:
-        if self._fsync:
-            for file in self._files.values():
-                file.fsync()
 
 
 def cuts(nbytes: int, offset: int, part_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, int]]:

@@ -25,14 +25,6 @@ def test_pieces_make_the_whole(one, two, three):
     assert checksum.combine(checksum.crc32(one), tail, len(two + three)) == zlib.crc32(one + two + three)
 
 
-@given(st.binary(), st.binary(), st.integers(0, 2**40))
-def test_without_isal_pieces_make_the_same_whole(one, two, nbytes):
-    """By Python's own zlib; and as isal combines them where it is installed."""
-    first, second = zlib.crc32(one), zlib.crc32(two)
-    assert checksum.combine_in_python(first, second, len(two)) == zlib.crc32(one + two)
-    assert checksum.combine_in_python(first, second, nbytes) == checksum.combine(first, second, nbytes)
-
-
 def test_pieces_larger_than_four_gigabytes():
     """Zeros leave a checksum of zeros before them alone: combining is a matter of the size."""
     size, half = 2**33, zlib.crc32(bytes(2**20))
