@@ -56,7 +56,7 @@ def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
 def names_read(plan: SavePlan) -> set[str]:
     """Names of the tensors that a save reads to send or gather."""
     sent = {portion.read.name for at_once in plan.rounds for portion in at_once.portions}
-    return sent | {name for bucket in plan.buckets for name in bucket.read_names}
+    return sent | {spec.name for group in plan.gathered for spec in group.reads}
 
 
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:

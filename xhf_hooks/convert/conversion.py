@@ -125,7 +125,7 @@ class Conversion:
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=1,
             n_parameters=self._exporter.n_parameters,
-            sliced={spec.name for spec in specs},
+            in_place=True,
         )
         for group in plan.sliced:
             for placement in group.placements:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
-from typing import Any
+from itertools import chain, zip_longest
+from typing import Any, TypeVar
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -22,7 +20,6 @@ from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.types import (
     Bucket,
-    Combine,
     ExportEntry,
     FileSet,
     Group,
@@ -35,38 +32,7 @@ from xhf_hooks.planning.types import (
     TensorSpec,
 )
 
-
-def fill_rounds(portions: Sequence[Portion], round_nbytes: int) -> tuple[Round, ...]:
-    """Fill rounds in which no owner receives more than ``round_nbytes``, and every unfinished owner receives something.
-
-    A larger portion is split within each rank's slice, so that every rank sends part of it in every round.
-    """
-    of_owner: dict[int, list[tuple[Portion, ...]]] = {}
-    for owner in sorted({portion.placement.owner for portion in portions}):
-        own = (portion for portion in portions if portion.placement.owner == owner)
-        of_owner[owner] = list(_fill(own, round_nbytes))
-    at_once = zip_longest(*of_owner.values(), fillvalue=())
-    return tuple(Round(tuple(portion for some in each for portion in some)) for each in at_once)
-
-
-def _fill(portions: Iterator[Portion], round_nbytes: int) -> Iterator[tuple[Portion, ...]]:
-    filling: list[Portion] = []
-    filled = 0
-    for portion in portions:
-        nbytes = portion.placement.nbytes
-        if filling and filled + nbytes > round_nbytes:
-            yield tuple(filling)
-            filling, filled = [], 0
-        count = -(-nbytes // round_nbytes)
-        if count > 1:
-            yield from ((replace(portion, number=number, count=count),) for number in range(count))
-        else:
-            filling.append(portion)
-            filled += nbytes
-    if filling:
-        yield tuple(filling)
-
-
+T = TypeVar('T')
 #: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
 _FEW_RANKS, _LEAST_SLICE_NBYTES = 16, 4096
 
@@ -79,8 +45,7 @@ def make_plan(
     bucket_nbytes: int,
     n_parameters: int | Mapping[str, int | None] | None = None,
     n_writers: int = 1,
-    share_files: bool = False,
-    sliced: Collection[str] = (),
+    in_place: bool = False,
     spread: Mapping[str, Spread] | None = None,
     share_copies: bool = False,
     round_nbytes: int = 1,
@@ -95,10 +60,9 @@ def make_plan(
         n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
             the file sets hold different models.
         n_writers: Number of ranks that write sent and gathered tensors.
-        share_files: Let several ranks write into one file. Otherwise each file has one owner.
-        sliced: Tensors of which every rank writes its own slice. Outputs that need whole tensors are still gathered.
-        spread: Which elements of a tensor each rank holds. Tensors in ``spread`` but not in ``sliced`` are sent to
-            the owner of the output, slice by slice. Outputs that need whole tensors are still gathered.
+        in_place: Every rank writes its own slices of the tensors in ``spread``, and ranks share files. Otherwise each
+            file has one owner, to which those slices are sent. Outputs that need whole tensors are gathered anyway.
+        spread: Which elements of a tensor each rank holds. None: one process reads all of them.
         share_copies: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
             copy and nothing is sent.
         round_nbytes: Most bytes that an owner receives in one round.
@@ -128,36 +92,27 @@ def make_plan(
         groups += _group(placements, entry_of, spec_of)
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
-    groups = [_with_spread(group, spread or {}) for group in groups]
-    written, sent, whole = _by_road(groups, sliced)
-    owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=share_files)
-    rounds = fill_rounds(_portions(sent, owner_of, share_copies=share_copies), round_nbytes)
-    buckets = _fill_buckets(_in_turns(_owned(whole, owner_of)), bucket_nbytes)
-    digest = _digest(files, written, rounds, buckets, indexes)
-    return SavePlan(tuple(files), tuple(written), rounds, buckets, indexes, digest)
-
-
-def _by_road(groups: list[Group], sliced: Collection[str]) -> tuple[list[Group], list[Group], list[Group]]:
-    """Split groups into sliced ones, sent ones (one for each output) and gathered ones."""
     written: list[Group] = []
     sent: list[Group] = []
     whole: list[Group] = []
     for group in groups:
-        if group.is_contiguous and group.reads[0].name in sliced:
-            written.append(group)
-        elif _may_travel(group):
-            sent += [replace(group, placements=(placement,)) for placement in group.placements]
+        known = (spread or {}).get(group.reads[0].name) if group.is_contiguous else None
+        if in_place and group.is_contiguous and (known or spread is None):
+            written.append(replace(group, spread=known))
+        elif known is not None and _is_worth_sending(known, group.read_nbytes):
+            sent += [replace(group, placements=(placement,), spread=known) for placement in group.placements]
         else:
             whole.append(group)
-    return written, sent, whole
-
-
-def _with_spread(group: Group, spread: Mapping[str, Spread]) -> Group:
-    return replace(group, spread=spread.get(group.reads[0].name) if group.is_contiguous else None)
-
-
-def _may_travel(group: Group) -> bool:
-    return group.spread is not None and _is_worth_sending(group.spread, group.read_nbytes)
+    owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=in_place)
+    portions = [portion for group in _owned(sent, owner_of) for portion in group.portions]
+    if not share_copies:
+        portions = [_read_by_owner(portion) if portion.spread.on_every_rank else portion for portion in portions]
+    in_turns = chain.from_iterable(zip_longest(*_by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
+    buckets = _filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
+    plan = SavePlan(
+        tuple(files), tuple(written), _fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets)), indexes, ''
+    )
+    return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
 
 
 def _is_worth_sending(spread: Spread, nbytes: int) -> bool:
@@ -201,34 +156,26 @@ def _group(
     members: dict[object, list[Placement]] = {}
     for placement in placements:
         combine = entry_of[placement.hf_name].combine
-        key = placement.hf_name if combine is None else id(combine)
-        members.setdefault(key, []).append(placement)
+        members.setdefault(placement.hf_name if combine is None else id(combine), []).append(placement)
     groups = []
     for together in members.values():
         first = entry_of[together[0].hf_name]
-        reads = tuple(spec_of[name] for name in first.reads)
-        _check_group(reads, together, entry_of, first.combine)
-        groups.append(Group(reads, tuple(together), first.combine))
+        groups.append(Group(tuple(spec_of[name] for name in first.reads), tuple(together), first.combine))
+        for placement in together:
+            _check(placement, entry_of[placement.hf_name], groups[-1])
     return groups
 
 
-def _check_group(
-    reads: tuple[TensorSpec, ...],
-    together: list[Placement],
-    entry_of: dict[str, ExportEntry],
-    combine: Combine | None,
-) -> None:
-    if combine is None and (len(reads) != 1 or math.prod(reads[0].shape) != math.prod(together[0].shape)):
+def _check(placement: Placement, entry: ExportEntry, group: Group) -> None:
+    if entry.reads != tuple(spec.name for spec in group.reads):
+        raise PlanError(f'{entry.hf_name}: made together with {group.placements[0].hf_name}, but from other tensors')
+    numels, end = [math.prod(spec.shape) for spec in group.reads], placement.run.stop
+    fits = len(numels) == 1 and (end == numels[0] if entry.combine is None else end <= numels[0])
+    if placement.source_offset is not None and not fits:
         raise PlanError(
-            f'{together[0].hf_name} {together[0].shape}: expected one source tensor with as many elements, '
-            f'found {[(spec.name, spec.shape) for spec in reads]}'
+            f'{entry.hf_name} {entry.shape}: expected one source tensor with elements up to {end}, '
+            f'found {[(spec.name, spec.shape) for spec in group.reads]}'
         )
-    for placement in together:
-        if entry_of[placement.hf_name].reads != entry_of[together[0].hf_name].reads:
-            raise PlanError(f'{placement.hf_name}: made together with {together[0].hf_name}, but from other tensors')
-        numel, end = math.prod(reads[0].shape), placement.run.stop
-        if placement.source_offset is not None and (len(reads) != 1 or end > numel):
-            raise PlanError(f'{placement.hf_name}: ends at element {end} of a source tensor with {numel} elements')
 
 
 def _choose_owners(
@@ -272,69 +219,48 @@ def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group
     ]
 
 
-def _portions(groups: list[Group], owner_of: Mapping[Placement, int], *, share_copies: bool) -> list[Portion]:
-    portions = [portion for group in _owned(groups, owner_of) for portion in group.portions]
-    if share_copies:
-        return portions
-    return [
-        replace(portion, spread=portion.spread.read_by(portion.placement.owner))
-        if portion.spread.on_every_rank
-        else portion
-        for portion in portions
+def _read_by_owner(portion: Portion) -> Portion:
+    """A portion of which the owner holds everything."""
+    numel, owner = portion.spread.numel, portion.placement.owner
+    return replace(portion, spread=Spread(numel, max(1, numel), owner * max(1, numel)))
+
+
+def _fill_rounds(portions: Iterable[Portion], round_nbytes: int) -> tuple[Round, ...]:
+    """Fill rounds in which no owner receives more than ``round_nbytes``, and every unfinished owner receives something.
+
+    A larger portion is split within each rank's slice, so that every rank sends part of it in every round.
+    """
+    parts: list[Portion] = []
+    for portion in portions:
+        count = max(1, -(-portion.placement.nbytes // round_nbytes))
+        parts += [replace(portion, number=number, count=count) for number in range(count)]
+    filled = [
+        _filled(own, lambda part: -(-part.placement.nbytes // part.count), round_nbytes)
+        for own in _by_owner(parts, lambda part: part.placement)
     ]
+    return tuple(Round(tuple(chain.from_iterable(each))) for each in zip_longest(*filled, fillvalue=()))
 
 
-def _in_turns(groups: list[Group]) -> list[Group]:
-    """Groups interleaved by owner, so that all owners are kept busy."""
-    of_owner: dict[int, deque[Group]] = {}
-    for group in groups:
-        of_owner.setdefault(group.placements[0].owner, deque()).append(group)
-    ordered = []
-    done = [(0, owner) for owner in sorted(of_owner)]
-    while done:
-        nbytes, owner = heapq.heappop(done)
-        ordered.append(of_owner[owner].popleft())
-        if of_owner[owner]:
-            heapq.heappush(done, (nbytes + ordered[-1].read_nbytes, owner))
-    return ordered
+def _by_owner(items: Iterable[T], placement_of: Callable[[T], Placement]) -> list[list[T]]:
+    of_owner: dict[int, list[T]] = {}
+    for item in items:
+        of_owner.setdefault(placement_of(item).owner, []).append(item)
+    return [of_owner[owner] for owner in sorted(of_owner)]
 
 
-def _fill_buckets(groups: list[Group], bucket_nbytes: int) -> tuple[Bucket, ...]:
-    """Buckets of consecutive groups that read up to ``bucket_nbytes``; a larger group gets its own bucket."""
-    buckets: list[Bucket] = []
-    filling: list[Group] = []
+def _filled(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterator[tuple[T, ...]]:
+    """Consecutive items of up to ``limit`` bytes together; a larger one is alone."""
+    filling: list[T] = []
     filled = 0
-    for group in groups:
-        if filling and filled + group.read_nbytes > bucket_nbytes:
-            buckets.append(Bucket(tuple(filling)))
+    for item in items:
+        nbytes = nbytes_of(item)
+        if filling and filled + nbytes > limit:
+            yield tuple(filling)
             filling, filled = [], 0
-        filling.append(group)
-        filled += group.read_nbytes
+        filling.append(item)
+        filled += nbytes
     if filling:
-        buckets.append(Bucket(tuple(filling)))
-    return tuple(buckets)
-
-
-def _digest(
-    files: Sequence[OutputFile],
-    sliced: Sequence[Group],
-    rounds: Sequence[Round],
-    buckets: Sequence[Bucket],
-    indexes: dict[str, dict[str, Any]],
-) -> str:
-    sha = hashlib.sha256(json.dumps(indexes, sort_keys=True).encode())
-    for file in files:
-        sha.update(repr((file.name, file.nbytes)).encode())
-        sha.update(file.header)
-    for groups in (sliced, *(bucket.groups for bucket in buckets)):
-        for group in groups:
-            sha.update(describe_group(group).encode())
-        sha.update(b'|')
-    for at_once in rounds:
-        for portion in at_once.portions:
-            sha.update(_describe_portion(portion).encode())
-        sha.update(b'|')
-    return sha.hexdigest()
+        yield tuple(filling)
 
 
 def _describe_portion(portion: Portion) -> str:
@@ -355,11 +281,11 @@ def describe_group(group: Group) -> str:
 
 
 def describe_plan(plan: SavePlan) -> list[str]:
-    """The whole plan as lines, for reporting the first difference between two ranks."""
+    """The whole plan as lines, for its digest, and for reporting the first difference between two ranks."""
     lines = [f'{file.name}: {file.nbytes} bytes' for file in plan.files]
     lines += ['in slices', *(describe_group(group) for group in plan.sliced)]
     for at_once in plan.rounds:
         lines += ['round', *(_describe_portion(portion) for portion in at_once.portions)]
     for bucket in plan.buckets:
         lines += ['bucket', *(describe_group(group) for group in bucket.groups)]
-    return lines
+    return lines + [f'{name}: {index["metadata"]}' for name, index in plan.indexes.items()]

@@ -7,6 +7,7 @@ see :mod:`xhf_hooks.format.safetensors`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,10 +174,6 @@ class Bucket:
     def read_nbytes(self) -> int:
         return sum(group.read_nbytes for group in self.groups)
 
-    @property
-    def read_names(self) -> tuple[str, ...]:
-        return tuple(spec.name for group in self.groups for spec in group.reads)
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -214,10 +211,6 @@ class Spread:
         """The spread of a range of the elements, counted from the start of the range."""
         return replace(self, numel=len(run), skipped=self.skipped + run.start)
 
-    def read_by(self, rank: int) -> Spread:
-        """A spread in which this rank holds everything."""
-        return Spread(self.numel, max(1, self.numel), rank * max(1, self.numel))
-
 
 @dataclass(frozen=True)
 class Portion:
@@ -250,12 +243,6 @@ class Portion:
         return len(self.held_by(rank)) * self.width
 
     @property
-    def most_nbytes(self) -> int:
-        """An upper bound of the bytes from all ranks, computed without a loop over ranks."""
-        rounded = len(self.spread.holders) * self.width if self.count > 1 else 0
-        return -(-self.placement.nbytes // self.count) + rounded
-
-    @property
     def width(self) -> int:
         """Bytes per element in the file."""
         return DTYPE_NBYTES[self.placement.dtype]
@@ -285,29 +272,26 @@ class Round:
 
     def outgoing(self, sender: int) -> dict[int, int]:
         """Receiving rank to the bytes of the message that ``sender`` sends it."""
-        nbytes: dict[int, int] = {}
+        nbytes: Counter[int] = Counter()
         for portion in self.portions:
-            owner, found = portion.placement.owner, portion.nbytes_of(sender)
-            if owner != sender and found:
-                nbytes[owner] = nbytes.get(owner, 0) + found
-        return nbytes
+            nbytes[portion.placement.owner] += portion.nbytes_of(sender)
+        return {owner: found for owner, found in nbytes.items() if found and owner != sender}
 
     def incoming(self, owner: int) -> dict[int, int]:
         """Sending rank to the bytes of its message to ``owner``."""
-        nbytes: dict[int, int] = {}
+        nbytes: Counter[int] = Counter()
         for portion in self.for_owner(owner):
             for sender in portion.holders:
-                found = portion.nbytes_of(sender)
-                if sender != owner and found:
-                    nbytes[sender] = nbytes.get(sender, 0) + found
-        return nbytes
+                nbytes[sender] += portion.nbytes_of(sender)
+        return {sender: found for sender, found in nbytes.items() if found and sender != owner}
 
     def most_incoming_nbytes(self, owner: int) -> int:
         """An upper bound of the sum of :meth:`incoming`, computed without a loop over ranks."""
-        found = 0
+        most = 0
         for portion in self.for_owner(owner):
-            found += portion.most_nbytes - portion.nbytes_of(owner)
-        return found
+            rounded = len(portion.holders) * portion.width if portion.count > 1 else 0
+            most += -(-portion.placement.nbytes // portion.count) + rounded - portion.nbytes_of(owner)
+        return most
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class Saved:
             max_shard_nbytes=shard_nbytes,
             bucket_nbytes=bucket_nbytes,
             n_writers=world_size if who.all_ranks else 1,
-            sliced=self.spread if who.writes_local_shards else (),
-            spread=self.spread if who.receives_local_shards else {},
+            in_place=who.writes_local_shards,
+            spread=self.spread if who is not WhoWrites.GATHER else {},
             round_nbytes=bucket_nbytes // 2 or 1,
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)

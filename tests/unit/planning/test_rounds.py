@@ -188,7 +188,7 @@ def test_owners_of_few_files_are_apart_from_each_other():
 def test_ranks_that_share_files_share_what_is_gathered():
     specs = [TensorSpec(f'w{i}', (100,), 'F32') for i in range(4)]
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
-    plan = make_plan(entries, specs, max_shard_nbytes=10**6, bucket_nbytes=1, n_writers=4, share_files=True)
+    plan = make_plan(entries, specs, max_shard_nbytes=10**6, bucket_nbytes=1, n_writers=4, in_place=True, spread={})
     assert len(plan.files) == 1
     assert sorted(place.owner for place in plan.placements) == [0, 1, 2, 3]
 

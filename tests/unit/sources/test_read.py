@@ -23,7 +23,7 @@ def test_ranks_begin_in_different_files_and_together_write_everything(monkeypatc
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,), source_offset=0) for spec in specs]
     names = {spec.name for spec in specs}
     spread = dict.fromkeys(names, Spread(NUMEL, -(-NUMEL // world_size)))
-    plan = make_plan(entries, specs, max_shard_nbytes=4 * NUMEL, bucket_nbytes=10**6, sliced=names, spread=spread)
+    plan = make_plan(entries, specs, max_shard_nbytes=4 * NUMEL, bucket_nbytes=10**6, in_place=True, spread=spread)
     assert len(plan.files) == 4
     begun, seen = [], {}
     for rank in range(world_size):

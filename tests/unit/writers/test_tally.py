@@ -40,7 +40,7 @@ def test_any_cut_gives_one_checksum(n_ranks, seed, tmp_path):
         max_shard_nbytes=10**6,
         bucket_nbytes=1,
         n_writers=n_ranks,
-        sliced={'w'},
+        in_place=True,
     )
     (place,) = plan.placements
     values = torch.randn(NBYTES // 4, generator=torch.Generator().manual_seed(seed))
