@@ -94,7 +94,7 @@ def failing_save(on_error: str, work_dir: Path) -> list[Any]:
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.sources import Zero3Source
 
-    calls, gather = [], Zero3Source._gather_masters
+    calls, gather = [], Zero3Source._gather_partitions
 
     def fail_in_second_save(*args: Any) -> dict[str, Any]:
         calls.append(args)  # once a save: the toy is one bucket
@@ -103,7 +103,7 @@ def failing_save(on_error: str, work_dir: Path) -> list[Any]:
             raise MemoryError('injected')
         return found
 
-    with mock.patch.object(Zero3Source, '_gather_masters', fail_in_second_save):
+    with mock.patch.object(Zero3Source, '_gather_partitions', fail_in_second_save):
         try:
             hook = dict(on_error=on_error, max_keep_ckpts=-1, writer='gather')
             log_dir = run(dict(hook=hook, stage=3, max_iters=6), work_dir)

@@ -28,7 +28,7 @@ STAGES = {
     'plan': ('xhf_hooks.save.make_plan', 'any', 'stream'),
     'staging': ('xhf_hooks.places.checkpoint_folder.CheckpointFolder.open_staging', 'rank 0', 'stream'),
     'sidecar': ('xhf_hooks.exporters.hf_assets.write', 'rank 0', 'stream'),
-    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_masters', 'any', 'gather'),
+    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_partitions', 'any', 'gather'),
     'check': ('xhf_hooks.sources.read.made_from', 'rank 0', 'gather'),
     'write_gathered': ('xhf_hooks.writers.output_file.os.pwrite', 'rank 0', 'gather'),
     'slice': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'stream'),

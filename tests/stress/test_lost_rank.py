@@ -51,7 +51,7 @@ def lose_a_rank(dead_rank: int, writer: str, fault: str, root: Path) -> str:
 
 @pytest.mark.parametrize(
     ('writer', 'fault', 'dead_rank'),
-    [('gather', '_gather_masters', 1), ('stream', 'local_shard', 1), ('parallel', 'local_shard', 0)],
+    [('gather', '_gather_partitions', 1), ('stream', 'local_shard', 1), ('parallel', 'local_shard', 0)],
 )
 def test_survivor_gets_an_error_and_nothing_is_lost(tmp_path, writer, fault, dead_rank):
     survivors = run_ranks(lose_a_rank, 2, dead_rank, writer, fault, tmp_path, expected_deaths={dead_rank})

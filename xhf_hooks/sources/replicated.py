@@ -8,7 +8,7 @@ one array of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,12 +26,7 @@ from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.sources.master_fragments import local_fragment, spread_of_fragments
 
 _WORD_NBYTES = 8
-#: Words that are only added up. With fewer, the weights below cost more than the sums.
-_ROW = 32
-#: Small enough for a processor's cache, large beside the cost of a GPU kernel's launch.
 _PIECE_NBYTES = 8 * 2**20
-#: Odd numbers, so that no bits are lost modulo 2**64; as int64, which torch adds and multiplies with wrap-around.
-_OF_ROW, _OF_PIECE = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D
 
 
 class Replicas:
@@ -50,7 +45,7 @@ class Replicas:
     def read(self) -> None:
         """Take the checksums. Does not communicate; :meth:`require_same` tells of a failure. Runs on: any thread."""
         try:
-            self._checksums = checksums(list(self.tensors.values()))
+            self._checksums = checksums(self.tensors.values())
         except Exception as error:
             self._error = error
 
@@ -78,39 +73,21 @@ class Replicas:
         )
 
 
-def checksums(tensors: list[torch.Tensor]) -> np.ndarray:
-    """A checksum of the bits of each tensor, in one array of int64."""
-    found = np.zeros(len(tensors), np.int64)
-    weights = {device: _weights(device) for device in {tensor.device for tensor in tensors}}
-    of_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        of_device.setdefault(tensor.device, []).append(number)
-    for device, numbers in of_device.items():  # one copy to the host for all tensors of a device
-        found[numbers] = torch.stack([_checksum(tensors[number], weights[device]) for number in numbers]).cpu().numpy()
-    return found
+def checksums(tensors: Iterable[torch.Tensor]) -> np.ndarray:
+    """A checksum of the bits of each tensor."""
+    return np.array([int(_checksum(tensor)) for tensor in tensors], np.int64)
 
 
-def _checksum(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """A weighted sum of the tensor's bytes in row-major order, as 64-bit words, on its device.
-
-    Only words within a row have the same weight. Different weights for all words take four times as long on a CPU.
-    """
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the tensor's bytes as 64-bit words, which differs between models that were trained apart."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
-    whole = data.numel() // (_ROW * _WORD_NBYTES) * (_ROW * _WORD_NBYTES)
-    rest = data.new_zeros(_ROW * _WORD_NBYTES)
-    rest[: data.numel() - whole] = data[whole:]
-    found = torch.zeros((), dtype=torch.int64, device=data.device)
-    for piece in (*data[:whole].split(_PIECE_NBYTES), rest):
+    whole = data.numel() // _WORD_NBYTES * _WORD_NBYTES
+    total = data[whole:].sum()
+    for piece in data[:whole].split(_PIECE_NBYTES):
         if piece.storage_offset() % _WORD_NBYTES:  # in a flat buffer; torch does not view it as words
             piece = piece.clone()
-        rows = piece.view(torch.int64).view(-1, _ROW).sum(1)
-        found = found * _OF_PIECE + (rows * weights[: len(rows)]).sum()
-    return found
-
-
-def _weights(device: torch.device) -> torch.Tensor:
-    numbers = torch.arange(1, _PIECE_NBYTES // (_ROW * _WORD_NBYTES) + 1, device=device)
-    return (numbers * _OF_ROW) | 1
+        total = total + piece.view(torch.int64).sum()
+    return total
 
 
 @SOURCES.register_module()

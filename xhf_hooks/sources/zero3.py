@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,48 +17,6 @@ from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard
 from xhf_hooks.sources.replicated import ModuleSource
-
-
-def read_swapped_partition(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's partition of a parameter that is on NVMe.
-
-    Raises:
-        OSError: The swap file cannot be read.
-        TensorError: It is too short.
-    """
-    swapper = parameter.nvme_swapper
-    return _read(swapper.get_path(parameter, must_exist=True), 0, parameter.ds_tensor.ds_numel, swapper.dtype)
-
-
-def read_swapped_master(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's partition of a trained parameter's fp32 master; None if the master is in memory.
-
-    Raises:
-        OSError: The swap file cannot be read.
-        TensorError: It is too short.
-    """
-    optimizer = parameter._z3_optimizer
-    group, first, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    if not optimizer._swappable_optimizer_subgroup(group):
-        return None
-    flat = optimizer.fp32_partitioned_groups_flat[group]
-    master, *_ = optimizer.optimizer_swapper.swap_params_info[optimizer.get_param_id(flat)].get_swap_paths()
-    return _read(master, first, numel, flat.dtype)
-
-
-def _read(path: str | os.PathLike[str], first: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Read ``numel`` elements, beginning with element ``first``."""
-    elements = torch.empty(numel, dtype=dtype)
-    room = memoryview(elements.view(torch.uint8).numpy())
-    with open(path, 'rb', buffering=0) as file:
-        file.seek(first * dtype.itemsize)
-        done = 0
-        while done < len(room):
-            n = file.readinto(room[done:])
-            if not n:
-                raise TensorError(f'{path}: expected {len(room)} bytes at {first * dtype.itemsize}, found {done}')
-            done += n
-    return elements
 
 
 @SOURCES.register_module()
@@ -135,29 +94,27 @@ class Zero3Source(ModuleSource):
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         tensors = {name: self._tensors[name] for name in names}
-        from_master = [n for n, t in tensors.items() if use_fp32_master and self._has_master(t)]
+        own = [n for n, t in tensors.items() if (use_fp32_master and self._has_master(t)) or _is_on_nvme(t)]
         # A parameter that is already whole (a persistent one of a model without optimizer) must stay whole:
         # GatheredParameters would partition it on exit
-        others = {n: t for n, t in tensors.items() if n not in from_master}
+        others = {n: t for n, t in tensors.items() if n not in own}
         partitioned = {
             n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
         }
         read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
-        *first, last = _within_swap_buffers(partitioned)
-        for some in first:
-            with deepspeed.zero.GatheredParameters(list(some.values())):
-                _wait_until_arrived(some.values())
-                read.update((n, t.data.clone()) for n, t in some.items() if n in wanted)
-        with deepspeed.zero.GatheredParameters(list(last.values())):
-            _wait_until_arrived(last.values())
-            read.update((n, t.data) for n, t in last.items() if n in wanted)
-            yield {**read, **self._gather_masters(from_master, wanted)}
+        with deepspeed.zero.GatheredParameters(list(partitioned.values())):
+            _wait_until_arrived(partitioned.values())
+            read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
+            yield {**read, **self._gather_partitions(own, wanted, use_fp32_master)}
 
-    def _gather_masters(self, names: Sequence[str], wanted: Collection[str]) -> dict[str, torch.Tensor]:
-        """Whole fp32 masters. A rank that cannot read its partition takes part anyway, and raises afterwards.
+    def _gather_partitions(
+        self, names: Sequence[str], wanted: Collection[str], use_fp32_master: bool
+    ) -> dict[str, torch.Tensor]:
+        """Fp32 masters, and parameters on NVMe, for which DeepSpeed may not have enough buffers.
 
-        Otherwise the others would wait for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used,
-        since it returns nothing for an optimizer that is swapped to NVMe in a pipeline.
+        A rank that cannot read its partition takes part anyway, and raises afterwards: otherwise the others would wait
+        for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used, since it returns nothing for an
+        optimizer that is swapped to NVMe in a pipeline.
         """
         if not names:
             return {}
@@ -168,10 +125,11 @@ class Zero3Source(ModuleSource):
         for name in names:
             tensor = self._tensors[name]
             try:
-                partition = self._partition(name, use_fp32_master=True)
+                partition = self._partition(name, use_fp32_master)
             except Exception as caught:
                 error = caught if error is None else error
-                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=torch.float32)
+                is_master = use_fp32_master and self._has_master(tensor)
+                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=torch.float32 if is_master else tensor.dtype)
             partition, group = partition.to(device), _partition_group(tensor)
             full = partition.new_empty(partition.numel() * dist.get_world_size(group))
             on_their_way.append(dist.all_gather_into_tensor(full, partition, group=group, async_op=True))
@@ -185,20 +143,15 @@ class Zero3Source(ModuleSource):
 
     def _partition(self, name: str, use_fp32_master: bool) -> torch.Tensor:
         """This rank's elements, with padding. Does not communicate; the result may alias live memory."""
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
         tensor = self._tensors[name]
         expected = tensor.ds_tensor.ds_numel
         if use_fp32_master and self._has_master(tensor):
-            partition = read_swapped_master(tensor)
-            if partition is None:
-                from deepspeed.utils import safe_get_local_fp32_param
-
-                partition = safe_get_local_fp32_param(tensor)
-        elif tensor.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
-            partition = tensor.ds_tensor.data
+            partition = _master(tensor)
+        elif _is_on_nvme(tensor):
+            swapper = tensor.nvme_swapper
+            partition = _read(swapper.get_path(tensor, must_exist=True), 0, expected, swapper.dtype)
         else:
-            partition = read_swapped_partition(tensor)
+            partition = tensor.ds_tensor.data
         if partition.numel() != expected:
             raise TensorError(
                 f'{name}: expected a partition of {expected} elements on rank {rank_and_world_size()[0]}, '
@@ -214,29 +167,23 @@ class Zero3Source(ModuleSource):
         return trained and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _within_swap_buffers(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Split parameters into batches for which DeepSpeed has enough buffers to read them from NVMe.
+def _master(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's partition of a trained parameter's fp32 master, from memory or NVMe."""
+    optimizer = parameter._z3_optimizer
+    group, first, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    if not optimizer._swappable_optimizer_subgroup(group):
+        from deepspeed.utils import safe_get_local_fp32_param
 
-    Raises:
-        TensorError: No buffer is free.
-    """
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+        return safe_get_local_fp32_param(parameter)
+    flat = optimizer.fp32_partitioned_groups_flat[group]
+    path, *_ = optimizer.optimizer_swapper.swap_params_info[optimizer.get_param_id(flat)].get_swap_paths()
+    return _read(path, first, numel, flat.dtype)
 
-    batches: list[dict[str, torch.Tensor]] = [{}]
-    n_swapped = 0
-    for name, tensor in tensors.items():
-        if tensor.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE:
-            n_buffers = tensor.nvme_swapper.available_swap_in_buffers()
-            if n_buffers == 0:
-                raise TensorError(
-                    f'{name}: DeepSpeed has no free buffer to read it from NVMe; raise buffer_count in offload_param'
-                )
-            if n_swapped == n_buffers:
-                batches.append({})
-                n_swapped = 0
-            n_swapped += 1
-        batches[-1][name] = tensor
-    return batches
+
+def _read(path: str | os.PathLike[str], first: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """``numel`` elements of a swap file, from element ``first`` on; fewer if it ends before."""
+    found = np.fromfile(path, np.uint8, numel * dtype.itemsize, offset=first * dtype.itemsize)
+    return torch.from_numpy(found).view(dtype)
 
 
 def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
@@ -253,6 +200,12 @@ def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, 'ds_id')
+
+
+def _is_on_nvme(tensor: torch.Tensor) -> bool:
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    return _is_partitioned(tensor) and tensor.ds_tensor.status is not PartitionedParamStatus.AVAILABLE
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
