@@ -145,10 +145,6 @@ class FolderCheck:
                     self.headers[name] = read_header(self.path / name)
                 except DamagedError as error:
                     self.report.add(PROBLEM, 'headers', str(error))
-        misaligned = [name for header in self.headers.values() for name in header.misaligned]
-        if misaligned:
-            text = f'{counted(len(misaligned), "tensor")} misaligned in the file: {some(misaligned)}'
-            self.report.add(NOTE, 'headers', text)
         if not self.report.problems('headers'):
             n_tensors = sum(len(header.entries) for header in self.headers.values())
             counts = f'{counted(n_tensors, "tensor")} in {counted(len(self.headers), "file")}'

@@ -127,7 +127,6 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
     'a manifest of the future': (of_manifest('format_version', value=3), 'manifest', ('upgrade',)),
     'a checksum of other kind': (of_manifest('files', SHARDS[0], 'crc32', value=5), 'manifest', ()),
-    'a name twice': (written(MANIFEST, '{"files": {}, "files": {}}'), 'manifest', ('duplicate',)),
     **{
         f'a manifest that names {name!r}': (named_in_manifest(name), 'manifest', ('inside the folder',))
         for name in ('../evil', '/etc/passwd', 'a/../../b', 'a\0b')
