@@ -215,7 +215,7 @@ class FileSource(Source):
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> None:
-        """Fill ``out`` with the elements from ``start`` on, cast; return how many finite ones became infinite."""
+        """Fill ``out`` with the elements from ``start`` on, cast."""
 
     @abstractmethod
     def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
