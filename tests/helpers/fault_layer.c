@@ -1,5 +1,5 @@
 /* LD_PRELOAD library between a process and the kernel: makes one file-system call fail, or kill the process,
-   or write less than it was asked to; and shifts the wall clock. tests/helpers/fault_layer.py drives it.
+   or write less than it was asked to. tests/helpers/fault_layer.py drives it.
 
    A call counts when its name is in the armed list and one of its paths, or that of its descriptor, contains
    the armed text. Disarmed, every call goes straight through. Calls are counted from 1, per process. */
@@ -14,8 +14,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/time.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { LET_THROUGH = 0, KILL = -1, SHORT = -2 }; /* anything above 0 is an errno */
@@ -25,7 +23,6 @@ static long from_call, to_call;
 static int outcome;
 static atomic_int armed;
 static atomic_long counted;
-static long clock_offset;
 static int no_exchange;
 
 void fault_arm(const char *some_calls, const char *text, long first, long last, int what) {
@@ -41,7 +38,6 @@ long fault_disarm(void) {
     return counted;
 }
 
-void fault_shift_clock(long seconds) { clock_offset = seconds; }
 void fault_forbid_exchange(int forbid) { no_exchange = forbid; }
 
 static int fires(const char *name, const char *path, const char *other) {
@@ -205,25 +201,4 @@ int mkdir(const char *path, mode_t mode) {
     int what = fires("mkdir", path, NULL);
     FAIL(what);
     return real(path, mode);
-}
-
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    REAL(clock_gettime);
-    int result = real(clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += clock_offset;
-    return result;
-}
-
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    REAL(gettimeofday);
-    int result = real(now, zone);
-    now->tv_sec += clock_offset;
-    return result;
-}
-
-time_t time(time_t *now) {
-    struct timespec current;
-    clock_gettime(CLOCK_REALTIME, &current);
-    if (now) *now = current.tv_sec;
-    return current.tv_sec;
 }

@@ -53,18 +53,6 @@ def fault(calls: str, path: Path | str, outcome: int, *, first: int = 1, last: i
 
 
 @contextmanager
-def shifted_clock(seconds: int) -> Iterator[None]:
-    """Shift this process's wall clock, not the monotonic one."""
-    layer = ctypes.CDLL(None)
-    layer.fault_shift_clock.argtypes = [ctypes.c_long]
-    layer.fault_shift_clock(seconds)
-    try:
-        yield
-    finally:
-        layer.fault_shift_clock(0)
-
-
-@contextmanager
 def no_exchange() -> Iterator[None]:
     """Behave like a file system that cannot swap two folders, such as NFS."""
     layer = ctypes.CDLL(None)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.threads import WorkerThreads, lower_priority
+from xhf_hooks.threads import lower_priority
 from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -39,12 +39,6 @@ def test_of_a_thread_and_of_those_that_it_starts_alone():
     assert in_a_thread(nice_value) == nice_value() == before
 
 
-def test_where_it_is_refused_the_thread_goes_on():
-    with mock.patch('os.setpriority', side_effect=PermissionError) as refused:
-        in_a_thread(lower_priority)
-    refused.assert_called_once()
-
-
 @pytest.mark.parametrize('beside_training', [False, True])
 def test_a_writer_gives_way_beside_training_alone(beside_training):
     lowered = threading.Event()
@@ -54,9 +48,3 @@ def test_a_writer_gives_way_beside_training_alone(beside_training):
         found = nice_value(writer._thread.native_id)
         writer.abort()
     assert (found > nice_value()) == beside_training
-
-
-def test_workers_that_are_told_to():
-    for prepare, is_lower in ((lambda: None, False), (lower_priority, True)):
-        with WorkerThreads(2, prepare) as threads:
-            assert [value > nice_value() for value in threads.run([nice_value] * 10)] == [is_lower] * 10

@@ -19,11 +19,6 @@ def threads():
         yield threads
 
 
-def test_results(threads):
-    for _ in range(2):
-        assert sorted(threads.run(lambda n=n: n for n in range(100))) == list(range(100))
-
-
 def test_an_error_ends_it_when_the_jobs_that_run_have_ended(threads):
     running, may_end, ended = threading.Event(), threading.Event(), []
 
@@ -61,13 +56,6 @@ def test_interrupted_between_taking_results_and_counting_them(threads, monkeypat
     with pytest.raises(KeyboardInterrupt):
         list(threads.run(lambda n=n: n for n in range(20)))
     assert sorted(threads.run(lambda n=n: n for n in range(20))) == list(range(20))
-
-
-def test_a_reader_that_stops_early(threads):
-    results = threads.run(lambda n=n: n for n in range(1000))
-    next(results)
-    results.close()
-    assert list(threads.run([lambda: 'next'])) == ['next']
 
 
 def test_a_thread_that_ends_without_a_word(threads, monkeypatch):

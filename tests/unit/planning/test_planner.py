@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 
@@ -36,19 +36,11 @@ def plan_of(specs, entries=None, *, shard=HUGE, bucket=HUGE, **options) -> SaveP
     ('size', 'nbytes'),
     [
         (1, 1),
-        (128_000_000, 128_000_000),
-        ('17', 17),
-        ('17B', 17),
-        ('20KB', 20_000),
         ('5GB', 5 * 10**9),
-        ('5gb', 5 * 10**9),
         (' 5 GB ', 5 * 10**9),
         ('1.5MB', 1_500_000),
-        ('2KiB', 2048),
-        ('1MiB', 2**20),
         ('5GiB', 5 * 2**30),
         ('1TiB', 2**40),
-        ('3TB', 3 * 10**12),
     ],
 )
 def test_parse_size(size, nbytes):
@@ -64,12 +56,6 @@ def test_parse_size_refuses(size):
         parse_size(size)
 
 
-@pytest.mark.parametrize('digits', ['9007199254740993', '9' * 400], ids=['beyond-53-bits', 'beyond-any-float'])
-def test_parse_size_loses_no_byte(digits):
-    """A size in bytes may be larger than what a float counts exactly."""
-    assert parse_size(digits) == int(digits)
-
-
 def test_offsets_are_gapless_and_in_file_order():
     plan = plan_of([spec('b', 3), spec('a', 2, 2), spec('n', dtype='I64'), spec('e', 0, dtype='BF16')])
     (file,) = plan.files
@@ -80,18 +66,6 @@ def test_offsets_are_gapless_and_in_file_order():
     assert position == file.nbytes == plan.nbytes
     assert file.name == 'model.safetensors' and plan.indexes == {}
     assert [p.hf_name for p in plan.placements] == ['hf.n', 'hf.a', 'hf.b', 'hf.e']
-
-
-def test_shape_of_the_entry_is_what_goes_out():
-    plan = plan_of([spec('w', 6)], [passed_on(spec('w', 6), shape=(2, 3), dtype='BF16')])
-    (placement,) = plan.placements
-    assert (placement.shape, placement.dtype, placement.nbytes) == ((2, 3), 'BF16', 12)
-    assert plan.buckets[0].groups[0].reads == (spec('w', 6),)
-
-
-def test_records_are_frozen():
-    with pytest.raises(FrozenInstanceError):
-        plan_of([spec('a', 1)]).digest = ''
 
 
 # Buckets
@@ -112,21 +86,10 @@ def test_buckets_keep_file_order_and_are_full():
     assert plan.largest_bucket_nbytes == 80
 
 
-def test_a_bucket_may_be_exactly_full():
-    plan = plan_of([spec(f'w{i}', 10) for i in range(4)], bucket=80)
-    assert [len(bucket.groups) for bucket in plan.buckets] == [2, 2]
-
-
 def test_an_oversize_tensor_is_a_bucket_of_its_own():
     plan = plan_of([spec('a', 5), spec('b', 500), spec('c', 5), spec('d', 5)], bucket=100)
     assert [names_of(bucket) for bucket in plan.buckets] == [('a',), ('b',), ('c', 'd')]
     assert plan.largest_bucket_nbytes == 2000
-
-
-def test_buckets_count_what_is_read_not_what_is_written():
-    sources = [spec('a', 100), spec('b', 100)]
-    plan = plan_of(sources, [passed_on(s, dtype='BF16') for s in sources], bucket=400)
-    assert [bucket.read_nbytes for bucket in plan.buckets] == [400, 400]
 
 
 def test_a_group_is_never_split():
@@ -141,32 +104,6 @@ def test_a_group_is_never_split():
     assert sorted(names_of(plan.buckets[0])) == ['a', 'fused', 'z']
     assert [names_of(bucket) for bucket in narrow.buckets] == [('a', 'z'), ('fused',)]
     assert [p.hf_name for p in narrow.buckets[1].groups[0].placements] == [f'part{i}' for i in range(4)]
-
-
-def test_outputs_of_one_combine_stay_together_across_shards():
-    parts = [ExportEntry(name, (10,), 'F32', ('x', 'y'), dict) for name in ('a', 'z')]
-    middle = spec('m', 10)
-    plan = plan_of([spec('x', 10), spec('y', 10), middle], [parts[0], passed_on(middle), parts[1]], shard=40, bucket=40)
-    assert len(plan.files) == 3
-    together, alone = (bucket.groups for bucket in plan.buckets)
-    assert [(p.hf_name, p.file) for p in together[0].placements] == [
-        ('a', 'model-00001-of-00003.safetensors'),
-        ('z', 'model-00003-of-00003.safetensors'),
-    ]
-    assert together[0].read_nbytes == 80
-    assert [p.hf_name for p in alone[0].placements] == ['hf.m']
-
-
-def test_two_combines_are_two_groups():
-    def one(tensors):
-        return tensors
-
-    def other(tensors):
-        return tensors
-
-    entries = [ExportEntry('a', (1,), 'F32', ('x',), one), ExportEntry('b', (1,), 'F32', ('y',), other)]
-    (bucket,) = plan_of([spec('x', 1), spec('y', 1)], entries).buckets
-    assert [group.combine for group in bucket.groups] == [one, other]
 
 
 # Several sets of files
@@ -221,23 +158,14 @@ def test_nothing_to_save():
 BASE = [spec('a', 4), spec('b', 2, 2)]
 
 
-def test_digest_of_equal_input():
-    assert plan_of(BASE).digest == plan_of([spec('a', 4), spec('b', 2, 2)]).digest
-
-
 OTHERS = {
-    'source-name': plan_of([spec('a', 4), spec('c', 2, 2)]),
     'hf-name': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], hf_name='hf.c')]),
     'shape': plan_of([spec('a', 4), spec('b', 4, 1)]),
-    'size': plan_of([spec('a', 4), spec('b', 5)]),
-    'source-dtype': plan_of([spec('a', 4), spec('b', 2, 2, dtype='BF16')]),
     'dtype': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], dtype='BF16')]),
-    'hf-shape': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], shape=(4,))]),
     'combine': plan_of(BASE, [passed_on(BASE[0]), passed_on(BASE[1], combine=dict)]),
     'reads': plan_of(BASE, [passed_on(BASE[0], reads=('b',)), passed_on(BASE[1], reads=('a',))]),
     'bucket': plan_of(BASE, bucket=16),
     'shard': plan_of(BASE, shard=16),
-    'fewer': plan_of(BASE[:1]),
 }
 
 

@@ -252,13 +252,6 @@ def test_every_writer_writes_the_same(folder, tensors, world_size, shard_nbytes,
 
 
 @pytest.mark.parametrize('writer', TO_FILES)
-def test_very_many_small_ones(folder, writer):
-    tensors = {f'model.layers.{i}.bias': ((i % 5,), 'BF16' if i % 2 else 'F32') for i in range(5_000)}
-    with folder() as parent:
-        check(Saved(Path(parent), tensors, writer, 3), tensors, 2_000)
-
-
-@pytest.mark.parametrize('writer', TO_FILES)
 def test_one_larger_than_a_shard_and_a_bucket(tmp_path, writer):
     tensors = {'a': ((), 'F32'), 'big': ((1025, 2049), 'BF16'), 'z': ((3, 0), 'I64'), 'y': ((7,), 'BOOL')}
     check(Saved(tmp_path, tensors, writer, 3, 10_000), tensors, 10_000)

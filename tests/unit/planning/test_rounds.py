@@ -95,21 +95,6 @@ def test_both_sides_of_a_message_agree_and_no_owner_gets_more_at_once(n_writers,
 
 
 @pytest.mark.parametrize('n_writers', [1, WORLD_SIZE])
-def test_every_byte_travels_once_at_most(n_writers):
-    """Of each tensor all but the owner's slice: (world - 1) / world of the model."""
-    plan = plan_of({f'w{i}': 4096 for i in range(8)}, round_nbytes=10_000, n_writers=n_writers, shard_nbytes=8192)
-    sent = sum(n for at_once in plan.rounds for rank in range(WORLD_SIZE) for n in at_once.outgoing(rank).values())
-    assert sent == sum(p.nbytes for p in plan.placements) * (WORLD_SIZE - 1) // WORLD_SIZE
-    assert len({p.owner for p in plan.sent}) == n_writers
-    covered = [0] * len(plan.placements)
-    for at_once in plan.rounds:
-        for portion in at_once.portions:
-            for rank in portion.spread.holders:
-                covered[plan.placements.index(portion.placement)] += portion.nbytes_of(rank)
-    assert covered == [p.nbytes for p in plan.placements]
-
-
-@pytest.mark.parametrize('n_writers', [1, WORLD_SIZE])
 def test_an_owner_reads_itself_what_every_rank_has(n_writers):
     """Nothing travels; or, where each is to copy a share, as much as of what is in slices."""
     sizes = {f'w{i}': 4096 for i in range(4)}
@@ -124,24 +109,6 @@ def test_an_owner_reads_itself_what_every_rank_has(n_writers):
     assert not any(at_once.most_incoming_nbytes(rank) for at_once in plan.rounds for rank in range(WORLD_SIZE))
     sent = sum(n for at_once in shared.rounds for rank in range(WORLD_SIZE) for n in at_once.outgoing(rank).values())
     assert sent == sum(p.nbytes for p in plan.placements) * (WORLD_SIZE - 1) // WORLD_SIZE
-
-
-def test_owners_receive_beside_each_other():
-    """Each in as many rounds as it needs, all from the first on."""
-    plan = plan_of({f'w{i}': 1000 for i in range(8)}, round_nbytes=2000, n_writers=WORLD_SIZE, shard_nbytes=2000)
-    assert [at_once.owners for at_once in plan.rounds] == [list(range(WORLD_SIZE))] * 2
-
-
-def test_runs_of_one_read_have_the_owner_of_their_file():
-    """Experts out of fused ones, in a file each: each file has one writer."""
-    spec = TensorSpec('fused', (4, 100), 'F32')
-    shared = dict(dtype='F32', reads=('fused',), combine=dict)
-    entries = [ExportEntry(f'e{i}', (100,), source_offset=100 * i, **shared) for i in range(4)]
-    how = dict(max_shard_nbytes=400, bucket_nbytes=10**6, n_writers=2, round_nbytes=10**6)
-    plan = make_plan(entries, [spec], spread={'fused': evenly(400, 2)}, **how)
-    assert [(p.file[6:11], p.owner) for p in plan.sent] == [('00001', 0), ('00003', 0), ('00002', 1), ('00004', 1)]
-    of_last = next(p for p in plan.rounds[0].portions if p.placement.hf_name == 'e3')
-    assert (len(of_last.held_by(0)), of_last.held_by(1)) == (0, range(100))
 
 
 @given(

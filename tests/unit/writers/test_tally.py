@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.format import checksum
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.format.safetensors import FLOAT_DTYPES
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, TensorSpec, WrittenTensor
 from xhf_hooks.writers.tally import Tally, add_up
@@ -91,20 +89,6 @@ def test_any_parts_on_any_ranks_have_the_checksum_of_the_whole(content, cuts, n_
     assert tensor.crc32 == zlib.crc32(content)
 
 
-def test_sizes_that_32_bits_do_not_hold():
-    """Zeros leave what is shifted by them alone, so a checksum of zeros is a matter of their number."""
-    half = 2**40
-    plan = plan_of(2 * half)
-    zeros, step = zlib.crc32(bytes(2**20)), 2**20
-    while step < half:
-        zeros, step = checksum.combine(zeros, zeros, step), 2 * step
-    tallies = [Tally(plan), Tally(plan)]
-    for tally, start in zip(tallies, (half, 0), strict=True):
-        tally.add(plan.placements[0], start, half, zeros, half // 2)
-    (tensor,) = together(tallies).written()
-    assert (tensor.crc32, tensor.non_finite) == (checksum.combine(zeros, zeros, half), half)
-
-
 @pytest.mark.parametrize(
     ('parts', 'found'),
     [
@@ -137,34 +121,6 @@ def test_what_is_not_planned_is_refused(changed):
     place = replace(plan.placements[0], **changed)
     with pytest.raises(IncompleteError, match='written, but not in the plan'):
         Tally(plan).add(place, 0, place.nbytes, 0, 0)
-
-
-def test_its_size_is_that_of_the_plan_not_of_the_ranks():
-    """Nothing that a rank does grows with ranks times tensors."""
-    plan = plan_of(*[1000] * 50)
-    tallies = [Tally(plan) for _ in range(100)]
-    for rank, tally in enumerate(tallies):
-        for place in plan.placements:
-            tally.add(place, 10 * rank, 10, zlib.crc32(bytes([rank]) * 10), 1)
-    assert {tally.numbers.nbytes for tally in tallies} == {50 * 32}
-    whole = zlib.crc32(b''.join(bytes([rank]) * 10 for rank in range(100)))
-    assert [(t.placement, t.crc32, t.non_finite) for t in together(tallies).written()] == [
-        (place, whole, 100) for place in plan.placements
-    ]
-
-
-@pytest.mark.parametrize('code', sorted(FLOAT_DTYPES))
-def test_non_finite_values_are_counted(code):
-    dtype = TORCH_DTYPES[code]
-    largest = torch.finfo(dtype).max
-    values = torch.tensor([0.0, -0.0, 1.0, largest, -largest, torch.finfo(dtype).tiny], dtype=dtype)
-    assert count_non_finite(host_bytes(values), code) == 0
-    for bad in ('nan', '-nan', 'inf', '-inf'):
-        found = torch.cat([values, torch.tensor([float(bad)], dtype=dtype)])
-        assert count_non_finite(host_bytes(found), code) == 1, bad
-    everything = torch.tensor([float('nan'), float('inf'), float('-inf')], dtype=dtype)
-    assert count_non_finite(host_bytes(everything), code) == 3
-    assert count_non_finite(host_bytes(values[:0]), code) == 0
 
 
 @pytest.mark.parametrize('code', ['F8_E4M3', 'F8_E5M2', 'F16', 'BF16'])
