@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.test_hook_runs import run
 from tests.distributed.test_on_saved import scalars
-from tests.helpers.compare import assert_loads_clean, folder_tensors
+from tests.helpers.assert_intact import assert_whole
 from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
 from tests.helpers.scenarios import check, run_scenarios
@@ -38,21 +38,17 @@ LAST = 5
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     'moto': ('moto', dict(upload_keep=2)),
     'rclone_async': ('rclone', dict(async_save=True)),
-    'one_writer': ('rclone', dict(writer='stream', max_keep_ckpts=2)),
     'not_shared': ('moto', {}),
     'no_links': ('moto', dict(on_saved=READS)),
     'files': ('file', dict(upload_keep=1)),
     'fails_in_turn': ('proxy', {}),
     'hangs': ('proxy', {}),
-    'loses_answers': ('proxy', {}),
     'best': ('moto', dict(save_best='acc')),
 }
 REFUSED = {
-    'nobody_listens': dict(upload_to=f's3://{BUCKET}/run', backend_args=dict(endpoint_url='http://127.0.0.1:9')),
     'no_such_bucket': dict(upload_to='s3://no-such-bucket/run'),
     'no_library': dict(upload_to='oss://bucket/run'),
     'read_only': dict(upload_to='proxy'),
-    'hangs_at_once': dict(upload_to='proxy'),
 }
 #: Of requests for the objects of saves, after the preflight.
 OF_SAVES = '/hf_model_iter_'
@@ -70,10 +66,8 @@ def faults() -> dict[str, Any]:
     return {
         'fails_in_turn': EachInTurn(of_saves('fails_in_turn'), (503, 'cut', 403, 500, 'lose', 404)),
         'hangs': AwayFor(of_saves('hangs'), 3.0, 'hang'),
-        'loses_answers': EachInTurn(of_saves('loses_answers'), ('lose',)),
         'never_there': AwayFor(lambda method, path: f'/never_there/läufe{OF_SAVES}' in path, 1e9),
         'read_only': AwayFor(lambda method, path: '/read_only/' in path, 1e9, 403),
-        'hangs_at_once': AwayFor(lambda method, path: '/hangs_at_once/' in path, 1e9, 'hang'),
     }
 
 
@@ -122,11 +116,9 @@ def lost_rank(hook: dict[str, Any], work_dir: Path) -> str:
 def refused(hook: dict[str, Any], work_dir: Path) -> str:
     """The message of a run that must not start. Runs on: all ranks."""
     from tests.helpers.toy_run import ToyLM
-    from xhf_hooks.places.objects import Store
 
     with (
         mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
-        mock.patch.multiple(Store, answer_secs=3.0, patience_secs=2.0),
         pytest.raises(XhfError) as caught,
     ):
         run(dict(hook={**EVERY, **hook}, stage=3), work_dir)
@@ -208,12 +200,6 @@ def credentials(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def assert_loads(folder: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    assert_loads_clean(folder, LlamaForCausalLM)
-
-
 def bytes_in(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
 
@@ -229,8 +215,6 @@ def test_the_newest_save_is_there(results, servers, root, tmp_path, name):
     assert (pointer.newest, pointer.step) == (f'hf_model_iter_{last}', {'unit': 'iter', 'number': last})
     downloaded = download_newest(store, tmp_path / 'downloaded')
     assert bytes_in(downloaded) == bytes_in(local / 'hf_model') and len(bytes_in(downloaded)) > 3
-    assert_loads(downloaded)
-    assert folder_tensors(downloaded).keys() == folder_tensors(local / 'hf_model').keys()
     keys = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
     prefixes = {key.partition('/')[0] for key in keys if '/' in key}
     assert len(prefixes & {*pointer.saves}) <= hook.get('upload_keep', 10)
@@ -251,16 +235,6 @@ def test_ranks_share_the_files(results):
         assert ('in place of other ranks' in log) is alone, name
 
 
-def test_best_folders_have_a_pointer_of_their_own(results, servers, root):
-    folder = Path(check(results, 'best')[0])
-    where = place('best', 'moto', servers, root)
-    store = open_store(where['upload_to'], where['backend_args'])
-    pointer = read_pointer(store, 'hf_model_best')
-    assert pointer.newest == 'hf_model_best_iter_4'
-    local = bytes_in(folder / 'hf_model_best')
-    assert {*store.sizes(pointer.newest)} == {*local}
-
-
 def test_a_worse_model_of_a_run_on_a_fresh_disk_is_not_the_best(results, servers, root):
     log = next(Path(check(results, 'best_again')[0]).rglob('*.log')).read_text()
     where = place('best_again', 'moto', servers, root)
@@ -272,7 +246,7 @@ def test_a_worse_model_of_a_run_on_a_fresh_disk_is_not_the_best(results, servers
 def test_a_store_that_is_away_stops_nothing(results):
     """Training ends, the save is there, what was not uploaded is told, and nothing is left on disk."""
     local = Path(check(results, 'never_there')[0])
-    assert_loads(local / 'hf_model')
+    assert_whole(local / 'hf_model')
     log = next(local.rglob('*.log')).read_text()
     assert log.count('uploads did not finish within exit_wait_secs=3 s') == 1 and log.count('waiting for uploads') == 1
     assert 'not uploaded: hf_model, iter_' in log
@@ -291,11 +265,9 @@ def test_a_command_reads_what_is_uploaded(results):
 def test_refused_before_training(results, name):
     messages = check(results, name)
     expected = {
-        'nobody_listens': '127.0.0.1:9',
         'no_such_bucket': 's3://no-such-bucket/run',
         'no_library': 'object-stores.md',
         'read_only': 'cannot write',
-        'hangs_at_once': 'does not answer within',
     }[name]
     assert expected in messages[0] and 'upload_to' in messages[0] and len({*messages}) == 1
     assert SECRET not in messages[0]

@@ -1,51 +1,154 @@
-"""``out_dir='s3://...'``, killed at every request: who follows the pointer finds the save before or this one, whole."""
+"""Ranks are killed at each request to a store: the pointer's save is whole, and the next run leaves nothing else."""
 
 from __future__ import annotations
 
-import itertools
-import shutil
+import contextlib
+import json
+import os
+import signal
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.s3_servers import CREDENTIALS, s3_server
-from tests.helpers.store_kills import URL, WORLD_SIZE, Strike, live, newest_step
+from tests.helpers.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.helpers.kill_runs import fill, tiny_model
+from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
+from tests.helpers.ranks import start_process
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
+from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.store import read_pointer
 
 pytestmark = pytest.mark.modern_only
 
+SAVES = (1, 2)
+#: Of so many requests one is deadly here, another one for each kind of victims; 1 tries all, for an hour.
+STRIDE = 8
+#: More than two saves need, with what comes before and after.
+MOST_REQUESTS = 400
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def credentials(monkeypatch):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
 
 
-#: In turns: each request sees one of them. Before it is sent or after its answer; all ranks or the one that asked.
-_HOW = [(True, True), (False, False), (True, False), (False, True)]
+@pytest.fixture
+def proxy(tmp_path):
+    with s3_server('rclone', tmp_path / 'rclone') as server, faulty_proxy(server.port) as running:
+        yield running
 
 
-def test_killed_at_every_request(tmp_path, credentials):
-    from xhf_hooks.places.objects import open_store
+def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: str) -> None:
+    """One rank of a run that saves twice, in the store or with an upload of each save."""
+    os.environ.update(CREDENTIALS)
+    import logging
 
-    with s3_server('moto', tmp_path) as server:
-        args = server.backend_args
-        live(tmp_path, args, 1, None)
-        assert newest_step(args, tmp_path / 'read') == 1
-        step, found = 1, [1]
+    from xhf_hooks.config.options import RunOptions
+    from xhf_hooks.errors import XhfError
+    from xhf_hooks.manager import CheckpointManager
+    from xhf_hooks.model import unwrap
+    from xhf_hooks.places.upload import StoreDestination
+    from xhf_hooks.planning.types import Step
+    from xhf_hooks.telemetry import RunLog
+
+    StoreDestination.patience_secs = 1.0
+    join_group(rank, store)
+    model = tiny_model(zero3=False)
+    final, uploads = (url, {}) if option == 'out_dir' else (Path(work_dir) / 'hf_model', dict(upload_to=url))
+    options = RunOptions(
+        max_shard_size='30KB',
+        exit_wait_secs=60,
+        backend_args={'endpoint_url': endpoint},
+        on_error='raise',
+        **uploads,
+        upload_keep=1 if uploads else -1,
+    )
+    log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
+    status = 0
+    try:
+        saves = CheckpointManager(unwrap(model), final, options, log)
+        saves.prepare(None, when='now')
+        try:
+            for number in SAVES:
+                fill(model, number)
+                saves.save(Step('iter', number, number))
+                if saves._uploads is not None:
+                    saves._uploads.wait()
+        finally:
+            saves.close()
+    except XhfError:
+        status = 3  # of the loss of the other rank
+    os._exit(status)
+
+
+class KillAt:
+    """Kills ranks when the nth request comes."""
+
+    def __init__(self, number: int, ranks: list[Any], victims: str) -> None:
+        self._number, self._ranks, self._victims = number, ranks, victims
+        self._lock = threading.Lock()
+        self.seen = 0
+
+    def __call__(self, method: str, path: str) -> Fault:
+        with self._lock:
+            self.seen += 1
+            if self.seen != self._number:
+                return None
+        chosen = self._ranks if self._victims == 'all' else [self._ranks[self._number // STRIDE % WORLD_SIZE]]
+        for rank in chosen:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(rank.pid, signal.SIGKILL)
+        return 'cut' if self._number % 3 else None  # it may still arrive
+
+
+def one_life(proxy: FaultyProxy, number: int, victims: str, folder: Path, option: str, url: str) -> KillAt:
+    """Let a run live until it ends, or is killed at a request."""
+    endpoint = f'http://127.0.0.1:{proxy.port}'
+    ranks: list[Any] = []
+    killer = KillAt(number, ranks, victims)
+    proxy.decide = killer
+    store = folder / f'store{number}'
+    with ending(ranks, f'request {number}, {victims}'):
         for rank in range(WORLD_SIZE):
-            for number in itertools.count(1):  # a run after a killed one has more to do than the first
-                step += 1
-                counts = live(tmp_path, args, step, Strike(rank, number, *_HOW[step % len(_HOW)]))
-                found.append(newest_step(args, tmp_path / 'read'))
-                assert found[-1] in (found[-2], step), f'rank {rank} at its request {number}'
-                shutil.rmtree(tmp_path / 'read')
-                if counts[rank] >= 0:  # it has ended before
-                    break
-            assert found[-1] == step
-        assert WORLD_SIZE + 1 < len({*found}) < len(found), (
-            'no run was killed after its save was visible, or none before'
-        )
-        live(tmp_path, args, step + 1, None)
-        assert newest_step(args, tmp_path / 'read') == step + 1
-        store = open_store(URL, args)
-        there = {path.rpartition('killed/')[2].partition('/')[0] for path in store._fs.find(store._root)}
-        assert there - {'.xhf_probe'} == {'hf_model.json', f'hf_model_iter_{step + 1}'}
+            ranks.append(start_process(live, rank, str(store), str(folder / 'work'), option, url, endpoint))
+    store.unlink(missing_ok=True)
+    return killer
+
+
+def check_newest(store: Store) -> str | None:
+    """The pointer's save is whole."""
+    pointer = read_pointer(store, 'hf_model')
+    if pointer is None or pointer.newest is None:
+        return None
+    manifest = json.loads(store.get(f'{pointer.newest}/xhf_manifest.json'))
+    for name, file in manifest['files'].items():
+        data = store.get(f'{pointer.newest}/{name}')
+        assert data is not None and f'{zlib.crc32(data):08x}' == file['crc32'], f'{pointer.newest}/{name}'
+    return pointer.newest
+
+
+@pytest.mark.parametrize('victims', ['all', 'one'])
+@pytest.mark.parametrize('option', ['upload_to', 'out_dir'])
+def test_killed_at_each_request(proxy, tmp_path, option, victims):
+    url = f's3://{BUCKET}/{option}/{victims}/läufe'
+    store = open_store(url, {'endpoint_url': f'http://127.0.0.1:{proxy.server_port}'})
+    found = set()
+    for number in range(1 if victims == 'all' else STRIDE // 2 + 1, MOST_REQUESTS, STRIDE):
+        killer = one_life(proxy, number, victims, tmp_path, option, url)
+        found.add(check_newest(store))
+        if killer.seen < number:
+            break
+    else:
+        raise AssertionError('a run makes more requests than expected')
+    assert number > 30 and len(found) > 1
+    one_life(proxy, 0, victims, tmp_path, option, url)
+    newest = check_newest(store)
+    assert newest is not None and newest.startswith('hf_model_iter_2')
+    paths = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
+    assert {path.partition('/')[0] for path in paths if '/' in path} == {newest}
+    if option == 'upload_to':
+        assert [path.name for path in (tmp_path / 'work').iterdir()] == ['hf_model']

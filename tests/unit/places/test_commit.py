@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import stat
 import threading
 import zlib
 from pathlib import Path
@@ -62,12 +60,6 @@ def test_first_commit(folder, tmp_path):
     tensors = {name: entry for file in manifest['files'].values() for name, entry in file.get('tensors', {}).items()}
     crc = f'{zlib.crc32(bytes([7]) * N_ELEMENTS):08x}'
     assert tensors['w0'] == {'shape': [N_ELEMENTS], 'dtype': 'U8', 'crc32': crc, 'non_finite': 0}
-
-
-def test_one_file_has_no_index(folder):
-    plan = tiny_plan(sharded=False)
-    folder.commit(plan, stage(folder, plan, 1), iteration(1), {})
-    assert {path.name for path in folder.final.iterdir()} == {'model.safetensors', MANIFEST_NAME}
 
 
 def test_an_empty_folder_under_the_final_name_is_fine(tmp_path, both_ways):
@@ -184,32 +176,21 @@ def test_what_looks_like_an_archive_but_is_not_ours_stays(tmp_path):
     assert (tmp_path / 'hf_model_iter_1' / 'notes.txt').read_text() == 'mine'
 
 
-def damage_missing(path: Path) -> None:
-    path.unlink()
-
-
-def damage_truncated(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def damage_header(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize('damage', [damage_missing, damage_truncated, damage_header])
+@pytest.mark.parametrize('damage', ['missing', 'truncated', 'header'])
 def test_incomplete_staging_is_refused(folder, tmp_path, damage):
     commit_one(folder, 1)
     plan = tiny_plan()
     tensors = stage(folder, plan, 2)
-    name = plan.files[1].name
-    damage(folder.staging / name)
-    with pytest.raises(IncompleteError, match=name):
+    path = folder.staging / plan.files[1].name
+    data = bytearray(path.read_bytes())
+    data[20] ^= damage == 'header'
+    path.write_bytes(data[:-1] if damage == 'truncated' else data)
+    if damage == 'missing':
+        path.unlink()
+    with pytest.raises(IncompleteError, match=path.name):
         folder.commit(plan, tensors, iteration(2), {})
-    assert visible(tmp_path) == {'hf_model': 1}
-    assert read_commit(folder.final).step == iteration(1)
     folder.abandon()
+    assert visible(tmp_path) == {'hf_model': 1}
     assert hidden(tmp_path) == {'.hf_model.lock'}
 
 
@@ -250,15 +231,3 @@ def test_room(folder, tmp_path):
     several = CheckpointFolder(folder.final, 3)
     with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
         several.room(10**18)
-
-
-@pytest.mark.parametrize('umask', [0o022, 0o077, 0o002])
-def test_modes_follow_the_umask(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        folder = claimed(tmp_path / 'hf_model')
-        commit_one(folder, 1)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(folder.final.stat().st_mode) == 0o777 & ~umask
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.final.iterdir()} == {0o666 & ~umask}
