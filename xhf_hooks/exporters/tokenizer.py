@@ -9,12 +9,9 @@ it: one that saves the same files, byte for byte but for how it was loaded.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,23 +67,11 @@ _OF_PROCESSOR = (
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
 
-
-@dataclass(frozen=True)
-class _Written:
-    """What was written of a tokenizer.
-
-    Attributes:
-        made_from: Digest of what the tokenizer itself saves, and of where its base is.
-        files: Content by name.
-    """
-
-    made_from: str
-    files: Mapping[str, bytes]
-    warnings: tuple[str, ...]
-
-
-#: What was last written of each tokenizer: proving it takes seconds with large vocabularies, and each save writes it.
-_WRITTEN: WeakKeyDictionary[Any, _Written] = WeakKeyDictionary()
+#: Content by name.
+_Files = dict[str, bytes]
+#: What was last written of each tokenizer and processor, and warnings, by what itself saves and where its base is:
+#: proving it takes seconds with large vocabularies, and each save writes it.
+_WRITTEN: WeakKeyDictionary[Any, tuple[Any, tuple[_Files, list[str]]]] = WeakKeyDictionary()
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
@@ -100,184 +85,121 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     """
     from transformers import PreTrainedTokenizerBase
 
-    own = getattr(tokenizer, 'tokenizer', None)
-    if isinstance(own, PreTrainedTokenizerBase) and not _is_custom(tokenizer) and not _is_custom(own):
-        warnings, names = _write_plain(folder, own, base_dir)
-        _write_processor(folder, tokenizer, base_dir, names)
-        return warnings
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or _is_custom(tokenizer):
+    own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else getattr(tokenizer, 'tokenizer', None)
+    if not isinstance(own, PreTrainedTokenizerBase) or _is_custom(tokenizer) or _is_custom(own):
         tokenizer.save_pretrained(folder)  # an image processor, or custom code
         return []
-    return _write_plain(folder, tokenizer, base_dir)[0]
+    saved = _saved(own)
+    beside = {path.name: path.read_bytes() for path in folder.glob('config.json')}
+    files, warnings = _remembered(own, (base_dir, saved), lambda: _chosen(own, saved, base_dir, beside))
+    if own is not tokenizer:
+        others = _besides(_saved(tokenizer), saved)
+        of_processor, _ = _remembered(tokenizer, (base_dir, others), lambda: _of_processor(own, others, base_dir))
+        files = {**files, **of_processor}
+    _put(files, folder)
+    return warnings
 
 
-def _write_plain(folder: Path, tokenizer: Any, base_dir: str) -> tuple[list[str], set[str]]:
-    """Write a tokenizer; returns warnings, and the names of the files that it saves by itself."""
-    with closing(MemoryFolder()) as temporary:
-        place = temporary.path
-        tokenizer.save_pretrained(place / 'saved')
-        saved = _contents(place / 'saved')
-
-        def choose() -> tuple[Mapping[str, bytes], tuple[str, ...]]:
-            form, *warnings = _Writing(tokenizer, base_dir, place).chosen(folder)
-            return _contents(form), tuple(warnings)
-
-        return _write_remembered(folder, tokenizer, {'': base_dir.encode(), **saved}, choose), {*saved}
+def _remembered(
+    tokenizer: Any, key: tuple[str, _Files], choose: Callable[[], tuple[_Files, list[str]]]
+) -> tuple[_Files, list[str]]:
+    """What ``choose`` returns, or did when the tokenizer was last written, if it has not changed since."""
+    known, written = _WRITTEN.get(tokenizer, (None, None))
+    if written is None or known != key:
+        written = choose()
+        _WRITTEN[tokenizer] = key, written
+    return written
 
 
-def _write_remembered(
-    folder: Path,
-    tokenizer: Any,
-    saves: Mapping[str, bytes],
-    choose: Callable[[], tuple[Mapping[str, bytes], tuple[str, ...]]],
-) -> list[str]:
-    """Write the files that ``choose`` returns, or did for what ``tokenizer`` saved when it was written before."""
-    made_from, written = _digest(saves), _WRITTEN.get(tokenizer)
-    if written is None or written.made_from != made_from:
-        written = _WRITTEN[tokenizer] = _Written(made_from, *choose())
-    for name, content in written.files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-    return list(written.warnings)
+def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files) -> tuple[_Files, list[str]]:
+    """The first form from which the same tokenizer is loaded, and warnings.
+
+    Args:
+        saved: What the tokenizer itself saves.
+        beside: The config.json of the model: AutoTokenizer also reads the model's type.
+    """
+    import transformers
+
+    def is_proven(form: _Files) -> bool:
+        with closing(MemoryFolder()) as temporary:
+            _put({**form, **beside}, temporary.path)
+            return _same(_saved_again(str(temporary.path)), saved)
+
+    own = getattr(tokenizer, 'name_or_path', None)
+    base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
+    base = _saved_again(base_dir)
+    if base is not None and _same(base, saved):
+        copied = _base_files(base_dir, (*base, *_OTHERS, *_vocabularies(tokenizer)))
+        if is_proven(copied):
+            return copied, []
+    if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
+        return saved, []
+    if base is not None and is_proven(words := _in_words_of_base(tokenizer, saved, base, base_dir)):
+        return words, []
+    config = json.loads(saved[CONFIG])
+    older = _in_older_words({**config, **_template(tokenizer, config, base_dir)})
+    if older == config:
+        return saved, []
+    if is_proven(form := _with_config(saved, older)):
+        return form, []
+    return saved, [f'transformers 4 may not read the tokenizer: it needs the class {config["tokenizer_class"]}']
 
 
-def _write_processor(folder: Path, processor: Any, base_dir: str, of_tokenizer: set[str]) -> None:
-    """Write a processor's files besides its tokenizer's: those of its base, if it was not changed."""
+def _of_processor(tokenizer: Any, others: _Files, base_dir: str) -> tuple[_Files, list[str]]:
+    """A processor's files besides its tokenizer's: those of its base, if it was not changed."""
     from transformers import AutoProcessor
 
-    own_dir = processor.tokenizer.name_or_path
-    base_dir = own_dir if any(base_file(own_dir, name) for name in _OF_PROCESSOR) else base_dir
-
-    def without(names: set[str], place: Path) -> dict[str, bytes]:
-        kept = names - {JINJA}  # which is the processor's, too
-        return {name: data for name, data in _contents(place).items() if name not in kept}
-
-    with closing(MemoryFolder()) as temporary:
-        place = temporary.path
-        processor.save_pretrained(place / 'own')
-        files = without(of_tokenizer, place / 'own')
-
-        def choose() -> tuple[Mapping[str, bytes], tuple[str, ...]]:
-            with contextlib.suppress(Exception):  # any failure counts as another processor
-                base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
-                base.save_pretrained(place / 'base')
-                base.tokenizer.save_pretrained(place / 'tokenizer')
-                if not _is_custom(base) and without({*_contents(place / 'tokenizer')}, place / 'base') == files:
-                    paths = {name: base_file(base_dir, name) for name in _OF_PROCESSOR}
-                    return {n: p.read_bytes() for n, p in paths.items() if p and _belongs_to(p, base_dir)}, ()
-            return files, ()
-
-        _write_remembered(folder, processor, {'': base_dir.encode(), **files}, choose)
+    own = tokenizer.name_or_path
+    base_dir = own if any(base_file(own, name) for name in _OF_PROCESSOR) else base_dir
+    with contextlib.suppress(Exception):  # any failure counts as another processor
+        base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
+        if not _is_custom(base) and _besides(_saved(base), _saved(base.tokenizer)) == others:
+            return _base_files(base_dir, _OF_PROCESSOR), []
+    return others, []
 
 
-class _Writing:
-    """One tokenizer, saved in ``place`` as it is, and as a new one from its base would be."""
+def _besides(of_processor: _Files, of_tokenizer: _Files) -> _Files:
+    """The chat template is the processor's, too."""
+    return {name: data for name, data in of_processor.items() if name not in of_tokenizer or name == JINJA}
 
-    def __init__(self, tokenizer: Any, base_dir: str, place: Path) -> None:
-        import transformers
 
-        self._tokenizer, self._place = tokenizer, place
-        own = getattr(tokenizer, 'name_or_path', None)
-        self._base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
-        self._saved, self._base_saved = place / 'saved', place / 'base'
-        self._has_base = self._save(lambda: load_tokenizer(self._base_dir, trust_remote_code=False), self._base_saved)
-        self._saves_otherwise = hasattr(transformers, 'TokenizersBackend')
+def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_dir: str) -> _Files:
+    """The base's tokenizer_config.json with the fields that changed, and its vocabulary if that did not change."""
+    base = json.loads(_base_files(base_dir, (CONFIG,)).get(CONFIG, b'{}'))
+    now, before = json.loads(saved[CONFIG]), json.loads(base_saved[CONFIG])
+    kept = {name: value for name, value in base.items() if name in now or name not in before}
+    changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
+    special = {name: now[name] for name in tokenizer.special_tokens_map if name in now and name not in base}
+    if any(name not in now and name in before for name in (_EXTRA, _ADDITIONAL)):  # all were removed
+        kept = _without(kept, _EXTRA, _ADDITIONAL)
+    if _EXTRA in changed:
+        kept = _without(kept, _ADDITIONAL)
+    if _json_part(saved, 'post_processor') != _json_part(base_saved, 'post_processor'):
+        for name in ('add_bos_token', 'add_eos_token'):  # transformers 5 does not save them, 4 builds with them
+            if name in base:
+                kept[name] = getattr(tokenizer, name, base[name])
+    if _DECODER in base:
+        tokens = tokenizer.added_tokens_decoder.items()
+        kept[_DECODER] = {str(token_id): token.__getstate__() for token_id, token in tokens}
+    result = _without({**kept, **special, **changed}, 'chat_template')
+    form = _with_config(saved, _in_older_words({**result, **_template(tokenizer, base, base_dir)}))
+    if _json_part(saved, 'model') == _json_part(base_saved, 'model'):
+        form = {**_base_files(base_dir, _vocabularies(tokenizer)), **form}
+    return form
 
-    def chosen(self, folder: Path) -> tuple[Any, ...]:
-        """The first form that is proven beside the config.json in ``folder``, and warnings."""
-        unchanged = self._has_base and _comparable(self._saved) == _comparable(self._base_saved)
-        if unchanged and self._is_proven(self._copied(), folder):
-            return (self._place / 'copied',)
-        if self._saves_otherwise and self._has_base and self._is_proven(self._in_words_of_base(), folder):
-            return (self._place / 'words',)
-        config = json.loads((self._saved / CONFIG).read_text(encoding='utf-8'))
-        older = _in_older_words({**config, **self._template(config)})
-        if not self._saves_otherwise or older == config:
-            return (self._saved,)
-        if self._is_proven(self._with_config('older', older), folder):
-            return (self._place / 'older',)
-        kind = config['tokenizer_class']
-        return self._saved, f'transformers 4 may not read the tokenizer: transformers 5 needs the class {kind}'
 
-    def _save(self, load: Callable[[], Any], place: Path) -> bool:
-        """Whether a tokenizer can be loaded and saved. It is only compared: any failure counts as another tokenizer."""
-        try:
-            loaded = load()
-            if _is_custom(loaded):
-                return False
-            loaded.save_pretrained(place)
-        except Exception:  # AttributeError if there is none; files of others fail with any error
-            return False
-        return True
+def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[str, Any]:
+    """The field ``chat_template``, unless the base has the template only in a file of its own."""
+    template = tokenizer.chat_template
+    if not template or ('chat_template' not in beside and base_file(base_dir, JINJA)):
+        return {}
+    several = isinstance(template, dict)
+    return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
 
-    def _is_proven(self, form: Path, folder: Path) -> bool:
-        """Whether the tokenizer that is loaded from ``form``, beside the model's config, is the one to write."""
-        beside, again = self._place / f'{form.name}_beside', self._place / f'{form.name}_again'
-        shutil.copytree(form, beside)
-        if (folder / 'config.json').exists():  # AutoTokenizer also reads the model's type
-            shutil.copyfile(folder / 'config.json', beside / 'config.json')
-        loaded = self._save(lambda: load_tokenizer(str(beside), trust_remote_code=False), again)
-        return loaded and _comparable(again) == _comparable(self._saved)
 
-    def _copied(self) -> Path:
-        form = self._place / 'copied'
-        form.mkdir()
-        names = [path.relative_to(self._base_saved).as_posix() for path in _files(self._base_saved)]
-        self._copy((*names, *_OTHERS, *self._vocabularies()), form)
-        return form
-
-    def _vocabularies(self) -> tuple[str, ...]:
-        return (*_VOCABULARIES, *(name for name in self._tokenizer.vocab_files_names.values() if name not in _OTHERS))
-
-    def _copy(self, names: tuple[str, ...], form: Path) -> None:
-        for name in dict.fromkeys(names):
-            path = base_file(self._base_dir, name)
-            if path is not None and not (form / name).exists() and _belongs_to(path, self._base_dir):
-                (form / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, form / name)
-
-    def _in_words_of_base(self) -> Path:
-        """The base's tokenizer_config.json with the fields that changed, and its vocabulary if that did not change."""
-        path = base_file(self._base_dir, CONFIG)
-        base = {} if path is None else json.loads(path.read_text(encoding='utf-8'))
-        now, before = (json.loads((at / CONFIG).read_text(encoding='utf-8')) for at in (self._saved, self._base_saved))
-        kept = {name: value for name, value in base.items() if name in now or name not in before}
-        changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
-        special = {name: now[name] for name in self._tokenizer.special_tokens_map if name in now and name not in base}
-        for name in (_EXTRA, _ADDITIONAL):
-            if name not in now and name in before:  # all were removed
-                kept = {key: value for key, value in kept.items() if key not in (_EXTRA, _ADDITIONAL)}
-        if _EXTRA in changed:
-            kept.pop(_ADDITIONAL, None)
-        if _json_part(self._saved, 'post_processor') != _json_part(self._base_saved, 'post_processor'):
-            for name in ('add_bos_token', 'add_eos_token'):  # transformers 5 does not save them, 4 builds with them
-                if name in base:
-                    kept[name] = getattr(self._tokenizer, name, base[name])
-        if _DECODER in base:
-            tokens = self._tokenizer.added_tokens_decoder.items()
-            kept[_DECODER] = {str(token_id): token.__getstate__() for token_id, token in tokens}
-        result = {**kept, **special, **changed}
-        template = self._template(base)
-        result = _in_older_words({**result, **template} if template else _without(result, 'chat_template'))
-        form = self._with_config('words', result)
-        if _json_part(self._saved, 'model') == _json_part(self._base_saved, 'model'):
-            self._copy(self._vocabularies(), form)
-        return form
-
-    def _template(self, beside: Mapping[str, Any]) -> dict[str, Any]:
-        """The field ``chat_template``, unless the base has the template only in a file of its own."""
-        template = self._tokenizer.chat_template
-        if not template or ('chat_template' not in beside and base_file(self._base_dir, JINJA)):
-            return {}
-        several = isinstance(template, dict)
-        return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
-
-    def _with_config(self, name: str, config: Mapping[str, Any]) -> Path:
-        form = self._place / name
-        shutil.copytree(self._saved, form)
-        text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + '\n'  # as transformers does
-        (form / CONFIG).write_text(text, encoding='utf-8')
-        return form
+def _with_config(files: _Files, config: Mapping[str, Any]) -> _Files:
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + '\n'  # as transformers does
+    return {**files, CONFIG: text.encode()}
 
 
 def _in_older_words(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,48 +210,65 @@ def _in_older_words(config: Mapping[str, Any]) -> dict[str, Any]:
     return older if older['tokenizer_class'] is not None else _without(older, 'tokenizer_class')
 
 
-def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in names}
 
 
-def _json_part(saved: Path, name: str) -> Any:
+def _json_part(saved: _Files, name: str) -> Any:
     """A part of tokenizer.json; None if there is no such file."""
-    path = saved / JSON
-    return json.loads(path.read_text(encoding='utf-8')).get(name) if path.exists() else None
+    return json.loads(saved[JSON]).get(name) if JSON in saved else None
 
 
-def _belongs_to(path: Path, base_dir: str) -> bool:
-    """Whether a file is the base's own: in its folder, or linked from a snapshot to the blobs of the hub cache."""
-    real = path.resolve()
-    home = path.parent.resolve() if not Path(base_dir).is_dir() else Path(base_dir).resolve()
-    return real.is_relative_to(home) or (home.parent.name == 'snapshots' and real.is_relative_to(home.parent.parent))
+def _vocabularies(tokenizer: Any) -> tuple[str, ...]:
+    return (*_VOCABULARIES, *(name for name in tokenizer.vocab_files_names.values() if name not in _OTHERS))
+
+
+def _base_files(base_dir: str, names: Iterable[str]) -> _Files:
+    """Those of the files that the base has: in its folder, or linked from a snapshot to the blobs of the hub cache."""
+    found = {}
+    for name in names:
+        path = base_file(base_dir, name)
+        if path is not None:
+            home = (Path(base_dir) if Path(base_dir).is_dir() else path.parent).resolve()
+            home = home.parent.parent if home.parent.name == 'snapshots' else home
+            if path.resolve().is_relative_to(home):
+                found[name] = path.read_bytes()
+    return found
 
 
 def _is_custom(tokenizer: Any) -> bool:
     return type(tokenizer).__module__.startswith('transformers_modules.')
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob('*') if path.is_file())
+def _saved(tokenizer: Any) -> _Files:
+    """What it saves."""
+    with closing(MemoryFolder()) as temporary:
+        tokenizer.save_pretrained(temporary.path)
+        paths = sorted(path for path in temporary.path.rglob('*') if path.is_file())
+        return {path.relative_to(temporary.path).as_posix(): path.read_bytes() for path in paths}
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files(folder)}
+def _saved_again(base_dir: str) -> _Files | None:
+    """What the tokenizer in a folder saves. It is only compared: any failure counts as another tokenizer."""
+    try:
+        loaded = load_tokenizer(base_dir, trust_remote_code=False)
+        return None if loaded is None or _is_custom(loaded) else _saved(loaded)
+    except Exception:  # files of others fail with any error
+        return None
 
 
-def _comparable(folder: Path) -> dict[str, Any]:
-    """The contents, without what depends on how the tokenizer was loaded."""
-    found: dict[str, Any] = _contents(folder)
-    if CONFIG in found:
-        found[CONFIG] = {name: value for name, value in json.loads(found[CONFIG]).items() if name not in _OF_LOADING}
-    return found
+def _same(found: _Files | None, saved: _Files) -> bool:
+    """Whether the contents are equal, but for what depends on how the tokenizer was loaded."""
+    if found is None or found.keys() != saved.keys():
+        return False
+    configs = [_without(json.loads(files.get(CONFIG, b'{}')), *_OF_LOADING) for files in (found, saved)]
+    return configs[0] == configs[1] and all(found[name] == saved[name] for name in saved if name != CONFIG)
 
 
-def _digest(contents: Mapping[str, bytes]) -> str:
-    sha = hashlib.sha256()
-    for name, content in contents.items():
-        sha.update(f'{name}\0{len(content)}\0'.encode() + content)
-    return sha.hexdigest()
+def _put(files: _Files, folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
