@@ -13,7 +13,7 @@ from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
 from xhf_hooks.exporters.tokenizer import write_tokenizer
 from xhf_hooks.format.text import counted
-from xhf_hooks.model import model_class, module_tensors, without_wrappers
+from xhf_hooks.model import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class AdapterExporter(Exporter):
         self._adapter = trained_adapter(peft_model)
         self._model = peft_model.get_base_model()
         self._config = peft_model.peft_config[self._adapter]
+        self._embedding_rows: int | None = None  # known after entries()
         self.base_dir = hf_assets.base_dir_of(self._model)
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
@@ -53,7 +54,9 @@ class AdapterExporter(Exporter):
         found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=self._adapter)
         found = {without_wrappers(name): spec for name, spec in found.items()}
         read = {spec.name for spec in found.values()}
-        trained = {name for name, tensor in module_tensors(self._peft_model) if tensor.requires_grad}
+        tensors, embedding = module_tensors(self._peft_model), input_embedding(self._model)
+        self._embedding_rows = next((own[name].shape[0] for name, tensor in tensors if tensor is embedding), None)
+        trained = {name for name, tensor in tensors if tensor.requires_grad}
         lost = {spec.name for name, spec in own.items() if name in trained} - read
         if self._alone and lost:
             raise ModelError(
@@ -77,6 +80,7 @@ class AdapterExporter(Exporter):
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
+        hf_assets.require_vocabulary(tokenizer, self._embedding_rows)
         warnings = [] if tokenizer is None else write_tokenizer(folder, tokenizer, self.base_dir)
         if not config.base_model_name_or_path:
             warnings.append(

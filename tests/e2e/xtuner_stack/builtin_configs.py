@@ -58,13 +58,13 @@ class BuiltIn:
     Attributes:
         name: Its path below ``xtuner/configs``.
         found: None when no MMEngine run trains it.
-        template: The name of the prompt template that the hook finds in it, or None.
+        template: The prompt template that the hook finds in it, or None.
     """
 
     name: str
     text: str
     found: Found | None
-    template: str | None
+    template: Mapping[str, Any] | None
 
     @property
     def exporter(self) -> str:
@@ -88,8 +88,7 @@ def built_ins() -> list[BuiltIn]:
                     continue  # a package's __init__, or one of XTuner's conversion scripts
                 cfg = Config.fromfile(file)
                 found = None if 'training_args' in cfg else _found(cfg, known)
-                template = template_of_config(cfg)
-                result.append(BuiltIn(str(file.relative_to(root)), text, found, template and template[0]))
+                result.append(BuiltIn(str(file.relative_to(root)), text, found, template_of_config(cfg)))
     finally:
         logging.disable(logging.NOTSET)
     return result

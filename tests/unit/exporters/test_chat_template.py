@@ -141,7 +141,7 @@ def plain():
 
 
 def chatting(tokenizer, template: dict):
-    return chat_template.apply_to_tokenizer(tokenizer, template, 'it')[0]
+    return chat_template.apply_to_tokenizer(tokenizer, template)[0]
 
 
 @pytest.mark.parametrize('dialogue_name', DIALOGUES)
@@ -208,24 +208,24 @@ def test_bos_depends_on_the_tokenizer(kind, expected):
 def test_a_template_with_the_same_text_is_kept(plain):
     tokenizer = chatting(plain, LITERALS['default'])
     tokenizer.chat_template += '{# mine #}'
-    assert chat_template.apply_to_tokenizer(tokenizer, LITERALS['default'], 'it') == (tokenizer, [])
+    assert chat_template.apply_to_tokenizer(tokenizer, LITERALS['default']) == (tokenizer, [])
 
 
-REPLACED = [
-    (None, 'has no chat template'),
-    ('{% for m in messages %}{{ m.content }}{% endfor %}', "has ' Why"),
-    ("{{ raise_exception('Not I') }}", 'Not I'),
-    ({'default': 'x', 'tool_use': 'y'}, "has 'x'"),
+OTHERS = [
+    None,
+    '{% for m in messages %}{{ m.content }}{% endfor %}',
+    "{{ raise_exception('Not I') }}",
+    {'default': 'x', 'tool_use': 'y'},
 ]
 
 
-@pytest.mark.parametrize(('existing', 'said'), REPLACED)
-def test_another_template_is_replaced_in_a_copy(existing, said, plain):
+@pytest.mark.parametrize('existing', OTHERS)
+def test_another_template_is_replaced_in_a_copy(existing, plain):
     tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = existing
-    found, messages = chat_template.apply_to_tokenizer(tokenizer, LITERALS['default'], 'PROMPT_TEMPLATE.default')
+    found, messages = chat_template.apply_to_tokenizer(tokenizer, LITERALS['default'])
     assert found is not tokenizer and tokenizer.chat_template == existing
-    assert len(messages) == 1 and said in messages[0] and 'PROMPT_TEMPLATE.default' in messages[0]
+    assert len(messages) == 1 and 'gets the chat template' in messages[0]
     assert found.apply_chat_template(ORDINARY['one turn'], tokenize=False).startswith('<s><|User|>:Why?')
     assert not isinstance(existing, dict) or found.chat_template['tool_use'] == 'y'
 
@@ -237,7 +237,7 @@ def test_stop_words_are_ids_or_named(plain):
     assert chat_template.eos_token_ids(plain, dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True)) == expected[:2]
     template = {**LITERALS['default'], 'STOP_WORDS': ['<eoa> never seen', '</s>']}
     assert chat_template.eos_token_ids(plain, template) == [plain.eos_token_id]
-    assert "['<eoa> never seen'] of it" in chat_template.apply_to_tokenizer(plain, template, 'it')[1][1]
+    assert "['<eoa> never seen'] are not single tokens" in chat_template.apply_to_tokenizer(plain, template)[1][0]
 
 
 def run_config(*map_fns, kind: str = 'process_hf_dataset', **others) -> ConfigDict:
@@ -266,15 +266,14 @@ CONFIGS = [
 
 @pytest.mark.parametrize(('config', 'expected'), CONFIGS)
 def test_template_of_config(config, expected):
-    found = chat_template.template_of_config(config)
-    assert found is None if expected is None else found[1] == expected
+    assert chat_template.template_of_config(config) == expected
 
 
 WRONG = [
     (run_config(factory('lama3_chat')), 'llama3_chat' if HAS_XTUNER else 'xtuner installed'),
     (run_config(factory('xtuner.utils.PROMPT_TEMPLATE.nope')), 'nope'),
     (run_config(factory('no.such.module')), 'no.such.module'),
-    (run_config(factory(MISTRAL), factory(LLAMA)), 'several prompt templates'),
+    (run_config(factory(MISTRAL), factory(LLAMA)), 'training data, which has several'),
     (run_config(factory(7)), 'found 7'),
 ]
 
@@ -296,4 +295,4 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize('template', IMPOSSIBLE)
 def test_templates_that_xtuner_cannot_use_are_refused(template, plain):
     with pytest.raises(OptionError, match='prompt_template'):
-        chat_template.apply_to_tokenizer(plain, template, 'it')
+        chat_template.apply_to_tokenizer(plain, template)

@@ -20,9 +20,7 @@ import copy
 import pkgutil
 import re
 import string
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from xhf_hooks.errors import OptionError
@@ -30,6 +28,8 @@ from xhf_hooks.errors import OptionError
 #: Builders of training data that take no prompt template. They use the tokenizer's chat template
 #: (``preference_dataset.py``) or a copy of the base model's official one (``internvl_dataset.py``).
 _OWN_FORMAT = ('build_preference_dataset', 'InternVL_V1_5_Dataset')
+
+_XTUNERS = ('xtuner.utils.PROMPT_TEMPLATE', 'xtuner.utils.templates.PROMPT_TEMPLATE')
 
 #: Has whitespace at the ends: XTuner trains with it, but many templates strip it.
 _PROBE_TURN = ({'role': 'user', 'content': ' Why?\n'}, {'role': 'assistant', 'content': ' Because.\n'})
@@ -116,12 +116,11 @@ def eos_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -> tuple[Any, list[str]]:
+def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """The tokenizer to write for a run that was trained with ``template``. Runs on: rank 0.
 
     Args:
         tokenizer: It is not changed.
-        name: The template's name, for messages.
 
     Returns:
         The tokenizer itself if its chat template renders the training text, else a copy with one that does; and log
@@ -135,17 +134,14 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any], name: str) -
     messages = []
     skipped = [word for word, stop_id in _stop_words(tokenizer, template).items() if stop_id is None]
     if skipped:
-        messages.append(
-            f'stop words {skipped} of {name} are not single tokens, and are not added to eos_token_id in '
-            f'generation_config.json'
-        )
-    difference = _first_difference(tokenizer, wanted, has_system=template.get('SYSTEM') is not None)
-    if difference is None:
+        messages.append(f'stop words {skipped} are not single tokens: not in eos_token_id of generation_config.json')
+    if _renders_as(tokenizer, wanted, has_system=template.get('SYSTEM') is not None):
         return tokenizer, messages
     copied = copy.deepcopy(tokenizer)
     several = copied.chat_template if isinstance(copied.chat_template, dict) else None
     copied.chat_template = wanted if several is None else {**several, 'default': wanted}
-    return copied, [f'{difference}; the exported tokenizer gets the chat template of {name}', *messages]
+    messages.append("the exported tokenizer gets the chat template of the training, which the base's does not render")
+    return copied, messages
 
 
 def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[Any | None, Sequence[int], Sequence[str]]:
@@ -154,16 +150,15 @@ def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[An
     Raises:
         OptionError: The template does not exist, is ambiguous, or XTuner could not train with it.
     """
-    found = template_of_config(cfg)
-    if found is None or tokenizer is None:
+    template = template_of_config(cfg)
+    if template is None or tokenizer is None:
         return tokenizer, (), ()
-    name, template = found
-    tokenizer, messages = apply_to_tokenizer(tokenizer, template, name)
+    tokenizer, messages = apply_to_tokenizer(tokenizer, template)
     return tokenizer, eos_token_ids(tokenizer, template), messages
 
 
-def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
-    """The name and content of the prompt template in a run's config. Imports xtuner only if the config has a name.
+def template_of_config(cfg: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The prompt template in a run's config. Imports xtuner only if the config has the name of one.
 
     The template is that of the training data (``template_map_fn``) or, for prepared data, ``prompt_template``. None for
     raw text and for data that does not use a prompt template, such as preference pairs.
@@ -186,12 +181,11 @@ def template_of_config(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] 
     named = _value(cfg, 'prompt_template')
     if not used:
         return None if no_template or named is None else _resolve(named)
-    if all(template == used[0][1] for _, template in used):
+    if all(template == used[0] for template in used):
         return used[0]
     if named is not None and _resolve(named) in used:
         return _resolve(named)  # the template of XTuner's EvaluateChatHook
-    names = sorted({name for name, _ in used})
-    raise OptionError('chat_template', f'False, because the training data has several prompt templates: {names}', True)
+    raise OptionError('prompt_template', 'one of those of the training data, which has several', named)
 
 
 def _expression(template: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
@@ -235,10 +229,10 @@ def _token_id(tokenizer: Any, word: str) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
 
-def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str | None:
-    """The first difference, on sample dialogues, between the tokenizer's chat template and training; or None."""
+def _renders_as(tokenizer: Any, wanted: str, *, has_system: bool) -> bool:
+    """Whether the tokenizer's chat template gives the text of training, on sample dialogues."""
     if getattr(tokenizer, 'chat_template', None) is None:
-        return 'the tokenizer has no chat template'
+        return False
     dialogues = [[*_PROBE_TURN], [*_PROBE_TURN] * 3, [_PROBE_TURN[0]], [*_PROBE_TURN, _PROBE_TURN[0]]]
     if has_system:
         dialogues += [[_PROBE_SYSTEM, *dialogue] for dialogue in dialogues]
@@ -246,14 +240,11 @@ def _first_difference(tokenizer: Any, wanted: str, *, has_system: bool) -> str |
         options = dict(tokenize=False, add_generation_prompt=dialogue[-1]['role'] == 'user')
         trained = tokenizer.apply_chat_template(dialogue, chat_template=wanted, **options)
         try:
-            found = tokenizer.apply_chat_template(dialogue, **options)
-        except Exception as error:  # a template may raise anything
-            return f"the tokenizer's chat template fails on {[m['role'] for m in dialogue]} ({error})"
-        if found != trained:
-            same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(found, trained, strict=False))])
-            there, here = found[same : same + 40], trained[same : same + 40]
-            return f"the tokenizer's chat template has {there!r} where training has {here!r}"
-    return None
+            if tokenizer.apply_chat_template(dialogue, **options) != trained:
+                return False
+        except Exception:  # a template may raise anything
+            return False
+    return True
 
 
 def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
@@ -273,8 +264,7 @@ def _value(mapping: Mapping[str, Any], key: str) -> Any:
     except (ImportError, AttributeError) as error:
         if 'template' not in key:
             return None  # not needed here
-        known = sorted(_xtuner_templates(key)) if 'PROMPT_TEMPLATE' in str(error) else 'what can be imported'
-        raise OptionError(key, f'one of {known}', str(error)) from error
+        raise OptionError(key, 'something that can be imported', str(error)) from error
 
 
 def _type_name(config: Mapping[str, Any]) -> str:
@@ -282,32 +272,20 @@ def _type_name(config: Mapping[str, Any]) -> str:
     return kind.rsplit('.', 1)[-1] if isinstance(kind, str) else getattr(kind, '__name__', '')
 
 
-def _resolve(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """The name and the content of a template, given either."""
+def _resolve(value: Any) -> Mapping[str, Any]:
+    """A template, given itself or its name."""
     if isinstance(value, Mapping):
-        loaded = getattr(sys.modules.get('xtuner.utils.templates'), 'PROMPT_TEMPLATE', {})
-        names = [name for name in loaded if loaded[name] == value]
-        names.sort(
-            key=lambda name: loaded[name] is not value
-        )  # some templates are equal, such as vicuna's and wizardlm's
-        return f'PROMPT_TEMPLATE.{names[0]}' if names else 'the prompt template of the config', value
+        return value
     if not isinstance(value, str):
         raise OptionError('prompt_template', 'the name of a template, or a mapping with INSTRUCTION', value)
     owner, _, name = value.rpartition('.')
-    if owner not in ('', 'PROMPT_TEMPLATE', 'xtuner.utils.PROMPT_TEMPLATE', 'xtuner.utils.templates.PROMPT_TEMPLATE'):
-        try:
-            return value, pkgutil.resolve_name(value)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise OptionError('prompt_template', f'something that can be imported ({error})', value) from error
-    templates = _xtuner_templates(value)
-    if name not in templates:
-        raise OptionError('prompt_template', f'one of {sorted(templates)}', value)
-    return f'PROMPT_TEMPLATE.{name}', templates[name]
-
-
-def _xtuner_templates(wanted: str) -> Mapping[str, Mapping[str, Any]]:
     try:
+        if owner not in ('', 'PROMPT_TEMPLATE', *_XTUNERS):
+            return pkgutil.resolve_name(value)
         from xtuner.utils import PROMPT_TEMPLATE
-    except ImportError as error:
-        raise OptionError('prompt_template', f'a mapping, or xtuner installed ({error})', wanted) from error
-    return PROMPT_TEMPLATE
+    except (ImportError, AttributeError, ValueError) as error:
+        expected = f'a mapping, or something that can be imported, with xtuner installed ({error})'
+        raise OptionError('prompt_template', expected, value) from error
+    if name not in PROMPT_TEMPLATE:
+        raise OptionError('prompt_template', f'one of {sorted(PROMPT_TEMPLATE)}', value)
+    return PROMPT_TEMPLATE[name]

@@ -23,9 +23,8 @@ from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, MergedExporter, base_path
 from xhf_hooks.exporters.lora_adapter import AdapterExporter, adapters_in
 from xhf_hooks.exporters.tokenizer import base_file
-from xhf_hooks.format.dtypes import AS_IN_BASE
 from xhf_hooks.model import model_class
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -104,11 +103,6 @@ class LlavaExporter(CompositeExporter):
             isinstance(children.get(name), PreTrainedModel) or (name in adapted and name != 'projector')
             for name in _FOLDERS
         )
-
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        if dtype == AS_IN_BASE:
-            raise OptionError('dtype', "another one for XTuner's LLaVAModel, whose parts have their own bases", dtype)
-        return super().entries(specs, dtype)
 
     def base_tokenizer(self) -> Any | None:
         return hf_assets.base_tokenizer_of(self._llm)
