@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.format.safetensors import AS_IN_BASE
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 #: Names that a command of ``on_saved`` may contain in braces.
@@ -109,12 +108,12 @@ def command(option: str, value: Any) -> tuple[str, ...] | None:
 
 
 def dtype_code(option: str, value: Any) -> str | None:
-    """``'bfloat16'``, ``torch.bfloat16``, 'base' or None; returns the safetensors dtype, AS_IN_BASE or None."""
-    if value is None or value == AS_IN_BASE:
-        return value
+    """``'bfloat16'``, ``torch.bfloat16`` or None; returns the safetensors dtype or None."""
+    if value is None:
+        return None
     name = str(value).removeprefix('torch.')
     if name not in DTYPE_CODES:
-        raise OptionError(option, f'None, {AS_IN_BASE!r} or one of {sorted(DTYPE_CODES)}', value)
+        raise OptionError(option, f'None or one of {sorted(DTYPE_CODES)}', value)
     return DTYPE_CODES[name]
 
 

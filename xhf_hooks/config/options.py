@@ -94,9 +94,8 @@ class SaveOptions(_Options):
     dtype: str | None = _option(
         None,
         "'float32' (the fp32 master weights where they exist); 'bfloat16' or 'float16' (but fp32 for the tensors that "
-        "``from_pretrained`` with that dtype keeps in fp32); 'base' (each tensor as in the base model's safetensors "
-        'files; one that they lack in the dtype of most of their elements; adapters as in training). What is written '
-        'in fp32 comes from the master weights where they exist. None: the dtype of training.',
+        '``from_pretrained`` with that dtype keeps in fp32). What is written in fp32 comes from the master weights '
+        'where they exist. None: the dtype of training.',
         dtype_code,
     )
     max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', size)

@@ -41,8 +41,7 @@ class ConvertOptions:
     Attributes:
         ema: Export the averaged weights if the checkpoint holds both averaged and live ones.
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
-            any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
-            saves.
+            any. None: the training dtype, bit for bit what the hook saves.
         workers: Threads that read, cast and write.
         verify: Read everything back and compare it before the commit.
     """
