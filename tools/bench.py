@@ -40,10 +40,8 @@ _EXAMPLES = {
     'draw --out docs/bench': 'measure nothing; make tables and charts again from the JSON files there',
 }
 _EPILOG = """\
-A benchmark prints its progress, and at the end a table of medians.
-It writes the table, a chart and the JSON behind them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json.
-
-`python tools/bench.py NAME --help` shows the options of a benchmark. docs/performance.md explains the results."""
+A benchmark prints its progress, and at the end a table of medians. It writes the table, a chart and the JSON behind
+them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json. docs/performance.md explains the results."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,12 @@ class Bench:
 
     Attributes:
         meaning: What it measures, in one line.
-        details: More about it, in sentences, for its own help.
         add_options: Adds its options to its command.
         measure: Returns the content of WHAT.json, except the machine.
         stack: The environment that it needs.
     """
 
     meaning: str
-    details: str
     add_options: Callable[[ArgumentParser], None]
     measure: Callable[[Namespace], dict[str, Any]]
     stack: str = 'modern'
@@ -69,50 +65,41 @@ class Bench:
 BENCHES = {
     'save': Bench(
         'saves of a ZeRO-3 model, with every writer and every peer',
-        'gloo processes hold a bf16 Llama at ZeRO-3 and save it in all ways, in random order. Floors show how fast '
-        'disk and loopback can move as many bytes.',
         saves.add_save_options,
         saves.measure_save,
     ),
     'floors': Bench(
         'saves with every writer, compared with how fast disk and loopback can move as many bytes',
-        'The same measurement as save, without the peers.',
         saves.add_floors_options,
         saves.measure_save,
     ),
     'throttled': Bench(
         'saves with every writer and a limited bandwidth from each rank to the disk',
-        f'No rank can write more than {saves.LIMIT / 1e6:.0f} MB/s, as on a network share that limits each client.',
         saves.add_throttled_options,
         saves.measure_throttled,
     ),
     'memory': Bench(
         'memory and network traffic of every writer',
-        'For each model size and number of ranks.',
         saves.add_memory_options,
         saves.measure_memory,
     ),
     'stall': Bench(
         'how long a save stops training, and how much it slows training down',
-        'Also how much of the save is in the page cache.',
         saves.add_stall_options,
         saves.measure_stall,
     ),
     'upload': Bench(
         'uploads to an object store by all ranks, compared with rank 0 alone',
-        "Each rank's upload rate is limited. Also measures how much an upload slows training down.",
         upload.add_options,
         upload.measure,
     ),
     'out_dir': Bench(
         'saves to an object store without a disk, compared with an upload by rank 0',
-        "Rank 0 gathers, saves to its disk and uploads. Each rank's upload rate is limited.",
         out_dir.add_options,
         out_dir.measure,
     ),
     'convert': Bench(
         "conversion of a checkpoint, compared with other converters; needs XTuner's environment",
-        'Start-up is included. First: source tools/env.sh && use_env .venv-xtuner',
         convert.add_options,
         convert.measure,
         stack='xtuner',
@@ -129,13 +116,8 @@ def make_parser() -> ArgumentParser:
     )
     commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
     for what, bench in BENCHES.items():
-        bench.add_options(_add_command(commands, what, bench.meaning, bench.details))
-    everything = _add_command(
-        commands,
-        'all',
-        'all benchmarks that README and docs quote, with their defaults',
-        f'These are {", ".join(BENCHES)}.',
-    )
+        bench.add_options(_add_command(commands, what, bench.meaning))
+    everything = _add_command(commands, 'all', 'all benchmarks that README and docs quote, with their defaults')
     everything.add_argument(
         '--xtuner-env',
         type=Path,
@@ -143,9 +125,7 @@ def make_parser() -> ArgumentParser:
         metavar='DIR',
         help="XTuner's environment, which convert needs (default: %(default)s)",
     )
-    _add_command(
-        commands, 'draw', 'measure nothing; make tables and charts again', 'Reads DIR/NAME.json of all benchmarks.'
-    )
+    _add_command(commands, 'draw', 'measure nothing; make tables and charts again from DIR/NAME.json')
     for command in commands.choices.values():
         command.add_argument(
             '--out',
@@ -157,8 +137,8 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def _add_command(commands: Any, what: str, meaning: str, details: str) -> ArgumentParser:
-    return commands.add_parser(what, help=meaning, description=f'{meaning[0].upper()}{meaning[1:]}. {details}')
+def _add_command(commands: Any, what: str, meaning: str) -> ArgumentParser:
+    return commands.add_parser(what, help=meaning, description=f'{meaning[0].upper()}{meaning[1:]}.')
 
 
 def run(what: str, args: Namespace) -> None:

@@ -26,26 +26,14 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.config.checks import parse_size
 from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
 
 STEPS_MEANWHILE = 2
 
 
-@dataclass(frozen=True)
-class Way:
-    """How to save."""
-
-    writer: str
-    in_background: bool = False
-
-    def __str__(self) -> str:
-        return f'{self.writer}{", in the background" * self.in_background}'
-
-
-WAYS = [
-    Way(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)
-]
+#: Writer, and whether it saves in the background.
+WAYS = [(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -54,13 +42,18 @@ class Row:
 
     writer: str
     in_background: bool
-    same_bytes: bool
     seconds: float
     stalled_secs: float
     device_mb: float
     host_mb: float
-    pinned: bool
     problems: tuple[str, ...]
+
+    def line(self) -> str:
+        return (
+            f'{self.writer}{", in the background" * self.in_background}: {self.seconds:.2f} s, training stalled '
+            f'{self.stalled_secs:.2f} s, {self.device_mb:.0f} MB on the device, {self.host_mb:.0f} MB on the host: '
+            f'{"; ".join(self.problems) or "the bytes of save_pretrained"}'
+        )
 
 
 class Training:
@@ -109,49 +102,39 @@ class Training:
         dist.barrier()
 
 
-def save(training: Training, way: Way, bucket_nbytes: int, out: Path) -> Row:
+def save(training: Training, writer: str, in_background: bool, bucket_nbytes: int, out: Path) -> Row:
     """Save in one way. Runs on: all ranks."""
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
-    in_background = way.in_background
     options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
-    saver = Saver(training.engine.module, options, Collective(), writer=way.writer, in_background=in_background)
+    saver = Saver(training.engine.module, options, Collective(), writer=writer, in_background=in_background)
     saver.prepare()
-    pinned, meanwhile = True, STEPS_MEANWHILE if in_background else 0
+    with_gpu, problems, before = training.device.type == 'cuda', [], 0
     if in_background:
         saver.reserve_snapshot()
-        pinned = saver.snapshot_is_pinned
-    with_gpu = training.device.type == 'cuda'
+        if with_gpu and not saver.snapshot_is_pinned:
+            problems.append('host copies are not pinned')
     if with_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    committed = _save(saver, folder)
+    committed = (saver.start if in_background else saver.save)(folder, Step('iter', 1, 1))
     device_nbytes = torch.cuda.max_memory_allocated() - before if with_gpu else 0
-    for _ in range(meanwhile):
-        training.step()
     if in_background:
+        for _ in range(STEPS_MEANWHILE):
+            training.step()
         committed = saver.background.outcome()
     saver.close()
     all_nbytes = [0] * dist.get_world_size()
     dist.all_gather_object(all_nbytes, device_nbytes)
     largest = max(bucket_nbytes, saver.plan.largest_bucket_nbytes)
-    problems = []
-    same = _same_files(reference, folder.final)
-    if not same:
+    if not _same_files(reference, folder.final):
         problems.append('other bytes than save_pretrained')
     if max(all_nbytes) > largest:
         problems.append(f'{max(all_nbytes) / 1e6:.0f} MB on the device, a bucket is {largest / 1e6:.0f} MB')
-    if with_gpu and not pinned:
-        problems.append('host copies are not pinned')
     cost = committed.cost
     figures = (cost.seconds, cost.stalled_secs, max(all_nbytes) / 1e6, cost.peak_extra_nbytes / 1e6)
-    return Row(way.writer, in_background, same, *figures, with_gpu and in_background and pinned, tuple(problems))
-
-
-def _save(saver: Saver, folder: CheckpointFolder) -> CommittedCheckpoint | None:
-    step = Step('iter', 1, 1)
-    return saver.start(folder, step) if saver.in_background else saver.save(folder, step)
+    return Row(writer, in_background, *figures, tuple(problems))
 
 
 def _same_files(reference: Path, found: Path) -> bool:
@@ -167,13 +150,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--bucket-size', type=parse_size, default='128MB', help='bucket_size of the saves (default: %(default)s)'
     )
-    parser.add_argument(
-        '--out',
-        type=Path,
-        default=Path('work_dirs/gpu_check'),
-        metavar='DIR',
-        help='folder for the saves and gpu_check.json (default: %(default)s)',
-    )
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'), metavar='DIR', help='for the results')
     parser.add_argument('--cpu', action='store_true', help='run the same steps on CPU with gloo, to test this script')
     return parser.parse_args()
 
@@ -190,9 +167,9 @@ def main() -> int:
     name = 'CPU, gloo' if args.cpu else f'{dist.get_world_size()} x {torch.cuda.get_device_name()}, nccl'
     rows: list[Row] = []
     for way in WAYS:
-        rows.append(save(training, way, args.bucket_size, args.out.absolute()))
+        rows.append(save(training, *way, args.bucket_size, args.out.absolute()))
         if dist.get_rank() == 0:
-            print(_line(rows[-1]), flush=True)
+            print(rows[-1].line(), flush=True)
     if dist.get_rank() == 0:
         result: dict[str, Any] = {'device': name, 'ranks': dist.get_world_size(), 'rows': [asdict(row) for row in rows]}
         (args.out / 'gpu_check.json').write_text(json.dumps(result, indent=2) + '\n')
@@ -200,15 +177,6 @@ def main() -> int:
     dist.all_reduce(wrong)  # every rank compares the files
     dist.destroy_process_group()
     return int(wrong.item() > 0)
-
-
-def _line(row: Row) -> str:
-    how = Way(row.writer, row.in_background)
-    verdict = '; '.join(row.problems) or 'the bytes of save_pretrained'
-    return (
-        f'{how}: {row.seconds:.2f} s, training stalled {row.stalled_secs:.2f} s, {row.device_mb:.0f} MB on the device, '
-        f'{row.host_mb:.0f} MB on the host: {verdict}'
-    )
 
 
 if __name__ == '__main__':

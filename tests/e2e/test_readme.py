@@ -17,53 +17,31 @@ from tests.helpers.ranks import run_program
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
-MEASURED = ['save', 'floors', 'throttled', 'memory', 'stall', 'convert', 'upload', 'out_dir']
-#: tests/stress runs both once.
-LONG_RUNS = [
-    f'bash tools/test.sh tests/stress/test_{what}.py --times {n}' for what, n in (('kills', 10), ('network_fs', 2))
-]
-BENCHMARKS = [f'python tools/bench.py {what}' for what in MEASURED]
+BENCHMARKS = ['save', 'floors', 'throttled', 'memory', 'stall', 'convert', 'upload', 'out_dir', 'all --out docs/bench']
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
-XTUNERS = 'source tools/env.sh && use_env .venv-xtuner'
 XTUNER_CONFIG = 'llama3_8b_instruct_full_alpaca_e3'
-INSTALL = ['pip install torch==2.13.0', 'pip install torch==2.13.0 torchvision==0.28.0']
 AFTER_THE_DEMO = [
     'xhf inspect work_dirs/demo',
     'xhf convert work_dirs/demo OUT',
     'xhf verify OUT work_dirs/demo/*/hf_model',
 ]
-#: Every command of every page. What runs each: tests below, or those that are named.
+#: Every command of every page, but versions.md, whose lines tools/env.sh runs. Tests below run them, or as it says.
 COMMANDS = {
-    'README.md': ['bash tools/demo.sh', 'bash tools/test.sh', 'pip install .'],
-    'getting-started.md': ['bash tools/demo.sh', ENTER, 'pip install .', *AFTER_THE_DEMO],
-    'converting.md': [
-        'python tools/convert.py CHECKPOINT OUT --dry-run',
-        'python tools/convert.py CHECKPOINT OUT --verify',
-    ],
-    # In tests/e2e/xtuner_stack, test_drop_in.py runs the first, and test_train.py trains a config of its own
-    'xtuner.md': [
-        f'xtuner copy-cfg {XTUNER_CONFIG} .',
-        f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
-        f'xhf verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
-    ],
-    'verifying.md': ['python tools/verify.py DIR', 'python tools/verify.py A B'],
-    'reliability.md': LONG_RUNS,
-    'performance.md': [*BENCHMARKS[:5], XTUNERS, *BENCHMARKS[5:], 'python tools/bench.py all --out docs/bench'],
-    # tools/env.sh does the same, which every test needs, and tests/unit/test_versions.py
-    'versions.md': [
-        INSTALL[0],
-        'pip install -r requirements/modern.txt -c requirements/modern.lock.txt',
-        'pip install --no-deps -e .',
-        INSTALL[1],
-        'pip install -r requirements/xtuner.txt -c requirements/xtuner.lock.txt',
-        'pip install --no-deps -r requirements/xtuner_no_deps.txt',
-        'pip install --no-deps -e .',
-        'pip install bitsandbytes==0.50.2',
-        'bash tools/lock.sh',
-        'bash tools/test.sh',
-    ],
+    *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *AFTER_THE_DEMO),
+    'pip install .',  # test_wheel
+    'python tools/convert.py CHECKPOINT OUT --dry-run',  # test_convert_command
+    'python tools/convert.py CHECKPOINT OUT --verify',
+    'python tools/verify.py DIR',  # test_verify_command
+    'python tools/verify.py A B',
+    f'xtuner copy-cfg {XTUNER_CONFIG} .',  # in tests/e2e/xtuner_stack: test_drop_in, test_train
+    f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
+    f'xhf verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
+    'bash tools/test.sh tests/stress/test_kills.py --times 10',  # once in every run
+    'bash tools/test.sh tests/stress/test_network_fs.py --times 2',
+    *(f'python tools/bench.py {what}' for what in BENCHMARKS),
+    f'{ENTER}-xtuner',
 }
 CONFIG_LINES = {
     "dict(type='HFCheckpointHook')": 'getting-started.md',
@@ -96,8 +74,8 @@ def demo_folder():
 
 
 def test_every_command_is_known_here():
-    found = {page: [line for block in blocks('bash', page) for line in block.splitlines()] for page in PAGES}
-    assert {page: commands for page, commands in found.items() if commands} == COMMANDS
+    pages = PAGES.keys() - {'versions.md'}
+    assert {line for page in pages for block in blocks('bash', page) for line in block.splitlines()} == COMMANDS
 
 
 def test_every_block_of_code_is_run_here():
@@ -144,21 +122,6 @@ def test_the_links_lead_somewhere(page):
             assert anchor in [re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings], target
 
 
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 150
-
-
-def test_ci_runs_the_test_command():
-    assert 'bash tools/test.sh' in (ROOT / '.ci' / 'run').read_text()
-
-
-@pytest.mark.modern_only
-def test_the_demo_leaves_the_tree(demo_folder):
-    (tree,) = [block for block in blocks('text') if block.startswith('work_dirs/demo')]
-    names = re.findall(r'^ {8}(\S+)', tree, flags=re.MULTILINE)
-    assert sorted(names) == sorted(path.name for path in demo_folder.iterdir())
-
-
 def shapes(text: str) -> list[str]:
     """The lines of a log without root, date and figures."""
     lines = text.replace(f'{ROOT}/', '').splitlines()
@@ -166,28 +129,18 @@ def shapes(text: str) -> list[str]:
 
 
 @pytest.mark.modern_only
-def test_the_demo_logs_what_the_page_shows(demo_folder):
+def test_the_demo_leaves_what_the_pages_show(demo_folder):
+    """The tree, the log, and a folder that the lines for loading load; transformers 4.48 reads its tokenizer, too."""
+    (tree,) = [block for block in blocks('text') if block.startswith('work_dirs/demo')]
+    names = re.findall(r'^ {8}(\S+)', tree, flags=re.MULTILINE)
+    assert sorted(names) == sorted(path.name for path in demo_folder.iterdir())
     (shown,) = [block for block in blocks('text', 'getting-started.md') if 'ready to save' in block]
     log = shapes((demo_folder.parent / f'{demo_folder.parent.name}.log').read_text())
     assert not [line for line in shapes(shown) if line not in log]
-    assert max(len(line) for line in shown.splitlines()) <= 100
-
-
-@pytest.mark.modern_only
-def test_the_loading_lines_load_it(demo_folder):
     lines = code('from_pretrained(').replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
     subprocess.run([sys.executable, '-c', lines], check=True)
-
-
-@pytest.mark.modern_only
-def test_others_read_the_demos_tokenizer(demo_folder):
-    """What transformers 4.48 (which has no generic class of version 5) and gguf.vocab.LlamaHfVocab ask for."""
     settings = json.loads((demo_folder / 'tokenizer_config.json').read_text())
-    assert settings['tokenizer_class'] == 'LlamaTokenizer'
-    assert settings.get('add_prefix_space') is None, '4.48 would read tokenizer.model then'
-    tokenizer = json.loads((demo_folder / 'tokenizer.json').read_text())
-    assert tokenizer['model']['type'] == 'BPE' and tokenizer['model']['byte_fallback']
-    assert tokenizer['decoder']['type'] == 'Sequence'
+    assert settings['tokenizer_class'] == 'LlamaTokenizer' and settings.get('add_prefix_space') is None
 
 
 @pytest.mark.modern_only
@@ -261,37 +214,25 @@ def train(resume):
     ).train()
 
 train(False)
-if sys.argv[2:]:
-    exec(sys.argv[2])
+exec(sys.argv[2])
 train(True)
 """
 
 
 @pytest.mark.modern_only
-@pytest.mark.parametrize('prepared', [False, True])
-def test_the_lines_that_let_mmengine_resume(tmp_path, prepared):
-    lines = [code('torch.load', 'getting-started.md')] if prepared else []
-    (finished,) = run_program(RESUMED_RUN, tmp_path, *lines)
-    assert (finished.returncode == 0) == prepared, finished.stderr
-    assert prepared or 'Weights only load failed' in finished.stderr
+def test_the_lines_that_let_mmengine_resume(tmp_path):
+    (finished,) = run_program(RESUMED_RUN, tmp_path, code('torch.load', 'getting-started.md'))
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_what_the_readme_counts_of_xtuners_configs():
     """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
     table = (ROOT / 'docs' / 'xtuner_configs.md').read_text()
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines() if line.startswith('| ')]
-    counts: dict[str, int] = {}
-    for _, _, exporter, count, _ in rows[1:-1]:
-        kind = exporter.split(':')[0] if 'Trainer' not in exporter else 'Trainer'
-        counts[kind] = counts.get(kind, 0) + int(count)
-    _, _, _, n_configs, n_templates = rows[-1]
-    trainer = counts.pop('Trainer')
-    words = ' '.join(PAGES['xtuner.md'].split())
-    assert f'Of the {n_configs} configs that come with XTuner {sum(counts.values())} are saved' in words
-    assert f'{trainer} are for' in words and 'none' not in counts
-    assert f'({n_templates} do)' in words
-    assert f'{sum(counts.values())} of the {n_configs} configs' in ' '.join(README.split())
-    assert 'has seven of' in words and len(list((ROOT / 'configs' / 'xtuner').glob('*.py'))) == 7
+    saved = sum(int(count) for _, _, exporter, count, _ in rows[1:-1] if 'Trainer' not in exporter)
+    n_configs = rows[-1][3]
+    assert f'Of the {n_configs} configs that come with XTuner {saved} are saved' in ' '.join(PAGES['xtuner.md'].split())
+    assert f'{saved} of the {n_configs} configs' in ' '.join(README.split())
 
 
 def test_the_page_of_options_is_made_from_their_descriptions():
@@ -306,7 +247,7 @@ def accelerate_loop(lines: str, folder: Path) -> str:
     Without an accelerator Accelerate does not know of the other ranks: each gets all 16 batches.
     """
     import torch
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     from tests.helpers import frontends as doors
     from tests.helpers.zero_config import zero_config
@@ -319,7 +260,7 @@ def accelerate_loop(lines: str, folder: Path) -> str:
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
         loader=torch.utils.data.DataLoader(doors.Sequences()),
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=_tokenizer()),
+        tokenizer=AutoTokenizer.from_pretrained(folder / 'tokenizer'),
     )
     with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true', ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config)):
         exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))).replace('500', '3'), names)
@@ -328,24 +269,19 @@ def accelerate_loop(lines: str, folder: Path) -> str:
     return found
 
 
-def _tokenizer():
-    from tokenizers import Tokenizer, models
-
-    return Tokenizer(models.WordLevel({'<unk>': 0, 'a': 1}, unk_token='<unk>'))
-
-
 @pytest.mark.modern_only
 def test_the_accelerate_loop_saves(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tests.helpers.frontends import verify_folder
+    from tests.helpers.model_folder import save_tokenizer
     from tests.helpers.ranks import run_ranks
 
-    assert len(code('Accelerator', 'trainers.md').splitlines()) <= 12
+    save_tokenizer(tmp_path / 'tokenizer', 8)
     assert run_ranks(accelerate_loop, 2, code('Accelerator', 'trainers.md'), tmp_path) == ['DeepSpeedEngine'] * 2
     assert verify_folder(tmp_path / 'hf_model') >= 4
     assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 15
-    assert AutoTokenizer.from_pretrained(tmp_path / 'hf_model').convert_tokens_to_ids('a') == 1
+    assert AutoTokenizer.from_pretrained(tmp_path / 'hf_model').convert_tokens_to_ids('w0') == 4
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf_model', output_loading_info=True)
     assert not any(report.values())
 
@@ -391,7 +327,6 @@ def test_the_table_is_the_one_measured(monkeypatch, what):
     measured = json.loads((ROOT / 'docs' / 'bench' / f'{what}.json').read_text())
     assert table(what, measured) == (ROOT / 'docs' / 'bench' / f'{what}.md').read_text(), 'made by tools/bench.py'
     assert f'{{include}} bench/{what}.md' in PAGES['performance.md']
-    assert measured.get('repeats', 5) >= {'memory': 1, 'throttled': 3, 'out_dir': 3}.get(what, 5)
 
 
 def test_the_readme_shows_what_was_measured(monkeypatch):
@@ -418,7 +353,7 @@ def test_the_tests_that_are_named_are_there():
 def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
     """By its Python's path alone: torchrun and ninja are not on PATH."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    from bench.ways import BY, FLOOR_SENT, SENDERS
+    from bench.ways import FLOOR_SENT
 
     command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.05', '--repeats', '1', '--in-a-row', '1']
     finished = subprocess.run([*command, '--out', str(tmp_path)], cwd=ROOT, env=BARE, capture_output=True, text=True)
@@ -428,8 +363,7 @@ def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
     (size,) = json.loads((tmp_path / 'save.json').read_text())['sizes']
     share = {way: runs[0]['sent_mb'] * 1e6 / size['nbytes'] for way, runs in size['runs'].items()}
     assert share['xhf_hooks positional, with fsync, as the hook'] < 0.01
-    for how in SENDERS:  # rank 1 sends its half, and nobody anything else
-        assert share[f'{FLOOR_SENT}{BY}{how}'] == pytest.approx(0.5, abs=0.01)
+    assert share[FLOOR_SENT] == pytest.approx(0.5, abs=0.01), 'rank 1 sends its half, and nobody anything else'
     assert '<svg' in (tmp_path / 'save.svg').read_text()
 
 
@@ -444,12 +378,9 @@ def test_what_an_empty_environment_lacks_is_one_line(words):
 
 @pytest.mark.modern_only
 def test_the_line_that_enters_the_environment(tmp_path):
-    """From a shell that knows nothing of it. Without the environment it says so, and leaves PATH alone."""
+    """From a shell that knows nothing of it."""
     (tmp_path / 'env').symlink_to(sys.prefix)
     enter = ENTER.replace('.venv', str(tmp_path / 'env'))
     lines = f'{enter} && command -v torchrun ninja && python tools/verify.py --help'
     finished = subprocess.run(['bash', '-c', lines], cwd=ROOT, env=BARE, capture_output=True, text=True)
     assert finished.returncode == 0 and '--trust-remote-code' in finished.stdout, finished.stdout + finished.stderr
-    lines = f'{ENTER.replace(".venv", "no-env")} || echo "$PATH"'
-    finished = subprocess.run(['bash', '-c', lines], cwd=ROOT, env=BARE, capture_output=True, text=True)
-    assert 'no-env' in finished.stderr and finished.stdout.strip() == BARE['PATH']

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-#: Separates a floor's name from the method that reaches it; the fastest method is the floor.
+#: What separates a floor's name from the method, where several were measured; the fastest is the floor.
 BY = ', by '
 FLOOR = 'floor: one process writes as many bytes'
 FLOOR_ALL = 'floor: all processes write as many bytes together'
@@ -13,8 +13,6 @@ FLOOR_SENT = 'floor: one process writes as many bytes, the others send it theirs
 FLOOR_FSYNC = 'floor: one process writes as many bytes, with fsync'
 FLOOR_ALL_FSYNC = 'floor: all processes write as many bytes together, with fsync'
 FLOOR_GATHER = 'floor: all_gather of as many bytes, nothing written'
-SENDERS = ('gloo', 'sockets')
-FLUSHERS = ('write, then fsync', 'sync_file_range', 'O_DIRECT')
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
 DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
@@ -37,12 +35,7 @@ def name_of_ours(writer: str, fsync: bool) -> str:
 def ways_to_save(writers: Sequence[str]) -> list[str]:
     """Floors, peers, and each writer with and without fsync."""
     return [
-        FLOOR,
-        *(f'{FLOOR_SENT}{BY}{how}' for how in SENDERS),
-        FLOOR_ALL,
-        *(f'{FLOOR_FSYNC}{BY}{how}' for how in FLUSHERS),
-        *(f'{FLOOR_ALL_FSYNC}{BY}{how}' for how in FLUSHERS),
-        FLOOR_GATHER,
+        *(FLOOR, FLOOR_SENT, FLOOR_ALL, FLOOR_FSYNC, FLOOR_ALL_FSYNC, FLOOR_GATHER),
         XTUNER,
         DEEPSPEED,
         ACCELERATE,

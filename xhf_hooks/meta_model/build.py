@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from xhf_hooks.model import module_tensors, names_by_identity, quiet
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
+_ADAPTER = 'adapter_config.json'
 
 
 @dataclass
@@ -37,14 +39,32 @@ class MetaModel:
         notes: Notes for the user.
     """
 
-    module: nn.Module
     described_by: str
+    trust_remote_code: bool
+    module: nn.Module = field(default_factory=nn.Module)
     bases: list[tuple[str, dict[int, list[str]]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def remember_base(self, folder: str, model: nn.Module) -> None:
-        """Record a base model. Called before it is wrapped or adapted, while its names still match the files."""
+    def built_from(
+        self,
+        folder: str,
+        why: str,
+        auto_class: str | None = None,
+        edit: Callable[[Any], None] = lambda config: None,
+    ) -> nn.Module:
+        """Build the model of ``folder``'s config.json, and record it as a base while its names match the files.
+
+        Args:
+            edit: Changes the config before the model is built.
+        """
+        trust = self.trust_remote_code
+        hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why)
+        edit(hf_config)
+        model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust)
+        if getattr(hf_config, 'auto_map', None) and not trust:
+            self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
         self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
+        return model
 
 
 def build_meta_model(
@@ -67,113 +87,76 @@ def build_meta_model(
         ConfigError, BaseModelError: No usable config was found.
         DamagedError: The config describes a model that cannot be built.
     """
+    folder = _hugging_face_folder(checkpoint)
     with quiet():
-        return _Builder(config, checkpoint, names, base, trust_remote_code).build()
-
-
-def _adapted(*folders: str | Path | None) -> Path | None:
-    """The first folder with an adapter."""
-    found = (Path(folder) for folder in folders if folder is not None)
-    return next((folder for folder in found if (folder / 'adapter_config.json').is_file()), None)
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """The arguments of :func:`build_meta_model`."""
-
-    config: RunConfig | None
-    checkpoint: Path
-    names: Collection[str]
-    base: str | None
-    trust_remote_code: bool
-
-    def build(self) -> MetaModel:
-        config, folder = self.config, _hugging_face_folder(self.checkpoint)
         if config is not None and config.model is not None and _is_xtuners(config.model):
-            return self._of_xtuner(config.model)
-        if self.base is None and folder is None:
+            return _of_xtuner(config.model, config.where, names, base, trust_remote_code)
+        if base is None and folder is None:
             found = 'no config was found' if config is None else f'{config.where} has no supported model'
             raise ConfigError(
-                f"{self.checkpoint}: {found}, and there is no config.json beside it. Name the run's config with "
+                f"{checkpoint}: {found}, and there is no config.json beside it. Name the run's config with "
                 f'--config, or a folder with the config.json of the model with --base'
             )
-        return self._of_transformers(folder)
+        return _of_transformers(checkpoint, folder, names, base, trust_remote_code)
 
-    def _of_xtuner(self, model: Mapping[str, Any]) -> MetaModel:
-        kind = model['type'].rpartition('.')[2]
-        meta_model = MetaModel(nn.Module(), f'{kind} of {self.config.where}')
-        for name in _MODELS:
-            if not isinstance(model.get(name), Mapping):
-                continue
-            child = self._child(meta_model, model, name)
+
+def _of_xtuner(
+    model: Mapping[str, Any], where: str, names: Collection[str], base: str | None, trust_remote_code: bool
+) -> MetaModel:
+    kind = model['type'].rpartition('.')[2]
+    meta_model = MetaModel(f'{kind} of {where}', trust_remote_code)
+    module = meta_model.module
+    for name in _MODELS:
+        if isinstance(model.get(name), Mapping):
+            child = _child_of_xtuner(meta_model, model, name, where, base if name != 'visual_encoder' else None)
             if kind == 'RewardModel' and name == 'llm':
                 child = child.model  # xtuner keeps the backbone only (model/reward.py)
-            meta_model.module.add_module(name, child)
-        for option, name in _ADAPTERS.items():
-            if isinstance(model.get(option), Mapping) and hasattr(meta_model.module, name):
-                lora = peft_model.lora_config_of(model[option], self.config.where)
-                setattr(meta_model.module, name, peft_model.adapt(getattr(meta_model.module, name), lora))
-        _add_the_rest(meta_model.module, model, self.names)
-        _freeze(meta_model.module, model)
-        return meta_model
+            module.add_module(name, child)
+    for option, name in _ADAPTERS.items():
+        if isinstance(model.get(option), Mapping) and hasattr(module, name):
+            lora = peft_model.lora_config_of(model[option], where)
+            setattr(module, name, peft_model.adapt(getattr(module, name), lora))
+    _add_the_rest(module, model, names)
+    _freeze(module, model)
+    return meta_model
 
-    def _child(self, meta_model: MetaModel, model: Mapping[str, Any], name: str) -> nn.Module:
-        options, where = model[name], self.config.where
-        base = self.base if name != 'visual_encoder' else None
-        what = f'model.{name}.pretrained_model_name_or_path'
-        folder = base or str(required(options.get('pretrained_model_name_or_path'), what, where))
-        why = '--base' if base else f'{what} of {where}'
-        parts = str(required(options.get('type'), f'model.{name}.type', where)).split('.')
-        auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
 
-        def edit(hf_config: Any) -> None:
-            transformers_model.apply_options(hf_config, options)
-            if name != 'visual_encoder':
-                _enlarge_context(hf_config, model.get('max_position_embeddings'))
+def _child_of_xtuner(
+    meta_model: MetaModel, model: Mapping[str, Any], name: str, where: str, base: str | None
+) -> nn.Module:
+    options, what = model[name], f'model.{name}.pretrained_model_name_or_path'
+    folder = base or str(required(options.get('pretrained_model_name_or_path'), what, where))
+    parts = str(required(options.get('type'), f'model.{name}.type', where)).split('.')
+    auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
 
-        return self._model_at(meta_model, folder, why, auto_class, edit)
+    def edit(hf_config: Any) -> None:
+        transformers_model.apply_options(hf_config, options)
+        if name != 'visual_encoder':
+            _enlarge_context(hf_config, model.get('max_position_embeddings'))
 
-    def _of_transformers(self, folder: Path | None) -> MetaModel:
-        base: str | Path | None = folder if self.base is None else self.base
-        described_by = str(base)
-        adapter, place = None, _adapted(self.base, folder)
-        if place is not None:
-            adapter = peft_model.adapter_config_in(place)
-            if self.base is None or place == Path(self.base):
-                base = adapter.base_model_name_or_path
-            if not isinstance(base, str) or not base:
-                raise BaseModelError(
-                    f'{place}/adapter_config.json has no base_model_name_or_path; set it to the base model'
-                )
-            described_by = f'{place}/adapter_config.json and {base}'
-        meta_model = MetaModel(nn.Module(), described_by)
-        model: nn.Module = self._model_at(meta_model, str(base), 'the model')
-        if adapter is not None:
-            model = peft_model.adapt(model, adapter)
-        meta_model.module = _placed(model, _prefix(model, self.names, self.checkpoint, str(base)))
-        return meta_model
+    return meta_model.built_from(folder, '--base' if base else f'{what} of {where}', auto_class, edit)
 
-    def _model_at(
-        self,
-        meta_model: MetaModel,
-        folder: str,
-        why: str,
-        auto_class: str | None = None,
-        edit: Callable[[Any], None] = lambda config: None,
-    ) -> nn.Module:
-        """Build the model of ``folder``'s config.json and record it as a base.
 
-        Args:
-            edit: Changes the config before the model is built.
-        """
-        trust = self.trust_remote_code
-        hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why)
-        edit(hf_config)
-        model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust)
-        if getattr(hf_config, 'auto_map', None) and not trust:
-            meta_model.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
-        meta_model.remember_base(folder, model)
-        return model
+def _of_transformers(
+    checkpoint: Path, folder: Path | None, names: Collection[str], given: str | None, trust_remote_code: bool
+) -> MetaModel:
+    base: Any = folder if given is None else given
+    described_by, lora = str(base), None
+    with_adapter = [Path(one) for one in (given, folder) if one is not None and (Path(one) / _ADAPTER).is_file()]
+    if with_adapter:
+        place = with_adapter[0]
+        lora = peft_model.adapter_config_in(place)
+        if given is None or place == Path(given):
+            base = lora.base_model_name_or_path
+        if not base:
+            raise BaseModelError(f'{place}/{_ADAPTER} has no base_model_name_or_path; set it to the base model')
+        described_by = f'{place}/{_ADAPTER} and {base}'
+    meta_model = MetaModel(described_by, trust_remote_code)
+    model: nn.Module = meta_model.built_from(str(base), 'the model')
+    if lora is not None:
+        model = peft_model.adapt(model, lora)
+    meta_model.module = _placed(model, _prefix(model, names, checkpoint, str(base)))
+    return meta_model
 
 
 def _is_xtuners(model: Mapping[str, Any]) -> bool:
@@ -235,35 +218,26 @@ def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
 
 def _hugging_face_folder(checkpoint: Path) -> Path | None:
     """The folder with Trainer's config.json, in or above the checkpoint; else the newest save of HFCheckpointHook."""
-    around = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
-    for folder in (*around, *_saved_by_the_hook(checkpoint.parent)):
-        if folder.is_dir() and any((folder / name).is_file() for name in ('adapter_config.json', 'config.json')):
+    work_dir = checkpoint.parent
+    manifests = [*work_dir.glob(f'*/hf_model*/{MANIFEST_NAME}'), *work_dir.glob(f'hf_model*/{MANIFEST_NAME}')]
+    saved = [file.parent for file in sorted(manifests, key=lambda file: file.stat().st_mtime, reverse=True)]
+    for folder in (checkpoint, work_dir, work_dir.parent, *saved):
+        if any((folder / name).is_file() for name in (_ADAPTER, 'config.json')):
             return folder
     return None
-
-
-def _saved_by_the_hook(work_dir: Path) -> list[Path]:
-    manifests = [*work_dir.glob(f'*/hf_model*/{MANIFEST_NAME}'), *work_dir.glob(f'hf_model*/{MANIFEST_NAME}')]
-    return [file.parent for file in sorted(manifests, key=lambda file: file.stat().st_mtime, reverse=True)]
 
 
 def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:
     """The prefix of the model's tensors in the checkpoint, such as ``'llm.'``; '' for the model itself."""
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
-    found: dict[str, int] = {}
-    for name in own[:50]:
-        for there in names:
-            if there == name or there.endswith(f'.{name}'):
-                prefix = there[: len(there) - len(name)]
-                found[prefix] = found.get(prefix, 0) + 1
+    pairs = ((name, there) for name in own[:50] for there in names)
+    found = Counter(there.removesuffix(name) for name, there in pairs if f'.{there}'.endswith(f'.{name}'))
     if not found:
         raise BaseModelError(
             f'{source}: {type(model).__name__} has tensors such as {own[0] if own else "none"}, but {checkpoint} has '
             f'{sorted(names)[:1]}; --base has to name the model that was trained'
         )
-    best = max(found.values())
-    prefixes = sorted((prefix for prefix, count in found.items() if count == best), key=len)
-    return prefixes[0]
+    return min(found, key=lambda prefix: (-found[prefix], len(prefix)))
 
 
 def _placed(model: nn.Module, prefix: str) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
 from xhf_hooks.sources.stored_source import FileSource, JoinedSource, renamed
 
-_COMPARED_NBYTES = 2**20  # per read
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
@@ -39,19 +38,21 @@ def match_checkpoint(
         BaseModelError: The meta model is not the model that was trained.
     """
     spec_of = {name: spec for spec in source.specs() for name in (spec.name, *spec.aliases)}
-    base = _BaseWeights(meta_model, trained_dtype)
+    trained = names_by_identity(meta_model.module)
+    lost = [id(tensor) for tensor, names in trained if not spec_of.keys() & set(names)]
+    in_bases, lacking, folders = _from_bases(meta_model, lost, trained_dtype)
     embeddings = _embeddings(meta_model.module)
     tensors: dict[TensorSpec, tuple[FileSource, str]] = {}
     known: set[str] = set()
     other_shape = []
-    for tensor, names in names_by_identity(meta_model.module):
+    for tensor, names in trained:
         known.update(names)
         held = list({spec_of[name].name: spec_of[name] for name in names if name in spec_of}.values())
         if held:
             spec, place = held[0], (source, held[0].name)
             _require_equal(held, source, meta_model)
-        elif (found := base.find(tensor)) is not None:
-            spec, place = found
+        elif id(tensor) in in_bases:
+            spec, place = in_bases[id(tensor)]
         else:
             continue
         if spec.shape != tuple(tensor.shape) and not (id(tensor) in embeddings and _has_other_rows(spec, tensor)):
@@ -61,57 +62,42 @@ def match_checkpoint(
         tensors[renamed(spec, names)] = place
     notes = [*meta_model.notes]
     notes += _judge(meta_model, other_shape, [name for name in spec_of if name not in known])
-    if base.lacking:
+    if lacking:
         raise BaseModelError(
-            f'the model of {meta_model.described_by} has {counted(len(base.lacking), "tensor")} that the checkpoint '
-            f'lacks ({some(base.lacking)}), and no safetensors to read them from; if this is the trained model, '
+            f'the model of {meta_model.described_by} has {counted(len(lacking), "tensor")} that the checkpoint '
+            f'lacks ({some(lacking)}), and no safetensors to read them from; if this is the trained model, '
             f'{_REMEDY}, with its weights'
         )
-    if base.n_found:
-        notes.append(f'{counted(base.n_found, "tensor")} not in the checkpoint, read from {base.folders}')
+    if in_bases:
+        notes.append(f'{counted(len(in_bases), "tensor")} not in the checkpoint, read from {" and ".join(folders)}')
     return JoinedSource(tensors), notes
 
 
-class _BaseWeights:
-    """The weights of base models, opened on demand.
+def _from_bases(
+    meta_model: MetaModel, wanted: Collection[int], dtype: str | None
+) -> tuple[dict[int, tuple[TensorSpec, tuple[FileSource, str]]], list[str], list[str]]:
+    """Tensors of the base models, by ``id`` of the meta model's tensor.
 
-    Attributes:
-        n_found: Number of tensors found there.
-        lacking: Tensors whose base folder has no weights.
+    Returns:
+        What was found, names of tensors whose base has no weights, and the folders that were opened.
     """
-
-    def __init__(self, meta_model: MetaModel, dtype: str | None) -> None:
-        self._bases = meta_model.bases
-        self._dtype = dtype
-        self._opened: dict[str, tuple[SafetensorsSource, dict[str, TensorSpec]]] = {}
-        self.n_found = 0
-        self.lacking: list[str] = []
-
-    @property
-    def folders(self) -> str:
-        return ' and '.join(self._opened)
-
-    def find(self, tensor: torch.Tensor) -> tuple[TensorSpec, tuple[FileSource, str]] | None:
-        lacking = []
-        for folder, names_of in self._bases:
-            names = names_of.get(id(tensor), ())
-            if names and Path(folder).is_dir():
-                if not holds_weights(Path(folder)):
-                    lacking.append(names[0])
-                    continue
-                opened, specs = self._open(folder)
-                for name in names:
-                    if name in specs:
-                        self.n_found += 1
-                        return specs[name], (opened, name)
-        self.lacking += lacking
-        return None
-
-    def _open(self, folder: str) -> tuple[SafetensorsSource, dict[str, TensorSpec]]:
-        if folder not in self._opened:
-            opened = SafetensorsSource(Path(folder), self._dtype)
-            self._opened[folder] = (opened, {spec.name: spec for spec in opened.specs()})
-        return self._opened[folder]
+    found: dict[int, tuple[TensorSpec, tuple[FileSource, str]]] = {}
+    lacking, folders = dict[int, str](), []
+    for folder, names_of in meta_model.bases:
+        names_here = {one: names_of[one] for one in wanted if one in names_of and one not in found}
+        if not names_here or not Path(folder).is_dir():
+            continue
+        if not holds_weights(Path(folder)):
+            lacking |= {one: names[0] for one, names in names_here.items()}
+            continue
+        source = SafetensorsSource(Path(folder), dtype)
+        specs = {spec.name: spec for spec in source.specs()}
+        folders.append(folder)
+        for one, names in names_here.items():
+            name = next((name for name in names if name in specs), None)
+            if name is not None:
+                found[one] = specs[name], (source, name)
+    return found, [name for one, name in lacking.items() if one not in found], folders
 
 
 def _embeddings(module: nn.Module) -> set[int]:
@@ -137,26 +123,16 @@ def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
 def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: MetaModel) -> None:
     """Require that tied tensors are stored once or are equal (runs on GPUs store equal copies)."""
     for other in held[1:]:
-        if not _same_bytes(held[0], other, source):
-            raise BaseModelError(
-                f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they '
-                f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
-            )
-
-
-def _same_bytes(one: TensorSpec, other: TensorSpec, source: FileSource) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    width = one.nbytes // max(1, torch.Size(one.shape).numel())
-    buffers = bytearray(_COMPARED_NBYTES), bytearray(_COMPARED_NBYTES)
-    for start in range(0, one.nbytes, _COMPARED_NBYTES):
-        count = min(_COMPARED_NBYTES, one.nbytes - start)
-        views = [memoryview(buffer)[:count] for buffer in buffers]
-        for spec, view in zip((one, other), views, strict=True):
-            source.read_into(spec.name, start // width, view, spec.dtype, use_fp32_master=False)
-        if views[0] != views[1]:
-            return False
-    return True
+        both = [held[0].name, other.name]
+        with source.gathered(both, wanted=both, use_fp32_master=False) as tensors:
+            one, two = (tensors[name] for name in both)
+            same = one.shape == two.shape and one.dtype == two.dtype
+            if same and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+                continue
+        raise BaseModelError(
+            f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they '
+            f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
+        )
 
 
 def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:

@@ -37,106 +37,77 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is not Python, or inherits from another config.
     """
+    values = _Values()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # invalid escape sequences
             tree = ast.parse(text)
-        reader = _Reader(text)
         for statement in tree.body:
-            reader.read(statement)
+            values.read(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f'{where}: not a config: {type(error).__name__}: {str(error)[:200]}; give another with --config'
         ) from None
-    if '_base_' in reader.names:
-        base = reader.names['_base_']
-        shown = ascii(base[:80]) if isinstance(base, str) else 'others'
+    if '_base_' in values.names:
         raise ConfigError(
-            f'{where}: it inherits from {shown}, and base configs are not read; give --config the complete config '
-            f'that MMEngine dumped into the work_dir'
+            f'{where}: it inherits from another config, and base configs are not read; give --config the complete '
+            f'config that MMEngine dumped into the work_dir'
         )
-    return {name: value for name, value in reader.names.items() if name not in reader.imports}
+    return {name: value for name, value in values.names.items() if not isinstance(value, _Imported)}
 
 
-class _Reader:
-    """Reads statements one after another.
+class _Values(ast.NodeTransformer):
+    """Replaces each expression, from the inside out, by a constant with its value or with :class:`Unread`.
 
     Attributes:
         names: What each name means so far.
-        imports: Imported names, which are not fields.
     """
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self) -> None:
         self.names: dict[str, Any] = {}
-        self.imports: set[str] = set()
 
     def read(self, node: ast.stmt) -> None:
+        """Read one statement. Names that it may change, other than by ``name = value``, become :class:`Unread`."""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            module = f'{"." * node.level}{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
+            module = f'{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
             for alias in node.names:
                 name = alias.asname or alias.name.partition('.')[0]
-                whole = alias.asname is not None or bool(module)
-                self.names[name] = _Imported(module + alias.name if whole else name)
-                self.imports.add(name)
-        elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
-            value = self._value(node.value)
-            for target in node.targets:
-                self._set(target, value)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            self._set(node.target, self._value(node.value))
+                self.names[name] = _Imported(module + alias.name if module or alias.asname else name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = self.visit(node.value).value
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):  # a field, even if its value is an imported name
+                    self.names[target.id] = str(value) if isinstance(value, _Imported) else value
         elif not isinstance(node, ast.Expr):
-            for inner in ast.walk(node):  # what it may change
-                if isinstance(inner, ast.Name) and inner.id in self.names and not isinstance(inner.ctx, ast.Load):
-                    self._set(inner, self._unread(node))
+            stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+            self.names |= {inner.id: _unread(node) for inner in stored if not isinstance(inner.ctx, ast.Load)}
 
-    def _set(self, target: ast.expr, value: Any) -> None:
-        if isinstance(target, ast.Name):
-            self.names[target.id] = value
-            self.imports.discard(target.id)
+    def visit(self, node: ast.AST) -> Any:
+        """The constant of an expression; what else there is, such as keywords, as it was."""
+        found = super().visit(node)
+        if not isinstance(node, ast.expr):
+            return found
+        try:
+            return ast.Constant(ast.literal_eval(found))
+        except (ValueError, TypeError):
+            return ast.Constant(_unread(node))
 
-    def _unread(self, node: ast.expr | ast.stmt) -> Unread:
-        text = ast.get_source_segment(self._text, node) or ''
-        return Unread(text.partition('\n')[0][:80], node.lineno)
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.names[node.id]) if node.id in self.names else node
 
-    def _value(self, node: ast.expr) -> Any:
-        """The value of an expression, or :class:`Unread`."""
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.Name() if node.id in self.names:
-                return self.names[node.id]
-            case ast.Attribute():
-                owner = self._value(node.value)
-                if isinstance(owner, _Imported):
-                    return _Imported(f'{owner}.{node.attr}')
-                if isinstance(owner, dict) and node.attr in owner:
-                    return owner[node.attr]
-            case ast.List() | ast.Tuple() if not any(isinstance(item, ast.Starred) for item in node.elts):
-                kind = list if isinstance(node, ast.List) else tuple
-                return kind(self._value(item) for item in node.elts)
-            case ast.Dict():
-                keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-                if len(keys) == len(node.keys):
-                    return dict(zip(keys, map(self._value, node.values), strict=True))
-            case ast.Call() if self._makes_dict(node):
-                given = [self._value(argument) for argument in node.args]  # dict({'a-b': 1}): keys that are no names
-                if all(isinstance(value, dict) for value in given):
-                    named = {keyword.arg: self._value(keyword.value) for keyword in node.keywords}
-                    return {name: value for values in (*given, named) for name, value in values.items()}
-            case ast.UnaryOp(op=ast.USub()):
-                value = self._value(node.operand)
-                if type(value) in (int, float):
-                    return -value
-            case ast.BinOp(op=ast.Add()):
-                left, right = self._value(node.left), self._value(node.right)
-                if type(left) is str and type(right) is str:
-                    return left + right
-        return self._unread(node)
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        owner = self.visit(node.value).value
+        return ast.Constant(_Imported(f'{owner}.{node.attr}')) if isinstance(owner, _Imported) else node
 
-    def _makes_dict(self, node: ast.Call) -> bool:
-        """Whether it is ``dict(...)`` or MMEngine's ``ConfigDict(...)``, with plain arguments."""
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """``dict(...)`` and MMEngine's ``ConfigDict(...)``; ``dict({'a-b': 1})`` has keys that are no names."""
         name = node.func.id if isinstance(node.func, ast.Name) else ''
-        meant = self.names.get(name, name)
-        is_dict = meant == 'dict' or (isinstance(meant, _Imported) and meant.endswith('.ConfigDict'))
-        return is_dict and len(node.args) <= 1 and all(keyword.arg is not None for keyword in node.keywords)
+        if not str(self.names.get(name, name)).endswith(('dict', '.ConfigDict')):
+            return node
+        given = [self.visit(argument).value for argument in node.args]
+        named = {keyword.arg: self.visit(keyword.value).value for keyword in node.keywords}
+        return ast.Constant(dict(*given, **named))
+
+
+def _unread(node: ast.AST) -> Unread:
+    return Unread(ast.unparse(node).partition('\n')[0][:80], getattr(node, 'lineno', 0))

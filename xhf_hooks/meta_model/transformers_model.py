@@ -74,22 +74,16 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     name = auto_class or first_architecture(getattr(config, 'architectures', None))
     kind = class_named(name, base, auto=auto_class is not None)
     remote = trust_remote_code and getattr(config, 'auto_map', None)
-    if name is None and not remote:
-        raise BaseModelError(f'{base}: its config.json has no architectures; set it to a list with the class name')
     if kind is None and not remote:
         raise BaseModelError(
-            f'{base}: its config.json names the architecture {name[:80]!r}, which transformers '
+            f'{base}: its config.json names the architecture {str(name)[:80]!r}, which transformers '
             f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
-        )
-    if auto_class is None and kind is not None and not remote and not _go_together(kind, config):
-        raise DamagedError(
-            f'{base}: config.json names the architecture {name[:80]} and the model_type {str(config.model_type)[:80]}, '
-            f'which do not match; correct one of them'
         )
     try:
         with torch.device('meta'):
             if kind is None:
-                model = _remote_model(config)
+                auto = next((name for name in config.auto_map if name.startswith('AutoModel')), 'AutoModel')
+                model = getattr(transformers, auto).from_config(config, trust_remote_code=True)
             elif hasattr(kind, 'from_config'):
                 model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
             else:
@@ -104,18 +98,6 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         raise DamagedError(f'{base}: building the model of config.json failed ({in_one_line(error)})') from None
     _use_generation_config(model, base)
     return model
-
-
-def _go_together(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Whether transformers builds this class from such a config, directly or through an auto class."""
-    from transformers.models.auto import modeling_auto
-
-    expected = getattr(kind, 'config_class', None)
-    if expected is None or isinstance(config, expected):
-        return True
-    tables = [table for name, table in vars(modeling_auto).items() if name.endswith('_MAPPING_NAMES')]
-    found = [table.get(config.model_type, ()) for table in tables]
-    return any(kind.__name__ in (names if isinstance(names, (tuple, list)) else (names,)) for names in found)
 
 
 def first_architecture(architectures: Any) -> str | None:
@@ -148,13 +130,6 @@ def class_named(name: str | None, base: str, *, auto: bool) -> Any | None:
     if found is None or (is_class and issubclass(found, kinds)):
         return found
     raise DamagedError(f'{base}: {name[:80]!r} is not a model class of transformers; set architectures')
-
-
-def _remote_model(config: PretrainedConfig) -> PreTrainedModel:
-    import transformers
-
-    auto = next((name for name in config.auto_map if name.startswith('AutoModel')), 'AutoModel')
-    return getattr(transformers, auto).from_config(config, trust_remote_code=True)
 
 
 def _use_generation_config(model: PreTrainedModel, base: str) -> None:

@@ -16,9 +16,9 @@ from xhf_hooks.convert.weights import PART_NBYTES, Work
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.safetensors import HALF_DTYPES, Header, read_header
+from xhf_hooks.format.safetensors import HALF_DTYPES, read_header
 from xhf_hooks.host_memory import MemoryMeter
-from xhf_hooks.integrity.check import FolderCheck, list_files
+from xhf_hooks.integrity.check import list_files
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
@@ -41,20 +41,20 @@ class FolderModel(StoredSource):
         notes: Remarks for the report.
 
     Raises:
-        CheckpointError: A file is damaged, or has a dtype that cannot be compared.
+        DamagedError, CheckpointError: A file is damaged, or has a dtype that cannot be compared.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path, self.notes = path, ()
-        for prefix, header in _headers(path):
-            for entry in header.entries:
+        for prefix, file in _files(path):
+            for entry in read_header(file).entries:
                 name = prefix + entry.name
                 if entry.dtype not in TORCH_DTYPES:
-                    raise CheckpointError(f'{header.path}: {entry.name}: {entry.dtype} cannot be compared')
+                    raise CheckpointError(f'{file}: {entry.name}: {entry.dtype} cannot be compared')
                 if name in self._tensors:
                     raise CheckpointError(f'{path}: {name} is stored twice; check it with xhf-verify {path}')
-                piece = Piece(header.path, entry.start, entry.dtype, math.prod(entry.shape))
+                piece = Piece(file, entry.start, entry.dtype, math.prod(entry.shape))
                 self._tensors[name] = StoredTensor(name, entry.shape, entry.dtype, (piece,))
         self.tensors = {spec.name: spec for spec in self.specs()}
         self.ties = self._ties()
@@ -95,18 +95,12 @@ class FolderModel(StoredSource):
         return out
 
 
-def _headers(path: Path) -> list[tuple[str, Header]]:
-    """The headers that loaders read, with the prefix of their tensors' names."""
+def _files(path: Path) -> list[tuple[str, Path]]:
+    """Weight files, with the prefix of their tensors' names."""
     if path.is_file():
-        try:
-            return [('', read_header(path))]
-        except DamagedError as error:
-            raise CheckpointError(str(error)) from None
-    check = FolderCheck(path, None)
-    check.check_structure()
-    for problem in check.report.problems('headers'):
-        raise CheckpointError(problem)
-    return [(name[: name.rfind('/') + 1], header) for name, header in check.headers.items()]
+        return [('', path)]
+    names = [name for name in list_files(path) if name.endswith('.safetensors')]
+    return [(name[: name.rfind('/') + 1], path / name) for name in sorted(names)]
 
 
 class ConvertedModel:

@@ -92,15 +92,6 @@ def test_a_base_that_is_no_model(trained, tmp_path, capsys):
         assert words in line and str(base) in line
 
 
-def test_an_architecture_of_another_kind_of_model(trained, tmp_path, capsys):
-    """Transformers would build it, and save its tensors under names that it does not load (mutant 1293)."""
-    base = base_model(trained, tmp_path / 'base', model_type='llava')
-    assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert 'the architecture LlamaForCausalLM and the model_type llava, which do not match' in line
-    assert not (tmp_path / 'out').exists()
-
-
 #: Values of the wrong kind in the base model's config.json, or names of something else than the field requires.
 WRONG: tuple[dict[str, Any], ...] = (
     *({'model_type': value} for value in (['llama'], 5, None)),

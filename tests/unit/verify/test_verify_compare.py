@@ -61,7 +61,7 @@ def test_a_cast_is_rounding(model, tmp_path, dtype, swap):
     pair = [model, changed(model, tmp_path / 'b', cast=dtype)]
     found = compared(*(reversed(pair) if swap else pair))
     assert found.verdict == ROUNDING and found.count(ROUNDING) == len(found.tensors)
-    assert 0.4 < max(tensor.max_ulps for tensor in found.tensors) <= 0.5
+    assert 0.4 < max(tensor.found.max_ulps for tensor in found.tensors) <= 0.5
     code = {torch.bfloat16: 'BF16', torch.float16: 'F16'}[dtype]
     assert {tensor.through for tensor in found.tensors} == {code}
 
@@ -70,7 +70,7 @@ def test_a_hidden_cast_is_found(model, tmp_path):
     """fp32 numbers that were first rounded, as xtuner's pth_to_hf --fp32 stores: 1e-4 apart, and proven the same."""
     found = compared(model, changed(model, tmp_path / 'b', through=torch.float16))
     assert found.verdict == ROUNDING and found.count(ROUNDING) == len(found.tensors)
-    assert all(tensor.ulp_of == 'F32' and tensor.max_ulps > 100 for tensor in found.tensors)
+    assert all(tensor.ulp_of == 'F32' and tensor.found.max_ulps > 100 for tensor in found.tensors)
 
 
 def test_both_16_bit_types_of_one_model(model, tmp_path):
@@ -92,7 +92,7 @@ def test_one_unit_in_one_element_is_a_difference(model, tmp_path, options):
     worst = found.tensors[0]
     assert worst.name == NAME and worst.verdict == DIFFERENT
     if not options:
-        assert (worst.n_differ, worst.max_ulps) == (1, 1.0)
+        assert (worst.found.n_differ, worst.found.max_ulps) == (1, 1.0)
 
 
 def test_the_numbers_and_their_order(model, tmp_path):
@@ -104,9 +104,9 @@ def test_the_numbers_and_their_order(model, tmp_path):
     found = compared(model, edit)
     assert [tensor.name for tensor in found.tensors[:2]] == ['lm_head.weight', NAME]
     before, after = load_file(model / WEIGHTS)[NAME].double(), tensors[NAME].double()
-    assert found.tensors[1].max_abs == pytest.approx(float((after - before).abs().max()), rel=1e-6)
-    assert found.tensors[1].mean_abs == pytest.approx(float((after - before).abs().mean()), rel=1e-5)
-    assert found.tensors[1].n_differ == after.numel()
+    assert found.as_json()['tensors'][1]['max_abs'] == pytest.approx(float((after - before).abs().max()), rel=1e-6)
+    assert found.as_json()['tensors'][1]['mean_abs'] == pytest.approx(float((after - before).abs().mean()), rel=1e-5)
+    assert found.tensors[1].found.n_differ == after.numel()
 
 
 def test_missing_extra_and_other_shapes(model, tmp_path):
@@ -126,7 +126,7 @@ def test_tensors_larger_than_what_is_read_at_once(tmp_path):
         save_file({'big': big, 'empty': torch.zeros(0, 3), 'one': torch.ones(())}, tmp_path / folder / WEIGHTS)
     assert compared(tmp_path / 'a', tmp_path / 'b').verdict == IDENTICAL
     found = compared(tmp_path / 'a', tmp_path / 'c')
-    assert (found.tensors[0].n_differ, found.tensors[0].max_abs, found.count(DIFFERENT)) == (1, 1.0, 1)
+    assert (found.tensors[0].found.n_differ, found.tensors[0].found.max_abs, found.count(DIFFERENT)) == (1, 1.0, 1)
 
 
 def test_tied_weights_stored_once_or_twice(tmp_path):
