@@ -90,7 +90,7 @@ class _Values(ast.NodeTransformer):
         try:
             return ast.Constant(ast.literal_eval(found))
         except (ValueError, TypeError):
-            return ast.Constant(_unread(node))
+            return _constant(_unread(node))
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(self.names[node.id]) if node.id in self.names else node
@@ -106,7 +106,12 @@ class _Values(ast.NodeTransformer):
             return node
         given = [self.visit(argument).value for argument in node.args]
         named = {keyword.arg: self.visit(keyword.value).value for keyword in node.keywords}
-        return ast.Constant(dict(*given, **named))
+        return _constant(dict(*given, **named))
+
+
+def _constant(value: Any) -> ast.Constant:
+    """A constant of any value; ``literal_eval`` gives it back as it is."""
+    return ast.Constant(value)
 
 
 def _unread(node: ast.AST) -> Unread:
