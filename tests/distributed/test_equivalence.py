@@ -25,13 +25,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 #: Ways to save that must give one answer.
 WAYS: dict[str, dict[str, Any]] = {
     'stream, small buckets': dict(bucket_size=5000),
-    'stream, one bucket': dict(bucket_size=10**9),
     'stream, in the background': dict(in_background=True),
     'parallel': dict(writer='parallel', bucket_size=5000),
     'parallel, in the background': dict(writer='parallel', in_background=True),
     'gather, small buckets': dict(writer='gather', bucket_size=5000),
-    'gather, one bucket': dict(writer='gather', bucket_size=10**9),
-    'gather, in the background': dict(writer='gather', in_background=True),
     'positional': dict(writer='positional'),
     'positional, in the background': dict(writer='positional', in_background=True),
 }
@@ -42,7 +39,6 @@ MASTERS = {writer: dict(writer=writer, dtype='float32') for writer in WRITERS}
 SPREAD = ('zero2', 'zero3', 'zero3_default_persistence', 'zero3_small_sub_groups')
 #: Number of ranks to model and engine. A frozen model has all that a way to save could treat in another way, but a tie.
 NAMES_OF = {
-    1: ['frozen-zero2', 'frozen-zero3'],
     2: [*(f'frozen-{engine}' for engine in ENGINES), 'tied-zero2', 'tied-zero3', 'untied-zero3'],
     3: [*(f'frozen-{engine}' for engine in SPREAD), 'tied-zero3'],
 }

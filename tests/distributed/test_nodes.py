@@ -19,10 +19,9 @@ pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 SHARED = {
     'auto': dict(),
     'parallel': dict(writer='parallel'),
-    'stream': dict(writer='stream'),
     'async': dict(async_save=True),
 }
-APART = {'auto': dict(), 'parallel': dict(writer='parallel'), 'stream': dict(writer='stream')}
+APART = {'auto': dict(), 'stream': dict(writer='stream')}
 
 
 def train_on_two_nodes(
@@ -112,7 +111,7 @@ def test_on_separate_file_systems_node_0_has_it_all(apart, name):
     assert manifest(folder)['writer'] == 'stream'
 
 
-@pytest.mark.parametrize(('name', 'wanted'), [('auto', 'positional'), ('parallel', 'parallel'), ('stream', None)])
+@pytest.mark.parametrize(('name', 'wanted'), [('auto', 'positional'), ('stream', None)])
 def test_the_log_says_which_writer_needs_a_shared_one(apart, name, wanted):
     _, ranks = apart
     log_dir = Path(ranks[0][name][0])

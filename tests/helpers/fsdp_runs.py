@@ -11,6 +11,34 @@ from tests.helpers import frontends as doors
 from tests.helpers.zoo.llamas import odd_llama
 
 
+def shard(model: Any, kind: str) -> Any:
+    """Each decoder layer is a unit of its own, the rest belongs to the root; or all belongs to the root."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.tensor import Shard
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+    if kind.startswith('fsdp2'):
+        options: dict[str, Any] = dict(mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+        if kind == 'fsdp2_columns':  # of what can be split evenly
+            world_size = dist.get_world_size()
+            options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % world_size == 0 else None
+        for layer in [] if kind == 'fsdp2_root_only' else layers:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device('cpu'),
+        use_orig_params=True,
+        auto_wrap_policy=None if kind == 'fsdp1_root_only' else ModuleWrapPolicy({LlamaDecoderLayer}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None,
+    )
+
+
 def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
     """A trained model under FSDP1 or FSDP2; each decoder layer is a separate unit.
 
@@ -19,27 +47,9 @@ def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
         columns: Shard matrices along their second dimension if that is even.
     """
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from torch.distributed.tensor import Shard
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     model = odd_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
-    if version == 1:
-        policy = ModuleWrapPolicy({LlamaDecoderLayer})
-        model = FullyShardedDataParallel(
-            model, device_id=torch.device('cpu'), use_orig_params=True, auto_wrap_policy=policy
-        )
-    else:
-        world_size = dist.get_world_size()
-        options: dict[str, Any] = {'mesh': init_device_mesh('cpu', (world_size,))}
-        if columns:
-            options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % world_size == 0 else None
-        for module in [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]:
-            fully_shard(module, **options)
-        fully_shard(model, **options)
+    model = shard(model, f'fsdp{version}{"_columns" if columns else ""}')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     doors.train_steps(model, optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
@@ -24,15 +23,6 @@ def test_outcome_and_error():
     with pytest.raises(ZeroDivisionError):
         background.outcome()
     assert background.outcome() is None
-
-
-def test_waiting_is_bounded():
-    background: Background[None] = Background('test')
-    background.start(lambda: time.sleep(0.5))
-    assert not background.wait(0.05) and not background.done
-    with pytest.raises(RuntimeError, match='outcome of earlier work'):
-        background.start(lambda: None)
-    assert background.wait()
 
 
 def test_a_handler_that_interrupts_the_wait_may_wait():
