@@ -9,8 +9,8 @@
 #     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
 #
 # Without arguments, three rows of runs go on at the same time, since half of a run is waiting: tests/unit and
-# tests/distributed on the modern stack; tests/stress and tests/e2e on it; and XTuner's stack, followed by the tests of
-# object stores and, with transformers 4.57, of the model families on the modern stack. The first is shown as it goes.
+# tests/distributed on the modern stack; tests/stress, tests/e2e and the tests of object stores on it; and XTuner's
+# stack, followed by the model families with transformers 4.57. The first is shown as it goes.
 #
 # Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root, to mount small file systems and to install
 # Debian packages that tests need. Prints the size of the download; a machine without a GPU needs a sixth of it
@@ -22,8 +22,8 @@ source tools/env.sh
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,test_both_stacks.py,test_installed.py})
 XTUNERS+=(tests/distributed/test_{any_set,checkpoint_source,convert,equivalence,llava,lora,other_layouts,untouched,zoo}.py)
-# Tests of the modern stack that run after these, since that run is the shortest
-STORES=(tests/distributed/test_{upload_to,out_dir_store}.py tests/e2e/test_{object_stores,upload_to_hub}.py)
+# Runs with object stores go with tests/stress, since that run is shorter
+STORES=(tests/distributed/test_{upload_to,out_dir_store}.py)
 
 logs=$(mktemp -d)
 # Each background job has its own process group
@@ -158,15 +158,15 @@ run() {
 }
 
 set +e
-(run xtuner test_xtuner; run stores test_modern "${STORES[@]}"; run transformers4 test_transformers4) &
-(run docs build_docs; run stress test_modern tests/stress tests/e2e "${STORES[@]/#/--ignore=}") &
+(run xtuner test_xtuner; run transformers4 test_transformers4) &
+(run docs build_docs; run stress test_modern tests/stress tests/e2e "${STORES[@]}") &
 set +m
 (set -e; lint; test_modern tests/unit tests/distributed "${STORES[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
 ((PIPESTATUS[0] == 0)) || echo modern >>"$logs/failed"
 # Not for the compiler, which nothing needs any more
 wait %2 %3
 set -e
-cat "$logs"/{docs,stress,xtuner,stores,transformers4}.log
+cat "$logs"/{docs,stress,xtuner,transformers4}.log
 [[ -f $logs/failed ]] || exit 0
 for run in $(<"$logs/failed"); do
     echo "== failed: $run"
