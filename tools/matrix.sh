@@ -5,7 +5,7 @@
 #     bash tools/matrix.sh torch-2.6 newest    some of them
 #
 # For each set: what `pip install .` and `uv pip install .` would change there (they must add this package alone);
-# tests/unit, in which test_families compares names, tensors and configs of more than 60 families with save_pretrained
+# tests/unit, in which test_families compares names, tensors and configs of more than 50 families with save_pretrained
 # of that transformers; tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async
 # and with LoRA, converts and verifies. Then the set's row of the table in docs/versions.md is written anew.
 #

@@ -17,17 +17,13 @@ _LLAVA: dict[str, Any] = {
     'image_seq_length': 4,
 }
 _TIED = {**_LLAVA, 'text_config': {**_LLAMA, 'tie_word_embeddings': True}, 'tie_word_embeddings': True}
-_WITH_VIDEO = {**_LLAVA, 'video_token_index': 129}
 _GRID = {'image_grid_pinpoints': [[8, 8], [8, 16]]}
 _QWEN_VL = MODELS['qwen2_vl'][2]
 _QWEN_TOKENS = {name: value for name, value in _QWEN_VL.items() if name.endswith('token_id')}
-_PIXTRAL = {**VISION_TOWER, 'hidden_size': 40, 'head_dim': 10, 'num_attention_heads': 4, 'model_type': 'pixtral'}
 _IDEFICS = {'vision_config': VISION_TOWER, 'text_config': _LLAMA, 'image_token_id': 130, 'scale_factor': 2}
 
 VISION: Models = {
     'llava_tied': ('LlavaForConditionalGeneration', 'LlavaConfig', _TIED),
-    'llava_base': ('LlavaModel', 'LlavaConfig', _LLAVA),
-    'llava_next': ('LlavaNextForConditionalGeneration', 'LlavaNextConfig', {**_LLAVA, **_GRID}),
     'llava_onevision': (
         'LlavaOnevisionForConditionalGeneration',
         'LlavaOnevisionConfig',
@@ -38,21 +34,6 @@ VISION: Models = {
             'video_token_index': 129,
             **_GRID,
         },
-    ),
-    'vipllava': (
-        'VipLlavaForConditionalGeneration',
-        'VipLlavaConfig',
-        {**_LLAVA, 'vision_feature_layers': [-1, -2]},
-    ),
-    'video_llava': (
-        'VideoLlavaForConditionalGeneration',
-        'VideoLlavaConfig',
-        {'text_config': _LLAMA, 'vision_config': _CLIP, 'image_token_index': 130, 'video_token_index': 129},
-    ),
-    'llava_next_video': (
-        'LlavaNextVideoForConditionalGeneration',
-        'LlavaNextVideoConfig',
-        {**_WITH_VIDEO, **_GRID},
     ),
     'qwen2_5_vl': (
         'Qwen2_5_VLForConditionalGeneration',
@@ -127,53 +108,6 @@ VISION: Models = {
             'image_token_id': 130,
         },
     ),
-    'mistral3': (
-        'Mistral3ForConditionalGeneration',
-        'Mistral3Config',
-        {
-            'text_config': {**ODD_DECODER, 'model_type': 'mistral'},
-            'vision_config': _PIXTRAL,
-            'image_token_index': 130,
-        },
-    ),
-    'aya_vision': (
-        'AyaVisionForConditionalGeneration',
-        'AyaVisionConfig',
-        {
-            'text_config': {**DECODER, 'model_type': 'cohere2', 'sliding_window': 16},
-            'vision_config': _SIGLIP,
-            'image_token_index': 130,
-        },
-    ),
-    'got_ocr2': (
-        'GotOcr2ForConditionalGeneration',
-        'GotOcr2Config',
-        {
-            'text_config': _QWEN2,
-            'vision_config': {
-                'hidden_size': 40,
-                'output_channels': 21,
-                'num_hidden_layers': 2,
-                'num_attention_heads': 4,
-                'image_size': 8,
-                'patch_size': 4,
-                'mlp_dim': 77,
-                'window_size': 2,
-                'global_attn_indexes': [1],
-            },
-            'image_token_index': 130,
-        },
-    ),
-    'fuyu': (
-        'FuyuForCausalLM',
-        'FuyuConfig',
-        {
-            **DECODER,
-            'image_size': 8,
-            'patch_size': 4,
-            'text_config': {**DECODER, 'model_type': 'persimmon', 'num_key_value_heads': 4},
-        },
-    ),
     'emu3': (
         'Emu3ForConditionalGeneration',
         'Emu3Config',
@@ -220,7 +154,6 @@ VISION: Models = {
         },
     ),
     'idefics3': ('Idefics3ForConditionalGeneration', 'Idefics3Config', _IDEFICS),
-    'smolvlm': ('SmolVLMForConditionalGeneration', 'SmolVLMConfig', _IDEFICS),
     'blip_2': (
         'Blip2ForConditionalGeneration',
         'Blip2Config',
@@ -247,22 +180,6 @@ VISION: Models = {
             **MODELS['gemma3'][2],
             'text_config': {**GEMMA, 'model_type': 'gemma3_text', 'tie_word_embeddings': False},
             'tie_word_embeddings': False,
-        },
-    ),
-    'idefics2': (
-        'Idefics2ForConditionalGeneration',
-        'Idefics2Config',
-        {
-            'vision_config': VISION_TOWER,
-            'text_config': {**DECODER, 'model_type': 'mistral'},
-            'perceiver_config': {
-                'resampler_n_latents': 3,
-                'resampler_depth': 1,
-                'resampler_n_heads': 4,
-                'resampler_head_dim': 10,
-                'num_key_value_heads': 2,
-            },
-            'image_token_id': 130,
         },
     ),
 }

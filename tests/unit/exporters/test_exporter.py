@@ -8,21 +8,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.helpers.adapted import around
 from tests.helpers.zoo import build
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
-
-
-class Around(nn.Module):
-    """A trained model that holds others, as XTuner's do."""
-
-    def __init__(self, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
 
 
 class CounterConfig(PretrainedConfig):
@@ -75,44 +67,15 @@ def test_the_model_itself(tmp_path):
     assert [entry.reads for entry in entries] == [(entry.hf_name,) for entry in entries]
 
 
-def test_llm_goes_before_others(tmp_path):
-    llm = build('llama')
-    model = Around(visual=build('bert'), llm=llm)
-    entries = entries_of(model)
-    assert kinds(entries) == saved_tensors(llm, tmp_path)
-    assert {entry.reads for entry in entries} == {(f'llm.{entry.hf_name}',) for entry in entries}
-
-
-def test_the_only_one(tmp_path):
-    inner = build('gpt2')
-    model = Around(head=nn.Linear(2, 2), deep=Around(backbone=inner))
-    assert kinds(entries_of(model)) == saved_tensors(inner, tmp_path)
-
-
-def test_a_model_inside_a_hugging_face_model_is_no_candidate():
-    model = build('llava')
-    assert any(entry.hf_name.startswith(('vision_tower', 'model.vision_tower')) for entry in entries_of(model))
-
-
-def test_two_are_ambiguous():
-    with pytest.raises(ModelError, match=r"2 Hugging Face models: \['actor', 'critic'\].* option module"):
-        exporter_for(Around(actor=build('llama'), critic=build('bert')), None)
-
-
-def test_none_at_all():
-    with pytest.raises(ModelError, match=r"no exporter accepts Around.*\['head'\].*option module"):
-        exporter_for(Around(head=nn.Linear(2, 2)), None)
-
-
 def test_module_chooses(tmp_path):
     critic = build('bert')
-    model = Around(llm=build('llama'), deep=Around(critic=critic))
+    model = around(llm=build('llama'), deep=around(critic=critic))
     assert kinds(entries_of(model, 'deep.critic')) == saved_tensors(critic, tmp_path)
 
 
 @pytest.mark.parametrize(('path', 'found'), [('nothing', 'NoneType'), ('head', 'Linear'), ('llm.lm_head', 'Linear')])
 def test_module_names_no_hugging_face_model(path, found):
-    model = Around(llm=build('llama'), critic=build('bert'), head=nn.Linear(2, 2))
+    model = around(llm=build('llama'), critic=build('bert'), head=nn.Linear(2, 2))
     with pytest.raises(ModelError) as caught:
         exporter_for(model, path)
     for part in ('option module', repr(path), found, "['critic', 'llm']"):
@@ -122,7 +85,7 @@ def test_module_names_no_hugging_face_model(path, found):
 def test_names_outside_are_neither_cut_nor_exported(tmp_path):
     """XTuner's own hook strips four characters of every name."""
     llm = build('llama')
-    model = Around(llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm)
+    model = around(llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm)
     entries = entries_of(model)
     assert kinds(entries) == saved_tensors(llm, tmp_path)
     assert all(read.startswith('llm.') for entry in entries for read in entry.reads)
@@ -139,16 +102,7 @@ def test_tied_names_are_those_of_save_pretrained(family, tmp_path):
     model = build(family)
     expected = saved_tensors(model, tmp_path)
     assert kinds(entries_of(model)) == expected
-    assert kinds(entries_of(Around(head=nn.Linear(2, 2), model=model))) == expected
-
-
-def test_tied_llama(tmp_path):
-    config = build('llama').config
-    config.tie_word_embeddings = True
-    model = type(build('llama'))(config)
-    names = set(saved_tensors(model, tmp_path))
-    assert 'lm_head.weight' not in names
-    assert set(kinds(entries_of(model))) == names
+    assert kinds(entries_of(around(head=nn.Linear(2, 2), model=model))) == expected
 
 
 def test_tied_to_a_weight_outside_the_exported_model():
@@ -156,7 +110,7 @@ def test_tied_to_a_weight_outside_the_exported_model():
     llm = build('llama')
     outside = nn.Embedding(*llm.model.embed_tokens.weight.shape)
     outside.weight = llm.model.embed_tokens.weight
-    reads = {entry.hf_name: entry.reads for entry in entries_of(Around(a=outside, llm=llm))}
+    reads = {entry.hf_name: entry.reads for entry in entries_of(around(a=outside, llm=llm))}
     assert reads['model.embed_tokens.weight'] == ('a.weight',)
     assert reads['lm_head.weight'] == ('llm.lm_head.weight',)
 
@@ -197,62 +151,45 @@ def test_only_floats_are_cast(dtype):
     }
 
 
-def test_as_trained():
-    found = kinds(entries_of(CounterModel(CounterConfig()).to(torch.bfloat16)))
-    assert {name: code for name, (_, code) in found.items()} == {
-        'weight': 'BF16',
-        'mean': 'BF16',
-        'steps': 'I64',
-        'mask': 'BOOL',
-    }
-
-
 # What from_pretrained would not load
 
 
-def test_missing_weight():
+def with_change(change) -> nn.Module:
     model = build('llama')
-    model.model.norm = nn.Identity()
-    with pytest.raises(ModelError, match=r'LlamaForCausalLM.*differ: missing: model\.norm\.weight\.'):
-        entries_of(model)
+    change(model)
+    return around(llm=model)
 
 
-def test_unexpected_weight():
-    model = Around(llm=build('llama'))
-    model.llm.value_head = nn.Linear(3, 1, bias=False)
-    with pytest.raises(ModelError, match=r"'llm' differ: unexpected: value_head\.weight\."):
-        entries_of(model)
-
-
-def test_weight_of_other_shape():
-    model = build('llama')
-    model.model.layers[1].mlp.up_proj = nn.Linear(35, 9, bias=False)
-    with pytest.raises(ModelError) as caught:
-        entries_of(model)
-    assert 'model.layers.1.mlp.up_proj.weight expected (77, 35), found (9, 35)' in str(caught.value)
-
-
-def test_long_lists_are_cut():
-    model = build('llama')
+def extended(model: nn.Module) -> None:
     model.extra = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(9)])
-    with pytest.raises(ModelError, match='and 4 more'):
-        entries_of(model)
 
 
-def test_lora_is_named_as_such():
+def injected(model: nn.Module) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    model = build('llama')
     inject_adapter_in_model(LoraConfig(r=2, target_modules=['q_proj']), model)
-    with pytest.raises(ModelError, match='LoRA weights outside of a PeftModel; add the adapter with get_peft_model'):
-        entries_of(model)
 
 
-def test_quantized_model_is_refused():
-    model = build('llama')
-    model.quantization_method = 'bitsandbytes'  # what HfQuantizer.preprocess_model sets
-    with pytest.raises(ModelError, match='LlamaForCausalLM is quantized'):
-        exporter_for(model, None)
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (lambda m: setattr(m.model, 'norm', nn.Identity()), r"LlamaForCausalLM.*'llm' differ: missing: model\.norm\.w"),
+        (lambda m: m.model.layers[1].mlp.__setattr__('up_proj', nn.Linear(35, 9, bias=False)), r'found \(9, 35\)'),
+        (extended, r'unexpected: extra\.0.*and 4 more'),
+        (injected, 'LoRA weights outside of a PeftModel; add the adapter with get_peft_model'),
+        (lambda m: setattr(m, 'quantization_method', 'bitsandbytes'), 'LlamaForCausalLM is quantized'),
+    ],
+)
+def test_a_model_that_would_not_load(change, said):
+    with pytest.raises(ModelError, match=said):
+        entries_of(with_change(change))
+
+
+def test_which_one_is_asked():
+    with pytest.raises(ModelError, match=r"2 Hugging Face models: \['actor', 'critic'\].* option module"):
+        exporter_for(around(actor=build('llama'), critic=build('bert')), None)
+    with pytest.raises(ModelError, match=r"no exporter accepts Module.*\['head'\].*option module"):
+        exporter_for(around(head=nn.Linear(2, 2)), None)
 
 
 # The live model is read-only
@@ -271,9 +208,3 @@ def test_live_model_is_untouched(tmp_path):
     assert model.generation_config.to_dict() == generation
     after = model.state_dict(keep_vars=True)
     assert all(after[name] is tensor and torch.equal(tensor, copy) for name, (tensor, copy) in weights.items())
-
-
-def test_reference_takes_no_memory():
-    exporter = HuggingFaceExporter(build('llama'), None)
-    exporter.entries(source_for(build('llama')).specs(), None)
-    assert {parameter.device.type for parameter in exporter._reference.parameters()} == {'meta'}

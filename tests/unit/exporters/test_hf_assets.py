@@ -13,10 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from tests.helpers.config_fields import assert_same_config
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.hf_assets import exported_config
 from xhf_hooks.exporters.tokenizer import base_file, load_tokenizer
 from xhf_hooks.sources import source_for
 
@@ -58,15 +56,6 @@ def tokenizer():
 
 
 # config.json
-
-
-def test_config_is_that_of_save_pretrained(tmp_path):
-    model = build('llama').to(torch.bfloat16)
-    model.save_pretrained(tmp_path / 'expected')
-    assert written(tmp_path / 'found', model) == []
-    assert_same_config(tmp_path / 'found', tmp_path / 'expected')
-    generation = 'generation_config.json'
-    assert read_json(tmp_path / 'found' / generation) == read_json(tmp_path / 'expected' / generation)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +111,6 @@ def test_use_cache_as_the_base_had_it(base, tmp_path):
     assert use_cache_written(tmp_path / 'found') is base
 
 
-def test_use_cache_of_a_part_as_the_base_had_it(tmp_path):
-    model = build('llava')
-    model.config.text_config.use_cache = False
-    with_base(model, tmp_path / 'base')
-    written(tmp_path / 'found', model)
-    assert use_cache_written(tmp_path / 'found') is False
-
-
 def test_base_that_is_gone_is_no_error(tmp_path):
     model = build('llama')
     model.config._name_or_path, model.config.use_cache = str(tmp_path / 'gone'), False
@@ -145,24 +126,11 @@ def test_vocab_size_is_that_of_the_embedding(tmp_path):
     assert read_json(tmp_path / 'config.json')['vocab_size'] == 140
 
 
-def test_vocab_size_of_the_text_part():
-    model = build('llava')
-    assert exported_config(model, None, 140, '').text_config.vocab_size == 140
-    assert model.config.text_config.vocab_size == 131
-
-
 # generation_config.json
 
 
 def load_generation(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_pretrained(folder)
-
-
-def test_generation_config_is_kept(tmp_path):
-    model = build('llama')
-    model.generation_config.do_sample, model.generation_config.temperature = True, 0.5
-    assert written(tmp_path, model) == []
-    assert (load_generation(tmp_path).do_sample, load_generation(tmp_path).temperature) == (True, 0.5)
 
 
 def test_sampling_options_without_sampling_are_repaired(tmp_path):
@@ -221,11 +189,6 @@ def test_tokenizer_with_chat_template(tokenizer, tmp_path):
     assert tokenizer.init_kwargs == before and tokenizer.chat_template == TEMPLATE
 
 
-def test_no_tokenizer_no_tokenizer_files(tmp_path):
-    written(tmp_path, build('llama'))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['config.json', 'generation_config.json']
-
-
 def test_tokenizer_of_the_base(tokenizer, tmp_path):
     assert load_tokenizer('', trust_remote_code=False) is None
     model = with_base(build('llama'), tmp_path)
@@ -251,10 +214,6 @@ def test_processor_files_come_from_the_base(tokenizer, tmp_path):
     tokenizer.chat_template = 'replaced'
     written(tmp_path / 'replaced', model, tokenizer=tokenizer)
     assert not (tmp_path / 'replaced' / 'chat_template.json').exists()
-
-
-def test_a_processor_does_not_replace_what_is_written(tmp_path):
-    """A processor given as tokenizer writes its own files, which are newer than the base's."""
 
     class Processor:
         def save_pretrained(self, folder):

@@ -48,12 +48,6 @@ def test_kept_in_fp32_as_by_from_pretrained(family, dtype, tmp_path):
     assert config_dtype(tmp_path / 'hf_model') == config_dtype(expected) == dtype
 
 
-def test_t5_keeps_its_wo_in_fp16(tmp_path):
-    save_hf(build('t5'), tmp_path / 'hf_model', dtype='float16')
-    names = dtypes_of(tmp_path / 'hf_model')
-    assert fp32_names(tmp_path / 'hf_model') == {name for name in names if name.endswith('.wo.weight')} != set()
-
-
 @pytest.mark.modern_only
 @pytest.mark.parametrize('trained', ['float32', 'bfloat16'])
 def test_deepseek_v3_keeps_its_bias_whatever_the_dtype_of_training(trained, tmp_path):
