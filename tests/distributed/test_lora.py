@@ -23,7 +23,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     'plain': dict(target_modules='all-linear'),
     'dora_modules_to_save': dict(use_dora=True, use_rslora=True, modules_to_save=['lm_head']),
 }
-CASES = [f'{adapter}-{engine}' for adapter in ADAPTERS for engine in ENGINES]
+CASES = [*(f'plain-{engine}' for engine in ENGINES), 'dora_modules_to_save-zero2', 'dora_modules_to_save-zero3']
 MODES = ('adapter', 'merge', 'both')
 
 
@@ -71,7 +71,7 @@ def saved(tmp_path_factory):
 
     root = tmp_path_factory.mktemp('lora')
     build('llama').save_pretrained(root / 'base')
-    scenarios = {f'{a}-{e}': partial(save_case, a, e, root) for a in ADAPTERS for e in ENGINES}
+    scenarios = {case: partial(save_case, *case.split('-'), root) for case in CASES}
     return root, run_scenarios(scenarios, 2)
 
 
@@ -84,22 +84,6 @@ def test_adapter_is_pefts_file(saved, case):
         expected = (root / case / 'expected_adapter' / name).read_bytes()
         assert (root / case / 'adapter' / name).read_bytes() == expected
         assert (root / case / 'both' / 'adapter' / name).read_bytes() == expected
-
-
-@pytest.mark.parametrize('case', CASES)
-def test_adapter_loads_onto_its_base(saved, case):
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    root, results = saved
-    check(results, case)
-    base = AutoModelForCausalLM.from_pretrained(root / 'base')
-    loaded = PeftModel.from_pretrained(base, root / case / 'adapter')
-    merged = AutoModelForCausalLM.from_pretrained(root / case / 'merge', torch_dtype=torch.float32)
-    tokens = torch.tensor([[1, 5, 9]])
-    logits = [model.eval()(input_ids=tokens).logits for model in (loaded, merged)]
-    assert torch.allclose(*logits, atol=2e-2)  # the merged weights are bf16
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -120,8 +104,8 @@ def test_merged_model(saved, case):
 @pytest.mark.parametrize('adapter', ADAPTERS)
 def test_same_file_at_every_stage(saved, adapter):
     root, results = saved
-    same = [engine for engine in ENGINES if engine != 'zero3_fp32']
-    for engine in same:
-        check(results, f'{adapter}-{engine}')
+    same = [case for case in CASES if case.startswith(f'{adapter}-') and not case.endswith('fp32')]
+    for case in same:
+        check(results, case)
     for name in ('merge/model.safetensors', 'adapter/adapter_model.safetensors'):
-        assert len({(root / f'{adapter}-{engine}' / name).read_bytes() for engine in same}) == 1
+        assert len({(root / case / name).read_bytes() for case in same}) == 1

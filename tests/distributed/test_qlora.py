@@ -19,7 +19,7 @@ pytestmark = pytest.mark.modern_only
 N_STEPS = 3
 
 
-def load_quantized(base: Path, auto_class: str = 'AutoModelForCausalLM') -> Any:
+def load_quantized(base: Path) -> Any:
     """As XTuner's QLoRA configs have it, in bf16."""
     import transformers
 
@@ -29,7 +29,7 @@ def load_quantized(base: Path, auto_class: str = 'AutoModelForCausalLM') -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    auto = getattr(transformers, auto_class)
+    auto = transformers.AutoModelForCausalLM
     return auto.from_pretrained(base, quantization_config=nf4, torch_dtype=torch.bfloat16)
 
 
@@ -95,13 +95,6 @@ def saved(tmp_path_factory):
     return root, run_scenarios(scenarios, 2)
 
 
-def test_base_was_really_quantized(saved):
-    from bitsandbytes.nn import Linear4bit
-
-    layer = load_quantized(saved[0] / 'base').model.layers[0].self_attn.q_proj
-    assert isinstance(layer, Linear4bit) and layer.weight.dtype == torch.uint8
-
-
 @pytest.mark.parametrize('kind', ['sft', 'reward'])
 def test_only_what_was_trained_is_read(saved, kind):
     result = check(saved[1], kind)[0]
@@ -111,30 +104,27 @@ def test_only_what_was_trained_is_read(saved, kind):
     assert all(tensor.any() for tensor in tensors.values()), 'B begins as zero: it was trained'
 
 
-def test_adapter_is_pefts(saved):
-    root, results = saved
-    check(results, 'sft')
-    assert_same_folder_tensors(root / 'expected', root / 'sft')
-
-
 @pytest.mark.parametrize('kind', ['sft', 'reward'])
 @pytest.mark.parametrize('lora', ['merge', 'both'])
 def test_merge_is_refused_by_name(saved, kind, lora):
     refusal = check(saved[1], kind)[0]['refusals'][lora]
-    assert 'is quantized (bitsandbytes), and an adapter cannot be merged' in refusal
+    assert 'is quantized (bitsandbytes), and such weights can neither be exported nor merged' in refusal
     assert "set lora to 'adapter'" in refusal
     assert not (saved[0] / f'{kind}_{lora}').exists()
 
 
-def test_adapter_loads_onto_the_base(saved):
+def test_adapter_is_pefts_and_loads_onto_the_base(saved):
     """Quantized or not."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     root, results = saved
     check(results, 'sft')
+    assert_same_folder_tensors(root / 'expected', root / 'sft')
     tokens = torch.tensor([[1, 5, 9]])
-    for base in (AutoModelForCausalLM.from_pretrained(root / 'base'), load_quantized(root / 'base')):
+    quantized = load_quantized(root / 'base')
+    assert quantized.model.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
+    for base in (AutoModelForCausalLM.from_pretrained(root / 'base'), quantized):
         before = base.eval()(input_ids=tokens).logits
         after = PeftModel.from_pretrained(base, root / 'sft').eval()(input_ids=tokens).logits
         assert not torch.equal(before, after)

@@ -87,7 +87,7 @@ class HuggingFaceExporter(Exporter):
     def n_parameters(self) -> int | None:
         from transformers import PreTrainedModel
 
-        # Before 4.57 save_pretrained does not write it
+        # Old versions of save_pretrained do not write it
         is_written = 'total_parameters' in inspect.getsource(PreTrainedModel.save_pretrained)
         return self._reference.num_parameters() if is_written else None
 
