@@ -6,8 +6,8 @@ import argparse
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.config.checks import DTYPE_CODES, parse_size
@@ -15,10 +15,6 @@ from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.installed import require_usable, untested_set
-
-if TYPE_CHECKING:
-    from xhf_hooks.convert import Conversion
-    from xhf_hooks.planning.types import CommittedCheckpoint
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, ChangedError, StoreError)
@@ -97,12 +93,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add('--overwrite', action='store_true', help='replace OUT if this package wrote it')
     add(
         '--max-shard-size',
+        dest='max_shard_nbytes',
         type=_nbytes,
         default='5GB',
         metavar='SIZE',
         help="largest size of a weight file, as in save_pretrained; default: '5GB'",
     )
-    add('--workers', type=count, metavar='N', help=f'threads; default: one per core, at most {_MOST_WORKERS}')
+    workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    add('--workers', type=count, metavar='N', default=workers, help='threads; default: %(default)s')
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
@@ -122,20 +120,8 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     _require_new(args.out, args.overwrite)
     from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
 
-    options = ConvertOptions(
-        config=args.config,
-        base=args.base,
-        module=args.module,
-        lora=args.lora,
-        llava_format=args.llava_format,
-        ema=args.ema,
-        dtype=_DTYPES[args.dtype],
-        max_shard_nbytes=args.max_shard_size,
-        workers=args.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0))),
-        verify=args.verify,
-        trust_remote_code=args.trust_remote_code,
-        optimizer_restarted=args.optimizer_restarted,
-    )
+    given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
+    options = ConvertOptions(**{**given, 'dtype': _DTYPES[args.dtype]})
     conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
@@ -147,20 +133,15 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     with progress('converting') as on_progress:
         committed = conversion.run(args.out, on_progress)
     _warn(committed.warnings, prog)
-    _summarize(conversion, committed)
-    if args.verify:
-        say('verified: all weights were read back and are unchanged')
-    return DONE
-
-
-def _summarize(conversion: Conversion, committed: CommittedCheckpoint) -> None:
-    cost = committed.cost
-    files = sorted(path.name for path in Path(committed.path).iterdir())
+    cost, files = committed.cost, sorted(path.name for path in Path(committed.path).iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
         f'({size_text(conversion.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
     )
+    if args.verify:
+        say('verified: all weights were read back and are unchanged')
+    return DONE
 
 
 def _warn(warnings: Sequence[str], prog: str) -> None:

@@ -62,9 +62,7 @@ def _require_model(path: Path, files: list[str]) -> None:
         raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one of them: {shown}')
     if MANIFEST_NAME in files or any(name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX)) for name in files):
         return
-    others = [name for name in files if name.endswith(('.bin', '.pt', '.pth', '.gguf', '.h5'))]
-    only = f', only {some(others)}, which cannot be checked; convert it with xhf-convert first' if others else ''
-    raise CheckpointError(f'{path}: holds no *.safetensors files{only}')
+    raise CheckpointError(f'{path}: holds no *.safetensors files; convert a checkpoint with xhf-convert first')
 
 
 def _check_texts(check: FolderCheck) -> None:
