@@ -41,11 +41,6 @@ class SnapshotMemory:
         """Bytes allocated."""
         return sum(block.numel() for block in self._blocks)
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether all of it is pinned, so that a GPU can copy into it asynchronously."""
-        return bool(self._blocks) and all(block.is_pinned() for block in self._blocks)
-
     def clear(self) -> None:
         """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0

@@ -255,11 +255,6 @@ class Saver:
         self._take_snapshot()
         return self._snapshot.nbytes
 
-    @property
-    def snapshot_is_pinned(self) -> bool:
-        """Whether snapshots are in pinned memory."""
-        return self._snapshot.is_pinned
-
     def close(self) -> None:
         """Destroy the process group of background saves. No save may be in flight."""
         if self._in_background is not None:
