@@ -40,15 +40,10 @@ class Tally:
             start: Offset of the first byte in the tensor.
             crc32: Checksum of the bytes, taken from memory before they were written.
             non_finite: Number of NaN and infinite values.
-
-        Raises:
-            IncompleteError: They are not in the plan.
         """
-        number, end = self._number_of.get((place.file, place.hf_name)), start + nbytes
-        if number is None or not 0 <= start <= end <= self._placements[number].nbytes:
-            raise IncompleteError(f'written, but not in the plan: {place.file}: {place.hf_name}, {start} to {end}')
+        number, end = self._number_of[place.file, place.hf_name], start + nbytes
         self.numbers[:_CRC32, number] += (nbytes, _span(start, end), non_finite)
-        self.numbers[_CRC32, number] ^= shift(crc32, self._placements[number].nbytes - end)
+        self.numbers[_CRC32, number] ^= shift(crc32, place.nbytes - end)
 
     def written(self) -> list[WrittenTensor]:
         """The tensors with their checksums, if these are the numbers of all ranks.
