@@ -136,16 +136,11 @@ class CheckpointFolder:
         final, found = self.final, look_up(self.final)
         if found is None:
             return None
-        if not stat.S_ISDIR(found.st_mode):
-            raise TargetError(
-                f'{final} is not a folder, and a save would replace it. Remove it, or {self.elsewhere} another'
-            )
-        commit = read_commit(final)
-        if commit is None and any(final.iterdir()):
-            raise TargetError(
-                f'{final} holds files that this package did not write, and a save would replace them. '
-                f'Move them away, or {self.elsewhere} another'
-            )
+        is_folder = stat.S_ISDIR(found.st_mode)
+        commit = read_commit(final) if is_folder else None
+        if not is_folder or (commit is None and any(final.iterdir())):
+            what = 'holds files that this package did not write' if is_folder else 'is not a folder'
+            raise TargetError(f'{final} {what}, and a save would replace it; remove it, or {self.elsewhere} another')
         return commit
 
     def recover(self) -> None:

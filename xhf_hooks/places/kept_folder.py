@@ -66,18 +66,17 @@ def others_in(folder: Path, ours: Collection[str]) -> list[str]:
 def set_apart(folder: Path, names: Collection[str], place: Path) -> Path:
     """Move the files to a new folder: ``place``, with a number added if it exists. Runs on: rank 0.
 
-    Returns:
-        The new folder. If a kill interrupts the move, the next call moves the rest to another folder.
-
     Raises:
-        OSError: A file could not be moved.
+        OSError: A file could not be moved. The next call moves the rest to another folder.
     """
-    numbered = (place.with_name(f'{place.name}_{number}') for number in itertools.count(2))
-    place = next(path for path in itertools.chain([place], numbered) if look_up(path) is None)
+    numbers = itertools.count(2)
+    new = place
+    while look_up(new) is not None:
+        new = place.with_name(f'{place.name}_{next(numbers)}')
     for name in names:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(folder / name, place / name)
-    return place
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(folder / name, new / name)
+    return new
 
 
 class KeptFolder:

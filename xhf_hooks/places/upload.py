@@ -51,6 +51,7 @@ class UploadJob:
         run: The id of the run in the pointer, by which other ranks than rank 0 find the save in the store.
         n_ranks: Number of ranks that share the files.
         kept: On rank 0, the kept folder to release at the end.
+        has_ended: Set when the run has ended.
     """
 
     number: int
@@ -61,7 +62,7 @@ class UploadJob:
     rank: int
     n_ranks: int
     kept: KeptFolder | None = field(default=None, repr=False)
-    cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+    has_ended: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -72,9 +73,9 @@ class UploadJob:
         """Wait.
 
         Raises:
-            Cancelled: The job was cancelled.
+            Cancelled: The run has ended.
         """
-        if self.cancelled.wait(secs):
+        if self.has_ended.wait(secs):
             raise Cancelled
 
 
@@ -103,7 +104,7 @@ class StoreDestination(StoredSaves):
     def upload(self, job: UploadJob) -> str:
         """Upload a rank's share of a save; rank 0 then makes the save visible. Returns its name there."""
         files = job.manifest.files
-        share = share_out({name: file.nbytes for name, file in files.items()}, job.n_ranks)[job.rank]
+        share = sorted(files, key=lambda name: (-files[name].nbytes, name))[job.rank :: job.n_ranks]
         began = time.monotonic()
         if job.rank != 0:
             prefix = self._find(job)
@@ -143,21 +144,6 @@ class StoreDestination(StoredSaves):
         for name in names:
             job.pause()
             send_file(self.store, prefix, name, job.folder / name, job.manifest.files[name])
-
-
-def share_out(files: Mapping[str, int], n_ranks: int) -> list[list[str]]:
-    """The names of the files that each rank uploads, balanced by size. The same on every rank.
-
-    Args:
-        files: Name to size in bytes.
-    """
-    shares: list[list[str]] = [[] for _ in range(n_ranks)]
-    nbytes = [0] * n_ranks
-    for name in sorted(files, key=lambda name: (-files[name], name)):
-        rank = min(range(n_ranks), key=lambda rank: (nbytes[rank], len(shares[rank]), rank))
-        shares[rank].append(name)
-        nbytes[rank] += files[name]
-    return shares
 
 
 def uploads_of_run(
@@ -223,7 +209,7 @@ class RunUploads:
         self._process, self._number, self._rank = os.getpid(), 0, 0
         self._jobs: list[UploadJob] = []  # the first is being uploaded
         self._changed = threading.Condition()
-        self._ending = False
+        self._has_ended = threading.Event()
 
     def claim(self, rank: int) -> None:
         """Check before training that uploads will work.
@@ -267,7 +253,8 @@ class RunUploads:
         n_ranks = collective.world_size if self._is_shared and destination.takes_from_all_ranks else 1
         if offer is not None and collective.rank < n_ranks:
             folder = final.with_name(offer[0])  # other hosts may mount it elsewhere
-            self.add(UploadJob(self._number, final.name, step, folder, offer[1], collective.rank, n_ranks, kept))
+            rank, run = collective.rank, offer[1]
+            self.add(UploadJob(self._number, final.name, step, folder, run, rank, n_ranks, kept, self._has_ended))
 
     def add(self, job: UploadJob) -> None:
         """Queue a save, on rank 0 in place of one of that name that waits: other ranks do what the pointer says."""
@@ -309,10 +296,8 @@ class RunUploads:
         thread, self._thread = self._thread, None
         if thread is None or os.getpid() != self._process:
             return
+        self._has_ended.set()
         with self._changed:
-            self._ending = True
-            for job in self._jobs:
-                job.cancelled.set()
             self._changed.notify_all()
         thread.join(_END_SECS)
         for job in [*self._jobs]:  # the store does not answer
@@ -330,7 +315,7 @@ class RunUploads:
         lower_priority()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._ending)
+                self._changed.wait_for(lambda: self._jobs or self._has_ended.is_set())
                 if not self._jobs:
                     return
                 job = self._jobs[0]
