@@ -72,14 +72,12 @@ def test_each_save_is_a_commit_and_a_tag(hub, run, tmp_path, caplog):
 
 
 def test_files_of_others_stay(hub, run, tmp_path):
-    """Also beside the files of a save, which go with it."""
-    first = run(1)
-    hub.branches['main'] |= {'model.gguf': b'made of it', 'eval/results.json': b'{}'}
-    assert [name for name in first if name.startswith('model-')]
-    hub.branches['main'] |= {'tokenizer.model': b'of a person'}
+    """But weights, which loaders would mix with those of the save."""
+    run(1)
+    theirs = {'model.gguf': b'made of it', 'eval/results.json': b'{}', 'tokenizer.model': b'of a person'}
+    hub.branches['main'] |= {**theirs, 'model-00007-of-00007.safetensors': b'of an older save'}
     second = run(2)
-    theirs = {'.gitattributes': b'*', 'model.gguf': b'made of it', 'eval/results.json': b'{}'}
-    assert hub.branches['main'] == {**theirs, 'tokenizer.model': b'of a person', **second}
+    assert hub.branches['main'] == {'.gitattributes': b'*', **theirs, **second}
 
 
 def test_it_is_tried_again(hub, run, caplog):

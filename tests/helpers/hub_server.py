@@ -76,9 +76,6 @@ class HubServer:
         if name == 'tag':
             self.tags[json.loads(body)['tag']] = dict(self.branches[rest])
             return 200, {}
-        if path.startswith('/org/name/resolve/'):
-            branch, _, file = path.removeprefix('/org/name/resolve/').partition('/')
-            return 200, json.loads(self.branches[branch][file])
         if path == '/api/models/org/name':
             return 200, {'id': 'org/name', 'sha': '0' * 40, 'siblings': []}
         return 404, {'error': f'{method} {path} is not known to the test'}

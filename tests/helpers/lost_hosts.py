@@ -75,15 +75,10 @@ def save_until_rename(before: int, parent: Path) -> str:
     return 'no error'
 
 
-#: What the host has cached about another run's lock when its run asks for the lock.
-REMEMBERED = ('nothing', 'no lock', 'an older lock')
+def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> Any:
+    """Rank 0 is one run, rank 1 another, whose host has cached the lock of a run before both.
 
-
-def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, remembered: str) -> Any:
-    """Rank 0 is one run, rank 1 another. Runs on: all ranks, without a process group.
-
-    Args:
-        remembered: What the host of rank 1 has cached; one of :data:`REMEMBERED`.
+    Runs on: all ranks, without a process group.
     """
     import torch
 
@@ -94,12 +89,10 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, reme
     torch.set_num_threads(1)
     model, way = tiny_model(zero3=False).to(torch.bfloat16), Way('positional', 'run')
     if first:
-        if remembered == 'an older lock':
-            older = saves.run_of(model, way, parent)
-            tell(signs / 'locked')
-            wait_for(signs / 'looked')
-            older.close()
+        older = saves.run_of(model, way, parent)
+        tell(signs / 'locked')
         wait_for(signs / 'looked')
+        older.close()
         run = saves.run_of(model, way, parent)
         for number in (1, 2):
             saves.set_weights(model, number)
@@ -113,11 +106,8 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, reme
         run.close()
         tell(signs / 'ended')
         return seen
-    if remembered == 'an older lock':
-        wait_for(signs / 'locked')
-    if remembered != 'nothing':
-        there = (parent / f'.{saves.NAME}.lock').exists()
-        assert there == (remembered == 'an older lock')
+    wait_for(signs / 'locked')
+    assert (parent / f'.{saves.NAME}.lock').exists()
     tell(signs / 'looked')
     saves.set_weights(model, 10)
     wait_for(signs / 'saved')
@@ -131,24 +121,3 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host, reme
     saves.set_weights(model, 11)
     saves.call_save(model, way, parent, 11)
     return error, judged(judge.sees(parent), 11)
-
-
-def two_runs_at_once(hosts: Sequence[Host], parent: Path, signs: Path) -> list[str]:
-    """Like `two_runs`, but both save continuously and hosts do not see each other's locks; returns their errors."""
-    import torch
-
-    from xhf_hooks.errors import XhfError
-
-    rank = int(os.environ['RANK'])
-    hosts[rank].enter()
-    torch.set_num_threads(1)
-    model, errors = tiny_model(zero3=False).to(torch.bfloat16), []
-    tell(signs / f'ready{rank}')
-    wait_for(signs / f'ready{1 - rank}')
-    for number in range(1 + 100 * rank, 11 + 100 * rank):
-        saves.set_weights(model, number)
-        try:
-            saves.call_save(model, Way('positional', 'call'), parent, number)
-        except XhfError as error:
-            errors.append(str(error))
-    return errors
