@@ -23,8 +23,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.config.checks import parse_size
-from xhf_hooks.config.options import SaveOptions
+from xhf_hooks.model import unwrap
+from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
@@ -107,7 +107,7 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
     options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
-    saver = Saver(training.engine.module, options, Collective(), writer=writer, in_background=in_background)
+    saver = Saver(unwrap(training.engine), options, Collective(), writer=writer, in_background=in_background)
     saver.prepare()
     with_gpu, problems, before = training.device.type == 'cuda', [], 0
     if in_background:
@@ -121,7 +121,7 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     if in_background:
         for _ in range(STEPS_MEANWHILE):
             training.step()
-        committed = saver.background.outcome()
+        committed = saver.outcome()
     saver.close()
     all_nbytes = [0] * dist.get_world_size()
     dist.all_gather_object(all_nbytes, device_nbytes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
 
-from xhf_hooks.config.frontends import in_reading_order
-from xhf_hooks.config.options import CallbackOptions, CallOptions, HookOptions
+from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions
 
 _DOORS = {
     'HFCheckpointHook': (HookOptions, 'in the config of an MMEngine or XTuner run'),
@@ -15,9 +17,16 @@ _DOORS = {
 }
 
 
+def in_reading_order(options: type) -> list[Field[Any]]:
+    """The options: out_dir, then its own, then inherited ones."""
+    classes = [base for base in options.__mro__ if is_dataclass(base)]
+    found = {o.name: o for base in classes for o in fields(base) if o.name in inspect.get_annotations(base)}
+    return sorted(found.values(), key=lambda option: option.name != 'out_dir')
+
+
 def page() -> str:
     """The text of the page."""
-    lines = ['# Options', '', 'Generated from `xhf_hooks/config/options.py` by `tools/options_page.py`. Bad values,']
+    lines = ['# Options', '', 'Generated from `xhf_hooks/options.py` by `tools/options_page.py`. Bad values,']
     lines[-1] += ' bad combinations and misspelt names are errors when the hook is built.'
     told: dict[str, str] = {}
     for door, (options, where) in _DOORS.items():

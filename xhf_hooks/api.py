@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.config.checks import folder_or_url
-from xhf_hooks.config.frontends import frontend_function
-from xhf_hooks.config.options import CallOptions
-from xhf_hooks.errors import AgreedError, OptionError
+from xhf_hooks.errors import AgreedError
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.model import unwrap
+from xhf_hooks.options import CallOptions, folder_or_url
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry import RunLog
 
 
-@frontend_function(CallOptions)
 def save_hf(
     model: Any,
     out_dir: str | Path,
@@ -48,6 +44,8 @@ def save_hf(
         out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete. Or the URL of
             an object store, to which every rank sends the files that it owns.
 
+    docs/options.md explains the other options.
+
     Returns:
         The committed save: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
         also logged. The same on every rank except for seconds; only rank 0 has free space and warnings about files
@@ -57,11 +55,8 @@ def save_hf(
         OptionError: An option has a bad value, or does not apply to this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
-    began = time.perf_counter()
     require_usable('torch', 'transformers')
     final = folder_or_url('out_dir', out_dir)
-    if final is None:
-        raise OptionError('out_dir', 'the path of a folder', out_dir)
     options = CallOptions(
         step=step,
         tokenizer=tokenizer,
@@ -76,8 +71,7 @@ def save_hf(
         verify=verify,
         backend_args=backend_args,
     )
-    if options.backend_args is not None and isinstance(final, Path):
-        raise OptionError('backend_args', 'None when out_dir is a folder', [*options.backend_args])
+    options.require_default('backend_args', 'when out_dir is a folder', when=isinstance(final, Path))
     number = options.step or 0
     committed: list[CommittedCheckpoint] = []
     log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
@@ -86,7 +80,7 @@ def save_hf(
         saves = CheckpointManager(unwrap(model), final, options, log, on_committed=committed.append, collective=shared)
         try:
             saves.prepare(None, when='now')
-            saves.save(Step('iter', number, number), prepare_secs=time.perf_counter() - began)
+            saves.save(Step('iter', number, number))
         finally:
             saves.close()
     except AgreedError:

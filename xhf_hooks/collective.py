@@ -2,9 +2,6 @@
 
 Everything here runs on a separate gloo group. While one rank writes to a slow disk, the others wait on this group, with
 its own time-out, so no NCCL collective spans a disk write.
-
-Small values go up a binomial tree to rank 0 and come back by broadcast: an agreement of N ranks takes 2 log2(N) steps;
-gloo's own all-reduce takes 2 (N - 1).
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class Collective:
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_shared = False
-        self._in_flight: list[dist.Work] = []  # one, of start_any()
+        self._in_flight: dist.Work | None = None  # of start_any()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._group = self._connect(connect_timeout_secs)
@@ -127,7 +124,7 @@ class Collective:
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
         """Whether the flag is set on any rank. Runs on: all ranks."""
-        return bool(self.all_reduce(np.array([flag], np.uint8), np.maximum, stage)[0])
+        return bool(self.all_reduce(np.array([flag], np.uint8), 'MAX', stage)[0])
 
     def start_any(self, flag: bool, stage: str) -> Callable[[], bool]:
         """As :meth:`any`, but returns a function that waits for the answer. One at a time. Runs on: all ranks."""
@@ -135,36 +132,29 @@ class Collective:
             return lambda: flag
         flags = torch.tensor([flag], dtype=torch.uint8)
         with self._in_touch(stage):
-            self._in_flight = [dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)]
+            self._in_flight = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def answer() -> bool:
             self._wait_for_answer(math.inf)  # handles signals meanwhile, unlike the work's own wait()
             with self._in_touch(stage):
-                self._in_flight.pop().wait()
+                work, self._in_flight = self._in_flight, None
+                work.wait()
             return bool(flags)
 
         return answer
 
-    def all_reduce(
-        self, values: np.ndarray, merge: Callable[[np.ndarray, np.ndarray], np.ndarray], stage: str = 'exchange'
-    ) -> np.ndarray:
-        """Merge all ranks' numbers pairwise; every rank gets the result. Runs on: all ranks.
+    def all_reduce(self, values: np.ndarray, operation: str, stage: str = 'exchange') -> np.ndarray:
+        """Merge all ranks' numbers; every rank gets the result. Runs on: all ranks.
 
         Args:
-            values: A small array, of the same shape and type on all ranks.
+            values: Of the same shape and integer type on all ranks.
+            operation: One of those of ``torch.distributed.ReduceOp``, such as ``'SUM'``.
         """
         if self.world_size == 1:
             return values
-        children, parent = self._tree()
+        merged = torch.from_numpy(np.array(values))
         with self._in_touch(stage):
-            for child in children:
-                theirs = np.empty_like(values)
-                self._receive(theirs, child)
-                values = merge(values, theirs)
-            if parent is not None:
-                self._send(values, parent)
-            merged = torch.from_numpy(np.array(values))
-            dist.broadcast(merged, 0, group=self._group)
+            dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
         return merged.numpy()
 
     def broadcast(self, value: T) -> T:
@@ -250,7 +240,7 @@ class Collective:
             group, self._group = self._group, None
             if not self._wait_for_answer(_END_SECS):
                 return  # torch would wait for it as long as the time-out, if a rank hangs
-            self._in_flight.clear()  # it keeps the connections open, and with them the ranks that wait for this one
+            self._in_flight = None  # it keeps the connections open, and with them the ranks that wait for this one
             # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
             # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
             backend = group._get_backend(torch.device('cpu'))
@@ -263,7 +253,7 @@ class Collective:
     def _wait_for_answer(self, secs: float) -> bool:
         """Wait for the answer to :meth:`start_any`, at most so long; returns whether it has come."""
         deadline = time.monotonic() + secs
-        while not all(work.is_completed() for work in self._in_flight):
+        while self._in_flight is not None and not self._in_flight.is_completed():
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_SECS)
@@ -281,23 +271,6 @@ class Collective:
         _set_pg_timeout(self._timeout, group)
         return group
 
-    def _tree(self) -> tuple[list[int], int | None]:
-        """The ranks that this one receives from, in order, and the rank that it sends to (None on rank 0)."""
-        children, step = [], 1
-        while step < self.world_size and self.rank % (2 * step) == 0:
-            if self.rank + step < self.world_size:
-                children.append(self.rank + step)
-            step *= 2
-        return children, self.rank - step if self.rank else None
-
-    # Each wait is given the time-out; without it, point-to-point operations use that of the group's creation
-
-    def _send(self, values: np.ndarray, rank: int) -> None:
-        dist.isend(_as_tensor(values), rank, group=self._group).wait(self._timeout)
-
-    def _receive(self, values: np.ndarray, rank: int) -> None:
-        dist.irecv(_as_tensor(values), rank, group=self._group).wait(self._timeout)
-
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:
         what = f'rank {self.rank} lost contact with the other ranks in stage {stage!r} of a save'
@@ -314,11 +287,6 @@ class Collective:
 
 #: Made by :meth:`Collective.shared`; kept as long as the process group exists.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
-
-
-def _as_tensor(values: np.ndarray) -> torch.Tensor:
-    """A view of the array's bytes."""
-    return torch.from_numpy(values.view(np.uint8))
 
 
 def _pickled(value: object) -> torch.Tensor:

@@ -15,14 +15,6 @@ class OptionError(XhfError, ValueError):
         self.option = option
 
 
-class UnknownOptionError(OptionError, TypeError):
-    """There is no such option; usually the name is misspelt."""
-
-    def __init__(self, option: str, frontend: str, hint: str) -> None:
-        XhfError.__init__(self, f'option {option}: {frontend} has no such option; {hint}')
-        self.option = option
-
-
 class InstalledError(XhfError):
     """An installed package is too old, or does not work with another one."""
 

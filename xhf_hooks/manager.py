@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from xhf_hooks.background.on_saved import AfterSaves, Result, after_saves_of_run, wait_for_all
+from xhf_hooks.background.on_saved import AfterSaves
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.collective import Collective
-from xhf_hooks.config.options import CallOptions, RunOptions
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
-from xhf_hooks.installed import require_usable, untested_set
+from xhf_hooks.installed import require_usable
 from xhf_hooks.model import Unwrapped
+from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoreFolder
@@ -27,10 +27,32 @@ from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.upload import uploads_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
-from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
-from xhf_hooks.telemetry import ProgressLog, RunLog, StallWatch, log_preparations, log_save
+from xhf_hooks.telemetry import RunLog, log_preparations, log_save
 from xhf_hooks.threads import ExitWait
 from xhf_hooks.writers.choose import choose_store_writer, choose_writer
+
+#: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
+_LOOK_SECS = 5.0
+
+
+class Listener(Protocol):
+    """What a run does with each committed save, beside training: uploads, the command of ``on_saved``."""
+
+    name: str
+    #: Whether it is waited for even when training was interrupted.
+    must_finish: bool
+
+    def committed(self, target: SaveTarget, step: Step, collective: Collective) -> None:
+        """Called after each commit, in the thread that saves, before the next save to that target begins."""
+
+    def look(self) -> None:
+        """Called after each iteration."""
+
+    def wait(self, secs: float) -> bool:
+        """Wait until nothing is left to do; returns False if time ran out. Needs no other rank."""
+
+    def close(self) -> None:
+        """End what is in progress. Needs no other rank."""
 
 
 class RunFrontend:
@@ -58,14 +80,14 @@ class CheckpointManager:
         unwrapped: The trained model.
         final: The folder of the newest save, or the URL of a store.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
-        on_committed: Called with each committed save.
-        on_result: Called on rank 0 with the numbers that ``on_saved`` printed.
+        on_committed: Called with each committed save, in the thread that trains.
+        on_result: Called there on rank 0 with the step of a save and the numbers that ``on_saved`` printed for it.
         collective: Used and left open; None creates one.
         run_dir: Local folder of the run, for results of ``on_saved`` where saves go to a store.
 
     Attributes:
-        newest: The folder of the newest save.
-        others: Other folders, by name suffix, each with one save.
+        newest: The place of the newest save.
+        others: Other places, by name suffix, each with one save.
         saved_at: Iterations done at the last save to ``newest``, unless it failed.
         collective: The collective of this run's saves.
     """
@@ -82,24 +104,20 @@ class CheckpointManager:
         *,
         run: object | None = None,
         suffixes: Sequence[str] = (),
-        reward_token_id: int | None = None,
-        on_committed: Callable[[CommittedCheckpoint], None] | None = None,
-        on_result: Callable[[Result], None] | None = None,
+        on_committed: Callable[[CommittedCheckpoint], None] = lambda committed: None,
+        on_result: Callable[[Step, Mapping[str, float]], None] = lambda step, numbers: None,
         collective: Collective | None = None,
         run_dir: Path | str = '.',
     ) -> None:
-        self._options, self._log, self._run_dir = options, log, Path(run_dir).absolute()
-        self._on_committed, self._on_result = on_committed, on_result
+        self._options, self._log, self._on_committed = options, log, on_committed
         self._after: Callable[[], None] | None = None  # for the save in flight
-        self._target: SaveTarget | None = None  # of the last save that was begun
+        self._listeners: list[Listener] = []
         self._requests: SaveRequests | None = None
-        self._after_saves: AfterSaves | None = None
+        self._deadline: float | None = None  # of exit_wait_secs
         self.saved_at: int | None = None
+        self._process, self._run = os.getpid(), None if run is None else weakref.ref(run)
         if unwrapped.engine is not None:
             require_usable('deepspeed')
-        self._engine = unwrapped.engine
-        self._run = None if run is None else weakref.ref(run)
-        self._process, self._thread = os.getpid(), threading.get_ident()
         self.newest: SaveTarget
         if isinstance(final, str):
             self.newest = StoreFolder(final, options.max_keep_ckpts, options.backend_args, warn=log.warning)
@@ -111,40 +129,36 @@ class CheckpointManager:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
             if isinstance(final, str):
-                self._writer = choose_store_writer(options.writer)
+                writer = choose_store_writer(options.writer)
             else:
-                self._writer = choose_writer(
-                    log, options.writer, new_name(self.newest.final, 'shared'), self.collective
-                )
+                writer = choose_writer(log, options.writer, new_name(self.newest.final, 'shared'), self.collective)
+            finals = [target.final for target in self._targets]
             self._uploads = uploads_of_run(
-                options.upload_to,
-                options.backend_args,
-                options.upload_keep,
-                [folder.final for folder in self._folders],
-                self.collective,
-                log,
-                wait_secs=options.exit_wait_secs,
+                options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
             )
             self._saver = Saver(
-                unwrapped.model,
+                unwrapped,
                 options,
                 self.collective,
-                unwrapped.root,
-                writer=self._writer,
-                reward_token_id=reward_token_id,
+                writer=writer,
                 in_background=options.async_save,
-                facts=unwrapped.facts,
-                after_commit=None if self._uploads is None else self._uploads.offer,
+                after_commit=self._tell_listeners,
             )
             ending.callback(self._saver.close)
-            for folder in self._folders:
-                ending.callback(folder.release)
+            for target in self._targets:
+                ending.callback(target.release)
+            if self._uploads is not None:
+                self._listeners.append(self._uploads)
+            with self.collective.stage('preflight'):
+                if options.on_saved is not None and self.collective.rank == 0:
+                    run_dir = Path(run_dir).absolute()
+                    self._listeners.append(AfterSaves(options.on_saved, log, on_result, run_dir=run_dir))
+            for listener in self._listeners:
+                ending.callback(listener.close)
             self._ending = ending.pop_all()
-        # A run that is never closed must not keep its model in memory, nor its locks after garbage collection
-        weakref.finalize(self, _release, self._process, self._folders).atexit = False
+        # A run that is never closed must not keep its model in memory, nor locks after garbage collection
+        weakref.finalize(self, _end_forgotten, self._process, self._targets, self._listeners).atexit = False
         CheckpointManager._open.add(self)
-        self._tokenizer_warnings: tuple[str, ...] = ()
-        self._watch = StallWatch(log, in_background=options.async_save, writer=self._writer)
 
     def prepare(
         self,
@@ -165,57 +179,35 @@ class CheckpointManager:
         Raises:
             XhfError: Saves will not work; the same on every rank. This manager is then closed.
         """
+        options, saver = self._options, self._saver
         try:
-            plan = self._saver.prepare()
-            if any(spec.from_master for spec in plan.reads):
-                refuse_unreadable_fp32_masters(self._engine)
+            plan = saver.prepare()
             with self.collective.stage('preflight'):
                 if self.collective.rank != 0:
                     self.newest.connect()  # the other targets are beside it
                 else:
-                    self._refuse_other_runs()
-                    claim_targets(self._log, self._folders, plan.nbytes, self._saver.exporter.base_dir, sweep=sweep)
-                    found, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
-                    for warning in warnings:
+                    claim_targets(self._log, self._targets, plan.nbytes, saver.exporter.base_dir, sweep=sweep)
+                    self._find_tokenizer(tokenizer, finish_tokenizer)
+                    for warning in saver.rehearse(self.newest):
                         self._log.warning(warning)
-                    self._tokenizer_warnings = tuple(warnings)
-                    eos_token_ids: Sequence[int] = ()
-                    if finish_tokenizer is not None:
-                        found, eos_token_ids, messages = finish_tokenizer(found)
-                        for message in messages:
-                            self._log.info(message)
-                    self._saver.set_tokenizer(found, eos_token_ids)
-                    for warning in self._saver.rehearse(self.newest):
-                        self._log.warning(warning)
-                    self._after_saves = after_saves_of_run(self._options, self._log, self._run_dir)
-            if self._uploads is not None:
-                self._ending.callback(self._uploads.end)
-                with self.collective.stage('preflight'):
+                if self._uploads is not None:
                     self._uploads.claim(self.collective.rank)
-                self._ending.callback(ExitWait(self._uploads.wait).close)
-                weakref.finalize(self, self._uploads.end_forgotten).atexit = False
-            if self._saver.in_background:
+            if options.async_save:
                 with self.collective.stage('preflight'):
-                    reserved = self._saver.reserve_snapshot()
+                    reserved = saver.reserve_snapshot()
                 self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
-                self._ending.callback(ExitWait(self._wait_at_exit).close)
-            if self._after_saves is not None:
-                weakref.finalize(self, self._after_saves.close).atexit = False
-                self._ending.callback(ExitWait(self._after_saves.close).close)  # called first: it takes a few seconds
-            self._accept_requests()
-            untested = untested_set()
-            if untested is not None:
-                self._log.info(untested)
+            if options.async_save or self._listeners:
+                end_work = weakref.WeakMethod(self._end_work)
+                self._ending.callback(ExitWait(lambda: (method := end_work()) and method()).close)
+            if options.save_on_signal:
+                signals, wait_secs = options.save_on_signal, options.exit_wait_secs
+                self._requests = SaveRequests(self._log, signals=signals, wait_secs=wait_secs)
+                self._ending.callback(self._requests.close)
+                weakref.finalize(self, self._requests.close).atexit = False
+            how = f'{saver.writer.value} writer{", in the background" * options.async_save}; about '
+            how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
             log_preparations(
-                self._log,
-                plan,
-                self._saver.expected_extra_nbytes,
-                when=self._occasions(when),
-                writer=self._writer,
-                in_background=self._saver.in_background,
-                final=self.newest.final,
-                left_out=self._saver.exporter.left_out,
-                notes=self._saver.exporter.notes,
+                self._log, plan, saver.exporter, where=self.newest.final, when=self._occasions(when), how=how
             )
         except BaseException:
             self.close()
@@ -224,105 +216,108 @@ class CheckpointManager:
     def save(
         self,
         step: Step,
-        folder: SaveTarget | None = None,
+        target: SaveTarget | None = None,
         *,
-        scheduled: bool = False,
         after: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
-        prepare_secs: float = 0.0,
     ) -> None:
-        """Make one save, in ``newest`` unless another folder is given.
+        """Make one save, in ``newest`` unless another target is given.
 
         Args:
-            facts: For the manifest of this save.
-            scheduled: Whether the schedule asked for it, during training.
             after: Called after the commit.
-            prepare_secs: Time spent before this call that counts as part of a synchronous save.
+            facts: For the manifest of this save.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
-        began, folder = time.monotonic(), folder or self.newest
-        if self._saver.in_background:
-            self.collect()
-        self._target = folder
-        committed, progress = None, ProgressLog(self._log, step.label)
+        self.collect()
+        self._deadline = None
+        target, committed = target or self.newest, None
         try:
-            if self._saver.in_background:
-                self._saver.start(folder, step, progress, facts)
+            if self._options.async_save:
+                self._saver.start(target, step, facts)
             else:
-                committed = self._saver.save(folder, step, progress, facts, prepare_secs=prepare_secs)
+                committed = self._saver.save(target, step, facts)
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return
-        if folder is self.newest:
+        if target is self.newest:
             self.saved_at = step.iteration
         self._after = after
         if committed is not None:
             self._report(committed)
-        if scheduled:
-            self._watch.saved(began)
 
-    def save_if_asked(self, step: Step, *, validated: bool = False) -> None:
+    def save_if_asked(self, step: Step, *, at_once: bool = False) -> None:
         """Save if a signal requested it. Runs on: all ranks, at the same points.
 
         Args:
-            validated: Called at the end of a validation rather than of an iteration.
+            at_once: Count requests up to now: at the end of a validation or of training rather than of an iteration.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
-        if self._requests is not None and self._requests.is_due(at_once=validated):
+        if self._requests is not None and self._requests.is_due(at_once=at_once):
             self._save_asked(step)
 
-    def finish(self, step: Step) -> None:
-        """At the end of training: :meth:`save_if_asked`, then wait for ``on_saved``."""
-        if self._requests is not None and self._requests.is_due(at_once=True):
-            self._save_asked(step)
-        if self._options.on_saved is None:
-            return
-        try:
-            wait_for_all(self._after_saves, self.collective, self._options.exit_wait_secs, self._log)
-        except XhfError as error:
-            self.handle(error, 'waiting for on_saved')
-        self._tell_results()
+    def _save_asked(self, step: Step) -> None:
+        self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
+        if self.saved_at != step.iteration:
+            self.save(step)
+        if self._requests.must_end:
+            self.collect()
+            self._requests.end_process()
 
-    def best_in_stores(self) -> list[tuple[str, bytes]]:
-        """URL and manifest of each best save in the store of ``out_dir`` or ``upload_to``. Runs on: rank 0.
-
-        Raises:
-            StoreError: The store cannot be read.
-        """
-        if self._uploads is not None:
-            return self._uploads.newest_manifests()
-        found = [(str(folder.final), folder.newest_manifest()) for folder in self.others.values()]
-        return [(url, manifest) for url, manifest in found if manifest]
-
-    @property
-    def must_tell_after(self) -> bool:
-        """Whether there is a save in flight whose ``after`` has not been called."""
-        return self._after is not None
-
-    def collect_if_done(self) -> None:
-        """Report the background save if it has succeeded on this rank, and what ``on_saved`` printed.
+    def look(self) -> None:
+        """After an iteration: report the background save if it has succeeded on this rank, and look after listeners.
 
         On the other ranks it is then about to succeed.
         """
-        if self._saver.background.succeeded:
+        if self._saver.in_flight is not None and self._saver.in_flight.succeeded:
             self.collect()
-        self._tell_results()
+        for listener in self._listeners:
+            listener.look()
 
     def collect(self) -> None:
         """Wait for the save in flight, if any, and report it. The outcome is the same on all ranks."""
-        if not self._saver.background.busy:
+        if self._saver.in_flight is None:
             return
         try:
-            committed = self._saver.background.outcome()
+            committed = self._saver.outcome()
         except XhfError as error:
             self._after, self.saved_at = None, None
             self.handle(error, 'the save in the background')
         else:
             self._report(committed)
+
+    def finish(self, step: Step) -> None:
+        """At the end of training: :meth:`save_if_asked`, then wait for uploads and ``on_saved``, on all ranks.
+
+        Ranks wait for each other on gloo, a short time at a time, since an NCCL collective may follow training.
+        """
+        self.save_if_asked(step, at_once=True)
+        if self._options.upload_to is None and self._options.on_saved is None:
+            return
+        try:
+            while self.collective.any(not self._have_finished(_LOOK_SECS), 'finish'):
+                pass
+        except XhfError as error:
+            self.handle(error, 'waiting for uploads and on_saved')
+
+    def manifests_of_others(self) -> list[tuple[bytes, str, str]]:
+        """What saves to ``others`` would replace, there and in the store of ``upload_to``. Runs on: rank 0.
+
+        Returns:
+            The manifest of each save, its folder or URL, and the suffix.
+
+        Raises:
+            StoreError: The store cannot be read.
+        """
+        found = []
+        for suffix, target in self.others.items():
+            found.append((target.newest_manifest(), str(target.final), suffix))
+            if self._uploads is not None:
+                found.append((*self._uploads.newest(target.name), suffix))
+        return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
 
     def handle(self, error: XhfError, what: str) -> None:
         """Raise or log an error that all ranks share, depending on ``on_error``."""
@@ -337,12 +332,10 @@ class CheckpointManager:
         """
         if os.getpid() != self._process:
             return
-        if self._after_saves is not None:
-            self._after_saves.close()  # first: no command starts while the save and uploads are awaited
-        if self._saver.background.busy:
-            self._log.warning('a save is being written: waiting for it')
+        self._end_work()
+        if self._saver.in_flight is not None:
             try:
-                self._report(self._saver.background.outcome())
+                self._report(self._saver.outcome())
             except Exception as error:  # the run is over: log it and go on closing
                 self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
         CheckpointManager._open.discard(self)
@@ -350,89 +343,92 @@ class CheckpointManager:
         if self._requests is not None:
             self._requests.end_process()
 
-    def _occasions(self, when: str | None) -> str:
-        """Everything that triggers a save, for the log."""
-        options = self._options
-        occasions = [] if when is None else [when]
-        if isinstance(options, RunOptions):
-            occasions += ['at the end of training'] * options.save_last
-            occasions += [f'at a new best score ({folder.name})' for folder in self.others.values()]
-            occasions += ['on demand'] * bool(options.save_on_signal)
-        return ', '.join(occasions)
-
-    def _accept_requests(self) -> None:
-        if signals := self._options.save_on_signal:
-            wait_secs = self._options.exit_wait_secs
-            self._requests = SaveRequests(self._log, signals=signals, wait_secs=wait_secs)
-            self._ending.callback(self._requests.close)
-            weakref.finalize(self, self._requests.close).atexit = False
-
-    def _tell_results(self) -> None:
-        for result in () if self._after_saves is None else self._after_saves.results():
-            if self._on_result is not None:
-                self._on_result(result)
-
-    def _save_asked(self, step: Step) -> None:
-        self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
-        if self.saved_at != step.iteration:
-            self.save(step)
-        if self._requests.must_end:
-            self.collect()
-            self._requests.end_process()
-
-    def _end_interrupted(self) -> None:
-        """Close earlier runs of this process that hold our folders."""
-        for other in self._others_with_our_folders():
-            if self._may_end(other):
-                self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
-                other.close()
-
-    def _refuse_other_runs(self) -> None:
-        for other in self._others_with_our_folders():
-            raise TargetError(
-                f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
-                f'If that run was interrupted, call close() of its hook or callback'
-            )
-
-    def _others_with_our_folders(self) -> list[CheckpointManager]:
-        ours = {folder.final for folder in self._folders}
-        others = [other for other in CheckpointManager._open if other is not self and other._process == os.getpid()]
-        return [other for other in others if ours & {folder.final for folder in other._folders}]
-
-    def _may_end(self, other: CheckpointManager) -> bool:
-        """Whether this thread has left the other run: it starts a new one, and both are known to be different runs."""
-        if self._run is None or other._run is None or other._thread != self._thread:
-            return False
-        return other._run() is not self._run()
-
     @property
-    def _folders(self) -> list[SaveTarget]:
+    def _targets(self) -> list[SaveTarget]:
         return [self.newest, *self.others.values()]
 
+    def _find_tokenizer(self, tokenizer: Any | None, finish: Callable[..., Any] | None) -> None:
+        tokenizer, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
+        for warning in warnings:
+            self._log.warning(warning)
+        if finish is not None:
+            tokenizer, self._saver.eos_token_ids, messages = finish(tokenizer)
+            for message in messages:
+                self._log.info(message)
+        self._saver.tokenizer = tokenizer
+
+    def _occasions(self, when: str | None) -> str:
+        """Everything that triggers a save, for the log."""
+        occasions = [] if when is None else [when]
+        occasions += ['at the end of training'] * self._options.save_last
+        occasions += [f'at a new best score ({target.name})' for target in self.others.values()]
+        occasions += ['on demand'] * bool(self._options.save_on_signal)
+        return ', '.join(occasions)
+
+    def _tell_listeners(self, target: SaveTarget, step: Step, collective: Collective) -> None:
+        for listener in self._listeners:
+            listener.committed(target, step, collective)
+
     def _report(self, committed: CommittedCheckpoint) -> None:
-        if self._after is not None:
-            after, self._after = self._after, None
+        after, self._after = self._after, None
+        if after is not None:
             after()
         log_save(self._log, committed)
-        committed = replace(committed, warnings=(*self._tokenizer_warnings, *committed.warnings))  # logged before
-        if self._on_committed is not None:
-            self._on_committed(committed)
-        if self._after_saves is not None:
-            self._after_saves.committed(committed, self._target)
+        self._on_committed(committed)
 
-    def _wait_at_exit(self) -> None:
-        background = self._saver.background
-        if background.busy and not background.done:
-            self._log.warning('the process ends, but a save is being written: waiting for it')
-            if not background.wait(self._options.exit_wait_secs):
-                self._log.error(
-                    f'it was not written within exit_wait_secs={self._options.exit_wait_secs} s. The previous save '
-                    f'is untouched.'
+    def _have_finished(self, secs: float) -> bool:
+        """Wait for the save in flight and for listeners; returns whether nothing is left to wait for.
+
+        In all, at most ``exit_wait_secs`` are waited; what takes longer is left alone.
+        """
+        is_first = self._deadline is None
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._options.exit_wait_secs
+        waits = {listener.name: listener.wait for listener in self._listeners}
+        if self._saver.in_flight is not None:
+            waits = {'a save in the background': self._saver.in_flight.wait, **waits}
+        for name, wait in waits.items():
+            if is_first and not wait(0.0):
+                self._log.info(f'waiting for {name}')
+            left_secs = max(0.0, self._deadline - time.monotonic())
+            if not wait(min(secs, left_secs)):
+                if secs < left_secs:
+                    return False
+                if left_secs:  # else it has been said
+                    self._log.warning(f'{name}: not finished within exit_wait_secs={self._options.exit_wait_secs:g} s')
+        return True
+
+    def _end_work(self) -> None:
+        """Training has ended, or the process will: wait for what must be finished. Needs no other rank."""
+        if os.getpid() == self._process:
+            for listener in self._listeners:
+                if not listener.must_finish:
+                    listener.close()
+            self._have_finished(math.inf)
+
+    def _end_interrupted(self) -> None:
+        """Close earlier runs of this process that hold our folders.
+
+        Raises:
+            TargetError: One may still be going on.
+        """
+        ours = {target.final for target in self._targets}
+        for other in [*CheckpointManager._open]:
+            if other._process != os.getpid() or not ours & {target.final for target in other._targets}:
+                continue
+            if self._run is None or other._run is None or other._run() is self._run():
+                raise TargetError(
+                    f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
+                    f'If that run was interrupted, call close() of its hook or callback'
                 )
+            self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
+            other.close()
 
 
-def _release(process: int, folders: Sequence[SaveTarget]) -> None:
-    """Called by the garbage collector, in this process or in a forked child."""
+def _end_forgotten(process: int, targets: Sequence[SaveTarget], listeners: Sequence[Listener]) -> None:
+    """Called by the garbage collector, in this process or in a forked child; returns at once."""
     if os.getpid() == process:
-        for folder in folders:
-            folder.release_forgotten()
+        for target in targets:
+            target.release_forgotten()
+        for listener in listeners:
+            threading.Thread(target=listener.close, daemon=True).start()

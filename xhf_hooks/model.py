@@ -97,12 +97,14 @@ class Unwrapped:
         root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
         facts: Fields of the manifest.
         engine: The DeepSpeed engine, if there is one.
+        reward_token_id: The token whose score is the reward, if the run's config names one.
     """
 
     model: nn.Module
     root: nn.Module
     facts: dict[str, Any] = field(default_factory=lambda: {'engine': 'torch'})
     engine: Any | None = None
+    reward_token_id: int | None = None
 
 
 def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:

@@ -155,16 +155,14 @@ TRAINER = {
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('doors')
-    scenarios = {
-        f'accelerate{stage}': partial(accelerate_at, stage, root / f'accelerate{stage}') for stage in (1, 2, 3)
-    }
+    scenarios = {f'accelerate{stage}': partial(accelerate_at, stage, root / f'accelerate{stage}') for stage in (2, 3)}
     scenarios |= {f'trainer_{name}': partial(trainer_run, *run, root / name) for name, run in TRAINER.items()}
     scenarios |= {'ddp': partial(in_ddp, False, root / 'ddp'), 'ddp_lora': partial(in_ddp, True, root / 'ddp_lora')}
     scenarios['wrong'] = partial(wrong_options, root / 'wrong')
     return root, run_scenarios(scenarios, 2)
 
 
-@pytest.mark.parametrize('stage', (1, 2, 3))
+@pytest.mark.parametrize('stage', (2, 3))
 def test_accelerate_writes_the_same(results, stage):
     root, outcomes = results
     folder = root / f'accelerate{stage}'
@@ -178,7 +176,7 @@ def test_accelerate_writes_the_same(results, stage):
             doors.verify_folder(folder / writer)
 
 
-@pytest.mark.parametrize('stage', (1, 2, 3))
+@pytest.mark.parametrize('stage', (2, 3))
 def test_zero_to_fp32_gives_the_same(results, stage):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -22,14 +22,11 @@ EPOCHS = dict(type='CheckpointHook', interval=1)
 #: Name to the options of `run_config`.
 RUNS: dict[str, dict[str, Any]] = {
     'defaults': dict(hook={}, stage=3),
-    'zero0': dict(hook={}, stage=0),
     'zero2': dict(hook={}, stage=2),
     'runner': dict(hook={}, stage=None, ddp=True),
     'keep_two': dict(hook=dict(max_keep_ckpts=2), stage=3, max_iters=6),
-    'keep_all': dict(hook=dict(max_keep_ckpts=-1, **BY_ITER), stage=2, max_iters=6),
     'own_interval': dict(hook=dict(max_keep_ckpts=-1, interval=3, by_epoch=False, save_last=False), stage=2),
     'only_last': dict(hook=dict(interval=-1), stage=2, max_iters=5),
-    'by_epoch': dict(hook=dict(max_keep_ckpts=-1, interval=1, by_epoch=True), stage=2, epochs=2),
     'loop_of_iterations': dict(
         hook=dict(max_keep_ckpts=-1, interval=3), stage=None, ddp=True, max_iters=7, checkpoint=EPOCHS
     ),
@@ -39,7 +36,6 @@ RUNS: dict[str, dict[str, Any]] = {
     ),
     'one_long_epoch': dict(hook=dict(max_keep_ckpts=-1), stage=None, ddp=True, checkpoint=EPOCHS),
     'never_due': dict(hook=dict(max_keep_ckpts=-1, interval=500), stage=None, ddp=True),
-    'float32_zero1': dict(hook=dict(dtype='float32'), stage=1),
     'float32_zero2': dict(hook=dict(dtype='float32'), stage=2),
     'float32_zero3': dict(hook=dict(dtype='float32'), stage=3),
     'float32_frozen': dict(hook=dict(dtype='float32'), stage=3, model=dict(freeze='embed_tokens')),
@@ -69,14 +65,6 @@ def with_tokenizer(source: str, work_dir: Path) -> str:
         'prompt_template': dict(hook={}, tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
     }[source]
     return run(dict(options, stage=3, max_iters=2), work_dir)
-
-
-def progress_is_logged(work_dir: Path) -> str:
-    """With the half minute set to nothing. Runs on: all ranks."""
-    from xhf_hooks.telemetry import ProgressLog
-
-    with mock.patch.object(ProgressLog, 'interval_secs', 0.0):
-        return run(dict(hook={}, stage=3, max_iters=2), work_dir)
 
 
 def best_after_resume(work_dir: Path) -> list[Any]:
@@ -189,10 +177,6 @@ REFUSED_INPUT: dict[str, tuple[dict[str, Any], str]] = {
         dict(hook=dict(tokenizer='{root}/large_tokenizer')),
         'the tokenizer has 140 tokens, but the model has embeddings for 131: set the option tokenizer',
     ),
-    'vocabulary_too_large_for_the_base': (
-        dict(model=dict(lora=True), hook=dict(tokenizer='{root}/large_tokenizer')),
-        'the tokenizer has 140 tokens, but the model has embeddings for 131: set the option tokenizer',
-    ),
     'no_such_template': (
         dict(prompt_template='xtuner.utils.PROMPT_TEMPLATE.nope'),
         'option prompt_template: expected ',
@@ -225,7 +209,6 @@ def finished(tmp_path_factory):
     _make_tokenizer(root / 'large_tokenizer', *(f'word{i}' for i in range(137)))
     for source in (*TOKENIZER_SOURCES, 'prompt_template'):
         scenarios[source] = partial(with_tokenizer, source, root / source)
-    scenarios['progress'] = partial(progress_is_logged, root / 'progress')
     scenarios['best_after_resume'] = partial(best_after_resume, root / 'best_after_resume')
     for on_error in ('continue', 'raise'):
         scenarios[on_error] = partial(failing_save, on_error, root / on_error)
@@ -264,7 +247,7 @@ def saves(log_dir: Path) -> dict[str, int]:
     return {path.parent.name: json.loads(path.read_text())['iteration'] for path in manifests}
 
 
-@pytest.mark.parametrize('name', ['defaults', 'zero0', 'zero2', 'runner', 'fp32_training', 'sharded', 'float16'])
+@pytest.mark.parametrize('name', ['defaults', 'zero2', 'runner', 'fp32_training', 'sharded', 'float16'])
 def test_folder_loads(finished, name):
     from transformers import LlamaForCausalLM
 
@@ -280,10 +263,8 @@ def test_folder_loads(finished, name):
     ('name', 'expected'),
     [
         ('keep_two', {'hf_model': 6, 'hf_model_iter_4': 4}),
-        ('keep_all', {'hf_model': 6, 'hf_model_iter_4': 4, 'hf_model_iter_2': 2}),
         ('own_interval', {'hf_model': 3}),
         ('only_last', {'hf_model': 5}),
-        ('by_epoch', {'hf_model': 32, 'hf_model_epoch_1': 16}),
         ('loop_of_iterations', {'hf_model': 7, 'hf_model_iter_6': 6, 'hf_model_iter_3': 3}),
         ('loop_of_epochs', {'hf_model': 32, 'hf_model_epoch_1': 16}),
         ('iterations_of_epochs', {'hf_model': 32, 'hf_model_iter_20': 20}),
@@ -328,7 +309,7 @@ def test_weights_are_the_rounded_masters(finished, name):
         assert torch.equal(tensor, masters[f'llm.{key}'].to(torch.bfloat16)), key
 
 
-@pytest.mark.parametrize('name', ['float32_zero1', 'float32_zero2', 'float32_zero3', 'float32_frozen'])
+@pytest.mark.parametrize('name', ['float32_zero2', 'float32_zero3', 'float32_frozen'])
 def test_float32_is_the_masters(finished, name):
     masters = zero_to_fp32(finished, name)
     saved = folder_tensors(log_dir_of(finished, name) / 'hf_model')
@@ -368,12 +349,6 @@ def test_prompt_template_becomes_the_chat_template(finished):
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
 
 
-def test_progress_is_logged(finished):
-    log_dir = log_dir_of(finished, 'progress')
-    log = (log_dir / f'{log_dir.name}.log').read_text()
-    assert log.count('HFCheckpointHook: saving iter_2, 0.00 of 0.00 GB') == 21
-
-
 def test_costs_are_logged_and_go_to_the_visualizer(finished):
     log_dir = log_dir_of(finished, 'defaults')
     lines = (log_dir / 'vis_data' / 'scalars.json').read_text().splitlines()
@@ -382,7 +357,6 @@ def test_costs_are_logged_and_go_to_the_visualizer(finished):
     assert all(cost['hf_checkpoint/nbytes'] > 0 for cost in costs)
     stages = [cost[f'hf_checkpoint/{stage}_seconds'] for cost in costs for stage in ('plan', 'write', 'commit')]
     assert all(0 < seconds < 60 for seconds in stages)
-    assert all(cost[f'hf_checkpoint/free_gb_{when}'] > 0 for cost in costs for when in ('before', 'after'))
     log = (log_dir / f'{log_dir.name}.log').read_text()
     assert '21 tensors' in log and 'saved iter_4 to' in log and 'every 2 iterations' in log
 

@@ -248,7 +248,7 @@ def test_a_store_that_is_away_stops_nothing(results):
     local = Path(check(results, 'never_there')[0])
     assert_whole(local / 'hf_model')
     log = next(local.rglob('*.log')).read_text()
-    assert log.count('uploads did not finish within exit_wait_secs=3 s') == 1 and log.count('waiting for uploads') == 1
+    assert log.count('uploads: not finished within exit_wait_secs=3 s') == 1 and log.count('waiting for uploads') == 1
     assert 'not uploaded: hf_model, iter_' in log
     assert not [path.name for path in local.iterdir() if '.kept' in path.name]
 

@@ -41,19 +41,19 @@ def run(hub, tmp_path, caplog):
     destinations = {
         name: HubDestination('hf://org/name', name, is_first=name == 'hf_model', warn=log.warning) for name in folders
     }
-    uploads = RunUploads(destinations, log, wait_secs=60.0, is_shared=True)
+    uploads = RunUploads(destinations, log, is_shared=True)
     for folder in folders.values():
         folder.claim()
     uploads.claim(0)
 
     def save(number, name='hf_model'):
         commit_one(folders[name], number)
-        uploads.offer(folders[name].final, iteration(number), Collective())
-        uploads.wait()
+        uploads.committed(folders[name], iteration(number), Collective())
+        uploads.wait(60)
         return {path.name: path.read_bytes() for path in folders[name].final.iterdir()}
 
     yield save
-    uploads.end()
+    uploads.close()
     for folder in folders.values():
         folder.release()
 

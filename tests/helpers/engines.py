@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +47,13 @@ def zero_engine(
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
-    from xhf_hooks.config.options import SaveOptions
+    from xhf_hooks.model import unwrap
+    from xhf_hooks.options import SaveOptions
     from xhf_hooks.save import Saver
 
-    own = {n: options.pop(n) for n in ('writer', 'in_background', 'reward_token_id', 'facts') if n in options}
-    return Saver(model, SaveOptions(**options), collective, **own)
+    trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
+    own = {n: options.pop(n) for n in ('writer', 'in_background') if n in options}
+    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, **own)
 
 
 def names_read(plan: SavePlan) -> set[str]:
@@ -66,6 +69,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     from xhf_hooks.planning.types import Step
 
     collective = Collective(timeout_secs=600)
+    in_background = options.get('in_background', False)
     saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
     plan = saver.prepare()
     folder = CheckpointFolder(final, max_keep=1)
@@ -74,10 +78,10 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
             folder.claim()
     step = Step('iter', STEP_NUMBER, STEP_NUMBER)
     try:
-        if not saver.in_background:
+        if not in_background:
             return plan, saver.save(folder, step)
         saver.start(folder, step)
-        return plan, saver.background.outcome()
+        return plan, saver.outcome()
     finally:
         folder.release()
         saver.close()

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.zoo.llamas import odd_llama
-from xhf_hooks.config.options import RunOptions
 from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.model import unwrap
+from xhf_hooks.options import RunOptions
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog

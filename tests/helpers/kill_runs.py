@@ -159,7 +159,8 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from xhf_hooks.collective import Collective
-    from xhf_hooks.config.options import SaveOptions
+    from xhf_hooks.model import unwrap
+    from xhf_hooks.options import SaveOptions
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
@@ -168,14 +169,14 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)
     options = SaveOptions(bucket_size=20_000, max_shard_size=10_000)
-    saver = Saver(model, options, collective, writer=kind.writer, in_background=kind.in_background)
+    saver = Saver(unwrap(model), options, collective, writer=kind.writer, in_background=kind.in_background)
     saver.prepare()
     folder = CheckpointFolder(parent / NAME, max_keep)
     with collective.stage('preflight'):
         if collective.rank == 0:
             folder.claim()
     if kind.in_background:
-        ExitWait(lambda: saver.background.wait(HANG_SECS))
+        ExitWait(lambda: saver.in_flight is None or saver.in_flight.wait(HANG_SECS))
     number = first
     while True:
         fill(model, weight_of(number))
@@ -184,7 +185,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
             saver.start(folder, Step('iter', number, number))
             connection.send(('copied', number))
             fill(model, -1)  # training goes on
-            saver.background.outcome()
+            saver.outcome()
         else:
             saver.save(folder, Step('iter', number, number))
         connection.send(('committed', number))

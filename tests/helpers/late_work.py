@@ -28,15 +28,13 @@ def load(name: str) -> ModuleType:
 def main() -> None:
     result, how = Path(sys.argv[1]), sys.argv[2]
     threads = load('threads')
-    background, workers = threads.Background('late'), threads.WorkerThreads(3)
 
     def work() -> None:
         while threading.main_thread().is_alive():  # until the interpreter shuts down
             time.sleep(0.001)
-        result.write_text(str(sum(workers.run([lambda n=n: n for n in range(100)]))))
-        workers.close()
+        result.write_text(str(sum(threads.WorkerThreads(1).run([lambda n=n: n for n in range(100)]))))
 
-    background.start(work)
+    background = threads.Background(work, 'late')
     threads.ExitWait(lambda: background.wait(60))
     if how == 'raise':
         raise RuntimeError('training failed')

@@ -156,9 +156,9 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     """A run that is ready to save, set up like a hook does. Runs on: all ranks."""
-    from xhf_hooks.config.options import RunOptions
     from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.model import unwrap
+    from xhf_hooks.options import RunOptions
     from xhf_hooks.telemetry import RunLog
 
     parsed = RunOptions(

@@ -19,8 +19,9 @@ import torch
 from tests.helpers.assert_intact import check_all, hidden, weight_of
 from tests.helpers.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, no_exchange
 from xhf_hooks.collective import Collective
-from xhf_hooks.config.options import SaveOptions
 from xhf_hooks.errors import XhfError
+from xhf_hooks.model import unwrap
+from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
@@ -42,7 +43,7 @@ class SmallRun:
         parent.mkdir(parents=True, exist_ok=True)
         self.model = small_model()
         self.alone = Collective()
-        self.saver = Saver(self.model, SaveOptions(max_shard_size=2500), self.alone, writer='positional')
+        self.saver = Saver(unwrap(self.model), SaveOptions(max_shard_size=2500), self.alone, writer='positional')
         self.saver.prepare()
         self.parent = parent
         self.max_keep = max_keep

@@ -51,14 +51,15 @@ class Run:
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, max_keep: int = 1) -> None:
         from tests.helpers.kill_runs import tiny_model
         from xhf_hooks.collective import Collective
-        from xhf_hooks.config.options import SaveOptions
+        from xhf_hooks.model import unwrap
+        from xhf_hooks.options import SaveOptions
         from xhf_hooks.places.checkpoint_folder import CheckpointFolder
         from xhf_hooks.save import Saver
 
         self.collective = Collective(timeout_secs=timeout_secs)
         self.model = tiny_model(zero3=True)
         options = SaveOptions(bucket_size=20_000, max_shard_size=10_000)
-        self.saver = Saver(self.model, options, self.collective, writer=writer)
+        self.saver = Saver(unwrap(self.model), options, self.collective, writer=writer)
         self.saver.prepare()
         self.folder = CheckpointFolder(parent / 'hf_model', max_keep)
         with self.collective.stage('preflight'):
@@ -177,7 +178,7 @@ def permissions(parent: Path) -> dict[str, Any]:
     try:
         run = Run(parent)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({'a': 0}, unk_token='a')))
-        run.saver.set_tokenizer(tokenizer)
+        run.saver.tokenizer = tokenizer
         message = run.save(1)
         run.collective.agree('test')
         paths = [run.folder.final, *run.folder.final.rglob('*')]

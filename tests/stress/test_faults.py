@@ -75,9 +75,10 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
 
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.collective import Collective
-    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.integrity.manifest import read_commit
+    from xhf_hooks.model import unwrap
+    from xhf_hooks.options import SaveOptions
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
@@ -88,7 +89,7 @@ def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
     engine = zero_engine(model, stage=3)
     collective = Collective(timeout_secs=60)
     what, _, writer = STAGES[stage]
-    saver = Saver(engine.module, SaveOptions(bucket_size=10_000, max_shard_size=30_000), collective, writer=writer)
+    saver = Saver(unwrap(engine), SaveOptions(bucket_size=10_000, max_shard_size=30_000), collective, writer=writer)
     folder = CheckpointFolder(root / 'hf_model', max_keep=1)
     with collective.stage('claim'):
         saver.prepare()

@@ -12,7 +12,6 @@ import pytest
 
 from tests.helpers import late_work
 from tests.helpers.ranks import HANG_SECS
-from xhf_hooks.threads import WorkerThreads
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -48,36 +47,3 @@ def test_work_ends_though_the_interpreter_shuts_down(version, how, tmp_path):
 def test_a_python_that_starts_no_threads_when_it_ends_is_among_them():
     if not any(int(version.split('.')[1]) >= 12 for version in PYTHONS):
         pytest.skip(f'NOT TESTED: no Python 3.12 or later here, only {", ".join(PYTHONS)}')
-
-
-def test_results_come_as_they_are_made():
-    with WorkerThreads(4) as threads:
-        assert sorted(threads.run([lambda n=n: n for n in range(100)])) == list(range(100))
-        assert list(threads.run([])) == []
-
-
-def test_an_error_ends_it_when_what_runs_has_ended():
-    """And the threads are good for more."""
-    ran = []
-
-    def job(number: int) -> int:
-        if number == 5:
-            raise ValueError('the fifth')
-        ran.append(number)
-        return number
-
-    with WorkerThreads(3) as threads:
-        with pytest.raises(ValueError, match='the fifth'):
-            list(threads.run([lambda n=n: job(n) for n in range(1000)]))
-        settled = list(ran)
-        assert len(settled) < 1000
-        assert sorted(threads.run([lambda n=n: n for n in range(10)])) == list(range(10))
-        assert ran == settled
-
-
-def test_a_caller_that_goes_away_leaves_no_job_behind():
-    with WorkerThreads(2) as threads:
-        for result in threads.run([lambda n=n: n for n in range(1000)]):
-            if result >= 3:
-                break
-        assert sorted(threads.run([lambda: -1])) == [-1]

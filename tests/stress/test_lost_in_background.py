@@ -31,8 +31,9 @@ def lose_a_rank(dead_rank: int, writer: str, at_call: int, root: Path) -> tuple[
 
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.collective import Collective
-    from xhf_hooks.config.options import SaveOptions
     from xhf_hooks.errors import XhfError
+    from xhf_hooks.model import unwrap
+    from xhf_hooks.options import SaveOptions
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
@@ -51,13 +52,13 @@ def lose_a_rank(dead_rank: int, writer: str, at_call: int, root: Path) -> tuple[
             os.kill(os.getpid(), signal.SIGKILL)
         return post(*args)
 
-    saver = Saver(engine.module, SaveOptions(bucket_size=4000), Collective(), writer=writer, in_background=True)
+    saver = Saver(unwrap(engine), SaveOptions(bucket_size=4000), Collective(), writer=writer, in_background=True)
     saver.prepare()
     started = time.monotonic()
     with mock.patch.object(Collective, 'post', die):
         saver.start(CheckpointFolder(root / 'hf_model', 1), Step('iter', 1, 1))
         try:
-            saver.background.outcome()
+            saver.outcome()
         except XhfError as error:
             return f'{type(error).__name__}: {error}', time.monotonic() - started
     return 'no error', time.monotonic() - started

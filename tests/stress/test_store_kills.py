@@ -47,10 +47,10 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
     os.environ.update(CREDENTIALS)
     import logging
 
-    from xhf_hooks.config.options import RunOptions
     from xhf_hooks.errors import XhfError
     from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.model import unwrap
+    from xhf_hooks.options import RunOptions
     from xhf_hooks.places.upload import StoreDestination
     from xhf_hooks.planning.types import Step
     from xhf_hooks.telemetry import RunLog
@@ -77,7 +77,7 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
                 fill(model, number)
                 saves.save(Step('iter', number, number))
                 if saves._uploads is not None:
-                    saves._uploads.wait()
+                    saves._uploads.wait(60)
         finally:
             saves.close()
     except XhfError:

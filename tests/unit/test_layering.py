@@ -20,7 +20,7 @@ pytestmark = pytest.mark.modern_only  # it reads the source
 PURE = (
     'planning/',
     'errors.py',
-    'config/',
+    'options.py',
     'format/safetensors.py',
     'system.py',
     'threads.py',
@@ -31,7 +31,7 @@ PURE = (
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'verify', 'convert', 'save', 'meta_model',
-    'background', 'config', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'host_memory',
+    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'host_memory',
     'threads', 'registry', 'planning', 'collective', 'format', 'system', 'model', 'installed', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.

@@ -17,7 +17,8 @@ from bench.progress import in_turns
 from bench.upload import limited_sending
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 from xhf_hooks.collective import Collective
-from xhf_hooks.config.options import SaveOptions
+from xhf_hooks.model import unwrap
+from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
@@ -37,7 +38,7 @@ def bench_out_dir(
     os.environ.update(CREDENTIALS)
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     n_files = _FILES_PER_RANK * dist.get_world_size()
-    saver = Saver(engine.module, SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='parallel')
+    saver = Saver(unwrap(engine), SaveOptions(max_shard_size=nbytes // n_files), Collective(), writer='parallel')
     saver.prepare()
     numbers = itertools.count()
 

@@ -17,7 +17,8 @@ from bench.progress import in_turns
 from bench.throttle import limited_writes
 from bench.ways import DCP_ALL, DCP_RANK0, FLOOR_GATHER, FSYNC_WORDS, OURS
 from xhf_hooks.collective import Collective
-from xhf_hooks.config.options import SaveOptions
+from xhf_hooks.model import unwrap
+from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.save import Saver
@@ -38,7 +39,7 @@ def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int,
     nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
     shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
     how = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=shard_nbytes)
-    saver = Saver(engine.module, how, Collective(), writer=writer, **options)
+    saver = Saver(unwrap(engine), how, Collective(), writer=writer, **options)
     saver.prepare()
     return saver
 

@@ -8,7 +8,7 @@ from typing import Any
 from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, run_worker
 from bench.ways import OURS, WRITERS, choose, name_of_ours, ways_to_save
-from xhf_hooks.config.checks import parse_size
+from xhf_hooks.options import parse_size
 
 #: Bytes per second that a rank may write if its connection to a share is the limit.
 LIMIT = 300 * 10**6

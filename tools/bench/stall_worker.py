@@ -78,8 +78,8 @@ def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
         saver.start(CheckpointFolder(folder, 1), STEP)
         dist.barrier()
         stalled_secs = time.perf_counter() - started
-        n_done, seconds = training.run(1, lambda: saver.background.done)
-        save_secs = saver.background.outcome().cost.seconds
+        n_done, seconds = training.run(1, lambda: saver.in_flight.done)
+        save_secs = saver.outcome().cost.seconds
     return {
         'stalled_secs': stalled_secs,
         'save_secs': save_secs,

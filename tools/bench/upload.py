@@ -260,19 +260,19 @@ def _our_upload(
     log = RunLog(logging.getLogger('bench'), 'bench')
     destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1, log.warning)
     destination.run = 'bench'  # rank 0 tells the others
-    uploads = RunUploads({'hf_model': destination}, log, wait_secs=3600.0, is_shared=True)
+    uploads = RunUploads({'hf_model': destination}, log, is_shared=True)
     uploads.claim(rank)
 
     def begin() -> None:
         uploads.add(UploadJob(1, 'hf_model', Step('iter', 1, 1), save, 'bench', rank, n_ranks))
 
     def is_over(within_secs: float = 0.0) -> bool:
-        over = uploads.is_idle(within_secs)
+        over = uploads.wait(within_secs)
         if over and rank == 0 and uploads.uploaded != [_SAVE]:
             raise RuntimeError(f'not uploaded: {uploads.failed}')
         return over
 
-    return begin, is_over, uploads.end
+    return begin, is_over, uploads.close
 
 
 def _boto3(rank: int, n_ranks: int, endpoint: str, save: Path, url: str) -> _Way:

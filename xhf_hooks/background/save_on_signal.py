@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -26,31 +25,47 @@ _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SaveRequests:
-    """The save requests of one run, on which all ranks agree. Runs on: all ranks must build it, in the same order.
+    """The save requests of one run. Runs on: all ranks must build it, in the same order.
+
+    After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
+    effect after the save: it ends the process or calls the user's handler. If no save is made within ``wait_secs``, it
+    takes effect without one. In a forked child, such as a data loader worker, SIGUSR1 and SIGUSR2 do nothing, and the
+    others take effect at once.
+
+    Python may call handlers in the main thread between any two instructions, so they take no lock.
 
     Args:
         signals: Names of the signals that request a save.
         wait_secs: How long a signal that ends the process waits for the save.
 
     Raises:
-        AgreedError: Signals cannot be handled. The same on all ranks.
+        AgreedError: Training is not in the main thread. The same on all ranks.
     """
 
     def __init__(self, log: RunLog, *, signals: Sequence[str], wait_secs: float) -> None:
-        self._log, self._process = log, os.getpid()
-        self._ranks = Collective()  # of its own: a save in the background may be using another one
+        self._log, self._wait_secs, self._process = log, wait_secs, os.getpid()
+        self._asked: str | None = None
+        self._ending: signal.Signals | None = None
+        self._number = 0  # of signals that end the process, so far
+        self._waits = True  # whether those wait for a save
+        self._before: dict[signal.Signals, Any] = {}
         self._answer: Callable[[], bool] | None = None  # of the all-reduce in flight
-        with ExitStack() as ending:
-            ending.callback(self._ranks.close)
+        self._ranks = Collective()  # of its own: a save in the background may be using another one
+        try:
             with self._ranks.stage('preflight'):
-                self._signals = SignalRequests(signals, wait_secs, self._tell_late)
-                ending.callback(self._signals.close)
-            ending.pop_all()  # no rank has failed
+                if threading.current_thread() is not threading.main_thread():
+                    raise OptionError('save_on_signal', 'None, since training is not in the main thread', signals)
+                for number in map(signal.Signals.__getitem__, signals):
+                    self._before[number] = signal.getsignal(number)
+                    signal.signal(number, self._handle)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def must_end(self) -> bool:
         """Whether a signal to this rank will end the process after the save."""
-        return self._signals.must_end
+        return self._ending is not None
 
     def is_due(self, *, at_once: bool = False) -> bool:
         """Whether all ranks save now. Runs on: all ranks, at the end of each iteration.
@@ -67,119 +82,67 @@ class SaveRequests:
         if at_once and not is_due:
             is_due = self._ask()()
         if is_due:
-            self._signals.take()
+            self._asked = None
         if not at_once:
             self._answer = self._ask()
         return is_due
 
     def end_process(self) -> None:
-        """Let a pending signal take effect: the save is made, or there will be none."""
-        self._signals.end()
+        """Let a pending signal take effect: the save is made, or there will be none. Runs on: the main thread."""
+        number, self._ending = self._ending, None
+        if number is not None:
+            self._take_effect(number)
 
     def close(self) -> None:
         """Restore handlers. Needs no other rank. A signal may still wait for :meth:`end_process`."""
-        self._signals.close()
-        if os.getpid() == self._process:
-            self._ranks.close()
+        self._waits = False
+        if os.getpid() != self._process:
+            return
+        self._ranks.close()
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, signal.SIG_IGN if before is None else before)
 
     def _ask(self) -> Callable[[], bool]:
-        asked = self._signals.asked
+        asked = self._asked
         if asked is not None:
             self._log.warning(f'{asked}: all ranks will save')
         return self._ranks.start_any(asked is not None, 'save_on_signal')
-
-    def _tell_late(self) -> None:
-        self._log.error('no save was made within exit_wait_secs; the process ends without one')
-
-
-class SignalRequests:
-    """Records that a signal requested a save, and lets the signal take effect afterwards.
-
-    After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
-    effect after the save: it ends the process or calls the user's handler. If no save is made within ``wait_secs``, it
-    takes effect without one. In a forked child, such as a data loader worker, SIGUSR1 and SIGUSR2 do nothing, and the
-    others take effect at once.
-
-    Python may call handlers in the main thread between any two instructions, so they take no lock.
-
-    Args:
-        names: Signal names such as ``'SIGTERM'``.
-        on_late: Called from another thread when a signal takes effect without a save.
-
-    Raises:
-        OptionError: Training is not in the main thread.
-    """
-
-    def __init__(self, names: Sequence[str], wait_secs: float, on_late: Callable[[], None]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise OptionError('save_on_signal', 'None, since training is not in the main thread', names)
-        self._wait_secs, self._on_late, self._process = wait_secs, on_late, os.getpid()
-        self.asked: str | None = None
-        self._ending: signal.Signals | None = None
-        self._ending_since = 0.0
-        self._waits = True  # whether signals that end the process wait for a save
-        self._is_closed = False
-        self._before: dict[signal.Signals, Any] = {}
-        for number in map(signal.Signals.__getitem__, names):
-            self._before[number] = signal.getsignal(number)
-            signal.signal(number, self._handle)
-
-    @property
-    def must_end(self) -> bool:
-        """Whether a signal will end the process after the save."""
-        return self._ending is not None
-
-    def take(self) -> None:
-        """Called when the requested save begins."""
-        self.asked = None
-
-    def end(self) -> None:
-        """Let a pending signal take effect. Runs on: the main thread."""
-        number, self._ending = self._ending, None
-        self._waits = not self._is_closed
-        if number is None:
-            return
-        before = self._before[number]
-        if before is signal.SIG_IGN:
-            return
-        signal.signal(number, signal.SIG_DFL if before is None else before)
-        if not callable(before):
-            os.kill(os.getpid(), number)
-        else:
-            before(number, sys._getframe())
-            if not self._is_closed:  # the user's handler lets training go on
-                self._before[number] = signal.getsignal(number)
-                signal.signal(number, self._handle)
-
-    def close(self) -> None:
-        """Restore the previous handlers. Does nothing outside the main thread."""
-        self._is_closed, self._waits = True, False
-        if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
-            return
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, signal.SIG_IGN if before is None else before)
 
     def _handle(self, given: int, frame: FrameType | None) -> None:
         number = signal.Signals(given)
         in_child = os.getpid() != self._process
         if number in _GO_ON:
             if not in_child:
-                self.asked = number.name
+                self._asked = number.name
                 if callable(before := self._before[number]):
                     before(number, frame)
         elif in_child or not self._waits:
-            self._ending = number
-            self.end()
+            self._ending = None
+            self._take_effect(number)
         else:
             if self._ending is None:
-                self._ending_since = time.monotonic()
-                _thread.start_new_thread(self._end_late, (number, self._ending_since))  # threading would take locks
-            self._ending, self.asked = number, number.name
+                self._number += 1
+                _thread.start_new_thread(self._end_late, (number, self._number))  # threading would take locks
+            self._ending, self._asked = number, number.name
 
-    def _end_late(self, number: signal.Signals, since: float) -> None:
+    def _take_effect(self, number: signal.Signals) -> None:
+        before = self._before[number]
+        if before is signal.SIG_IGN:
+            return
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+        if not callable(before):
+            os.kill(os.getpid(), number)
+            return
+        before(number, sys._getframe())
+        if self._waits:  # the user's handler lets training go on
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._handle)
+
+    def _end_late(self, number: signal.Signals, count: int) -> None:
         time.sleep(self._wait_secs)
-        if self._ending is not None and self._ending_since == since:
-            self._on_late()
+        if self._ending is not None and self._number == count:
+            self._log.error('no save was made within exit_wait_secs; the process ends without one')
             self._waits = False
             os.kill(os.getpid(), number)

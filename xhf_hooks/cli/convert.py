@@ -10,11 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
-from xhf_hooks.config.checks import DTYPE_CODES, parse_size
-from xhf_hooks.config.options import LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
-from xhf_hooks.installed import require_usable, untested_set
+from xhf_hooks.installed import require_usable
+from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, ChangedError, StoreError)
@@ -125,7 +124,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
-    _warn([*filter(None, [untested_set()]), *conversion.warnings], prog)
+    _warn(conversion.warnings, prog)
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE

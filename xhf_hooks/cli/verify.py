@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
-from xhf_hooks.config.options import LORA_MODES
 from xhf_hooks.installed import require_usable
+from xhf_hooks.options import LORA_MODES
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 

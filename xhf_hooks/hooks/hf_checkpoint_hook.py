@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,29 +10,26 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 
-from xhf_hooks.background.on_saved import Result
-from xhf_hooks.config.frontends import frontend_class
-from xhf_hooks.config.options import HookOptions
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best import BestFolder, BestMetric, earlier_folders, find_best_folders, find_best_in_stores
+from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model import unwrap
+from xhf_hooks.options import HookOptions
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.telemetry import RunLog, scalars
 
 
 @HOOKS.register_module(force=True)  # replaces the function of the package that imports this module on demand
-@frontend_class
 class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
-    later, the error is logged and training goes on.
+    later, the error is logged and training goes on. docs/options.md explains the options.
 
     Examples:
         >>> custom_imports = dict(imports=['xhf_hooks'])
@@ -60,16 +57,17 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
+        if has_head(unwrapped.model):
+            unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
         self._saves = CheckpointManager(
             unwrapped,
             self.out_dir or Path(runner.log_dir, 'hf_model'),
             self,
             log,
             run=runner,
-            suffixes=[] if self._best is None else self._best.folder_suffixes(),
-            reward_token_id=runner.cfg.get('reward_token_id') if has_head(unwrapped.model) else None,
+            suffixes=[] if self._best is None else self._best.suffixes(),
             on_committed=partial(self._visualize, runner),
-            on_result=partial(_visualize_result, runner),
+            on_result=lambda step, numbers: runner.visualizer.add_scalars(numbers, step=step.iteration),
             run_dir=runner.log_dir,
         )
         self._saves.prepare(
@@ -86,22 +84,23 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         done = runner.iter + 1
-        self._saves.collect_if_done()
-        if self._schedule.is_due_after_iter(done):
-            self._saves.save(Step('iter', done, done), scheduled=done < runner.max_iters)
+        self._saves.look()
+        schedule = self._schedule
+        if not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin):
+            self._saves.save(Step('iter', done, done))
         self._saves.save_if_asked(Step('iter', done, done))
 
     def after_train_epoch(self, runner: Any) -> None:
-        done = runner.epoch + 1
-        if self._schedule.is_due_after_epoch(done):
-            self._saves.save(self._step(runner, done), scheduled=runner.iter < runner.max_iters)
+        schedule = self._schedule
+        if schedule.by_epoch and self.every_n_epochs(runner, schedule.interval, schedule.save_begin):
+            self._saves.save(self._step(runner, runner.epoch + 1))
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         if self._saves is None:
             return
         if self._best is not None and metrics:
             self._save_if_best(runner, metrics)
-        self._saves.save_if_asked(Step('iter', runner.iter, runner.iter), validated=True)
+        self._saves.save_if_asked(Step('iter', runner.iter, runner.iter), at_once=True)
 
     def after_train(self, runner: Any) -> None:
         try:
@@ -114,34 +113,31 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.close()
 
     def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
-        if self._saves.must_tell_after:  # the best score depends on whether the previous save succeeded
-            self._saves.collect()
+        self._saves.collect()  # the best score depends on whether the previous save succeeded
         try:
             improved = self._best.improved(metrics, runner.message_hub)
         except XhfError as error:
             self._saves.handle(error, 'comparing scores')
             return
         for metric, score in improved.items():
-            folder = self._saves.others[self._best.folder_suffix(metric)]
+            target = self._saves.others[self._best.suffix(metric)]
             remember = partial(self._remember, runner, metric, score)
             facts = self._best.facts(metric, score)
-            self._saves.save(Step('iter', runner.iter, runner.iter), folder, after=remember, facts=facts)
+            self._saves.save(Step('iter', runner.iter, runner.iter), target, after=remember, facts=facts)
 
     def _learn_of_best(self, runner: Any) -> None:
-        """Read the scores of the best folders, since the resumed checkpoint may be older. Runs on: all ranks."""
-        collective, newest, hub = self._saves.collective, self._saves.newest.final, runner.message_hub
+        """Read the scores of earlier best saves, since the resumed checkpoint may be older. Runs on: all ranks."""
+        collective, hub, earlier = self._saves.collective, runner.message_hub, list[BestSave]()
         try:
             with collective.stage('preflight'):
-                found = self._best_so_far(earlier_folders(hub), newest) if collective.rank == 0 else []
-            for line in self._best.begin(newest, collective.broadcast(found), hub):
+                if collective.rank == 0:
+                    earlier = [BestSave.described_by(*found) for found in self._saves.manifests_of_others()]
+                    earlier += best_of_earlier_runs(hub)
+            for line in self._best.begin(self._saves.newest.final, collective.broadcast(earlier), hub):
                 self._log.info(line)
         except XhfError:
             self.close()
             raise
-
-    def _best_so_far(self, earlier: Sequence[Path], newest: Path | str) -> list[BestFolder]:
-        folders = dict.fromkeys([*earlier, newest] if isinstance(newest, Path) else earlier)
-        return [*find_best_folders(folders), *find_best_in_stores(self._saves.best_in_stores())]
 
     def _remember(self, runner: Any, metric: str, score: float) -> None:
         """Record the score of a committed best save."""
@@ -155,11 +151,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     def _step(self, runner: Any, epochs: int) -> Step:
         """The step of a save, in epochs if both the schedule and the train loop count epochs."""
         return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
-
-
-def _visualize_result(runner: Any, result: Result) -> None:
-    """Runs on: rank 0."""
-    runner.visualizer.add_scalars(result.scalars(), step=result.step.iteration)
 
 
 def _wrappers() -> tuple[type, ...]:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from xhf_hooks.background.on_saved import Result
-from xhf_hooks.config.frontends import frontend_class
-from xhf_hooks.config.options import CallbackOptions
 from xhf_hooks.errors import OptionError
 from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model import Unwrapped, unwrap
+from xhf_hooks.options import CallbackOptions
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
 
 
-@frontend_class
 class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
     The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which are needed for resuming;
-    ``save_strategy='no'`` in TrainingArguments turns those off.
+    ``save_strategy='no'`` in TrainingArguments turns those off. docs/options.md explains the options.
 
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
@@ -42,63 +38,58 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: Saves will not work; the same on every rank.
         """
         self.close()
-        saves_anyway = self.save_last or bool(self.save_on_signal)
-        if not saves_anyway and self.save_strategy is None and args.save_strategy == 'no':
-            raise OptionError('save_strategy', "'steps' or 'epoch', here or in TrainingArguments, or save_last", None)
         log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
-        self._check_steps(state, log)
+        self._check_schedule(args, state, log)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             self.out_dir or Path(args.output_dir, 'hf_model'),
             self,
             log,
             run=state,
-            on_result=partial(_log_result, state),
+            # Into Trainer's log, which goes into trainer_state.json
+            on_result=lambda step, numbers: state.log_history.append({**numbers, 'step': step.iteration}),
             run_dir=args.output_dir,
         )
         self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._saves.collect_if_done()
+        self._saves.look()
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
-            self._save(state)
+            self._saves.save(_step(state))
         self._saves.save_if_asked(_step(state))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
-            self._saves.save_if_asked(_step(state), validated=True)
+            self._saves.save_if_asked(_step(state), at_once=True)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
-            self._save(state)
+            self._saves.save(_step(state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy is None:
-            self._save(state)
+            self._saves.save(_step(state))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
             self._saves.collect()
             # load_best_model_at_end has replaced the weights
             if self.save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
-                self._save(state)
+                self._saves.save(_step(state))
                 self._saves.collect()
             self._saves.finish(_step(state))
         finally:
             self.close()
 
-    def _check_steps(self, state: TrainerState, log: RunLog) -> None:
+    def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.save_steps or state.save_steps
-        if self.save_strategy != 'steps' or every <= state.max_steps:
-            return
-        end = f'training ends after {state.max_steps} steps'
-        if not self.save_last and not self.save_on_signal:
-            raise OptionError('save_steps', f'a smaller one, or save_last: {end}, so nothing is ever saved', every)
-        log.warning(f'save_steps: every {every} steps, but {end}; set a smaller one')
-
-    def _save(self, state: TrainerState) -> None:
-        self._saves.save(_step(state), scheduled=state.global_step < state.max_steps)
+        is_late = self.save_strategy == 'steps' and every > state.max_steps
+        if (is_late or self._when(args, state) is None) and not self.save_last and not self.save_on_signal:
+            expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"
+            raise OptionError('save_strategy', expected, self.save_strategy)
+        if is_late:
+            log.warning(f'save_steps: training ends after {state.max_steps} steps, before {every}; set a smaller one')
 
     def _when(self, args: TrainingArguments, state: TrainerState) -> str | None:
         if self.save_strategy == 'steps':
@@ -112,11 +103,6 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
 def _step(state: TrainerState) -> Step:
     return Step('iter', state.global_step, state.global_step)
-
-
-def _log_result(state: TrainerState, result: Result) -> None:
-    """Add it to Trainer's log, which goes into trainer_state.json. Runs on: rank 0."""
-    state.log_history.append({**result.scalars(), 'step': result.step.iteration})
 
 
 def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:

@@ -268,8 +268,9 @@ class CheckpointFolder:
         return KeptFolder.keep(self.final)
 
     def newest_manifest(self) -> bytes | None:
-        """The manifest of the newest save, if it is in a store."""
-        return None
+        """The manifest of the newest save; None if there is none. Runs on: rank 0, after :meth:`claim`."""
+        path = self.final / MANIFEST_NAME
+        return path.read_bytes() if path.is_file() else None
 
     def abandon(self) -> None:
         """Remove what was written of a save that will not be committed. Never raises."""

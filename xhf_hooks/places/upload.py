@@ -19,6 +19,7 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from xhf_hooks.places.kept_folder import KeptFolder, new_name
 from xhf_hooks.places.objects import open_store
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
+from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
 from xhf_hooks.threads import lower_priority
@@ -153,8 +154,6 @@ def uploads_of_run(
     finals: Sequence[Path],
     collective: Collective,
     log: RunLog,
-    *,
-    wait_secs: float,
 ) -> RunUploads | None:
     """The uploads to a URL; None without one. Runs on: all ranks.
 
@@ -179,7 +178,7 @@ def uploads_of_run(
                 continue
             store = open_store(url, backend_args, warn=log.warning)
             destinations[final.name] = StoreDestination(store, final.name, max_keep if is_first else 1, log.warning)
-    return RunUploads(destinations, log, wait_secs=wait_secs, is_shared=seen_by_all)
+    return RunUploads(destinations, log, is_shared=seen_by_all)
 
 
 class RunUploads:
@@ -189,7 +188,6 @@ class RunUploads:
 
     Args:
         destinations: Name of a save's folder to its destination.
-        wait_secs: How long the end of the run waits for uploads.
         is_shared: Whether all ranks see the folders.
 
     Attributes:
@@ -197,14 +195,12 @@ class RunUploads:
         failed: Names and steps of the others.
     """
 
-    def __init__(
-        self, destinations: Mapping[str, Destination], log: RunLog, *, wait_secs: float, is_shared: bool
-    ) -> None:
+    name, must_finish = 'uploads', True
+
+    def __init__(self, destinations: Mapping[str, Destination], log: RunLog, *, is_shared: bool) -> None:
         self.uploaded: list[str] = []
         self.failed: list[str] = []
         self._destinations, self._log, self._is_shared = destinations, log, is_shared
-        self._wait_secs = wait_secs
-        self._deadline: float | None = None
         self._thread: threading.Thread | None = None
         self._process, self._number, self._rank = os.getpid(), 0, 0
         self._jobs: list[UploadJob] = []  # the first is being uploaded
@@ -226,22 +222,23 @@ class RunUploads:
         self._thread = threading.Thread(target=self._run, name='xhf-upload', daemon=True)
         self._thread.start()
 
-    def newest_manifests(self) -> list[tuple[str, bytes]]:
-        """URL and manifest of the newest save of each name but the first, which is not a best one. Runs on: rank 0.
+    def newest(self, name: str) -> tuple[bytes | None, str]:
+        """Manifest and URL of the newest save of that name there, if any. Runs on: rank 0.
 
         Raises:
             StoreError: The store cannot be read.
         """
-        found = [(f'{each.where}/{name}', each.newest_manifest()) for name, each in [*self._destinations.items()][1:]]
-        return [(url, manifest) for url, manifest in found if manifest]
+        destination = self._destinations[name]
+        return destination.newest_manifest(), f'{destination.where}/{name}'
 
-    def offer(self, final: Path, step: Step, collective: Collective) -> None:
+    def committed(self, target: SaveTarget, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save, in the thread that saves. Errors are logged.
 
         Raises:
             RankLostError: A rank did not take part.
         """
-        destination, offer, kept = self._destinations[final.name], None, None
+        final, offer, kept = target.final, None, None
+        destination = self._destinations[final.name]
         if collective.rank == 0:
             try:
                 kept = KeptFolder.keep(final)
@@ -266,33 +263,18 @@ class RunUploads:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def is_idle(self, within_secs: float = 0.0) -> bool:
-        """Wait until nothing is left to do; returns False if time runs out."""
+    def look(self) -> None:
+        """Nothing: uploads have a thread of their own."""
+
+    def wait(self, secs: float) -> bool:
+        """Wait until nothing is left to do; returns False if time runs out. Needs no other rank."""
+        if self._thread is None or os.getpid() != self._process:
+            return True
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, within_secs)
+            return self._changed.wait_for(lambda: not self._jobs, secs)
 
-    def wait(self) -> None:
-        """Wait for uploads in progress, up to ``exit_wait_secs`` in all. Needs no other rank."""
-        if self._thread is None or os.getpid() != self._process or self.is_idle():
-            return
-        if self._deadline is None:
-            self._log.info('waiting for uploads')
-            self._deadline = time.monotonic() + self._wait_secs
-        if self.is_idle(max(0.0, self._deadline - time.monotonic())):
-            self._deadline = None
-        elif self._rank == 0:
-            self._log.error(f'uploads did not finish within exit_wait_secs={self._wait_secs:g} s')
-
-    def end(self) -> None:
-        """Wait for uploads, log what was not uploaded, release the destinations. Needs no other rank."""
-        self.wait()
-        self._give_up()
-
-    def end_forgotten(self) -> None:
-        """Cancel uploads of a run that was garbage-collected without being closed. Returns at once."""
-        threading.Thread(target=self._give_up, name='xhf-upload-end', daemon=True).start()
-
-    def _give_up(self) -> None:
+    def close(self) -> None:
+        """Cancel what is left, log what was not uploaded, release the destinations. Needs no other rank."""
         thread, self._thread = self._thread, None
         if thread is None or os.getpid() != self._process:
             return

@@ -397,12 +397,9 @@ class SaveCost:
     """The cost of a save. Memory is the extra anonymous memory of the busiest rank, in bytes.
 
     Attributes:
-        seconds: Time from the start of the save (of ``save_hf``: from the call) to its commit.
+        seconds: Time from the start of the save to its commit.
         stalled_secs: How long training stood still; less than ``seconds`` for a background save.
-        stage_secs: Seconds by stage, in order, including the time spent waiting for other ranks. ``save_hf`` begins
-            with 'prepare': connect the ranks, plan, lock the folder, and try out the files beside the weights.
-        free_before_nbytes: Free disk space at the start of the save, on rank 0.
-        free_after_nbytes: Free disk space after the commit and the deletion of older saves, on rank 0.
+        stage_secs: Seconds by stage, in order, including the time spent waiting for other ranks.
     """
 
     nbytes: int
@@ -410,8 +407,6 @@ class SaveCost:
     stalled_secs: float
     peak_extra_nbytes: int
     stage_secs: Mapping[str, float] = field(default_factory=dict)
-    free_before_nbytes: int | None = None
-    free_after_nbytes: int | None = None
 
     @property
     def gbytes_per_sec(self) -> float:

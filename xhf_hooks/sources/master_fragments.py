@@ -1,7 +1,7 @@
 """Finds the fp32 masters of DeepSpeed ZeRO-1 and 2: fragments of flat buffers that are split evenly over the ranks.
 
 A rank knows only its own fragment of each parameter (DeepSpeed ``utils/tensor_fragment.py``,
-``get_hp_fragment_mapping``; ``utils/mixed_precision_linkage.py``). Ranks therefore exchange three numbers per tensor,
+``get_hp_fragment_mapping``; ``utils/mixed_precision_linkage.py``). Ranks therefore exchange two numbers per tensor,
 from which all fragments follow. A list of all fragments would have as many entries as ranks times tensors.
 """
 
@@ -18,8 +18,8 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.sources.base import LocalShard
 
-#: The first rank that has a part of a tensor, the end of its fragment, and the length of the longest fragment.
-_FIRST_RANK, _FIRST_END, _LONGEST = range(3)
+#: A rank and the end of its fragment in one number, so that the smallest one is that of the first rank.
+_RANK_FACTOR, _NO_RANK = 2**43, 2**62
 
 
 def local_fragment(tensor: torch.Tensor) -> LocalShard:
@@ -34,32 +34,28 @@ def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collect
     """Which elements of the masters each rank holds. Runs on: all ranks, with the same names. Remembers failures."""
     if not tensors:
         return {}
-    own = np.full((len(tensors), 3), (collective.world_size, 0, 0), np.int64)
+    ends, lengths = np.full(len(tensors), _NO_RANK), np.zeros(len(tensors), np.int64)
     try:
-        for row, tensor in zip(own, tensors.values(), strict=True):
+        for number, tensor in enumerate(tensors.values()):
             if tensor._hp_mapping is not None:
                 address = tensor._hp_mapping.lp_fragment_address
-                row[:] = collective.rank, address.start + address.numel, address.numel
+                ends[number] = collective.rank * _RANK_FACTOR + address.start + address.numel
+                lengths[number] = address.numel
     except Exception as error:
         collective.remember('plan', error)
-    everyones = collective.all_reduce(own, _merge, 'plan')
-    rows = zip(tensors.items(), everyones.tolist(), strict=True)
-    return {name: _spread(tensor.numel(), *row) for (name, tensor), row in rows}
+    firsts = collective.all_reduce(ends, 'MIN', 'plan').tolist()
+    longest = collective.all_reduce(lengths, 'MAX', 'plan').tolist()
+    rows = zip(tensors.items(), firsts, longest, strict=True)
+    return {name: _spread(tensor.numel(), first, most) for (name, tensor), first, most in rows}
 
 
-def _merge(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    merged = np.where((one[:, _FIRST_RANK] <= other[:, _FIRST_RANK])[:, None], one, other)
-    merged[:, _LONGEST] = np.maximum(one[:, _LONGEST], other[:, _LONGEST])
-    return merged
-
-
-def _spread(numel: int, first_rank: int, first_end: int, longest: int) -> Spread:
-    """The spread for parts as long as the longest fragment, one of which ends at ``first_end``.
+def _spread(numel: int, first: int, longest: int) -> Spread:
+    """The spread for parts as long as the longest fragment.
 
     This needs no knowledge of the flat buffer. With three or more fragments, the longest is a whole part; with two, any
     part of at least that length gives the same spread.
     """
-    each = max(1, longest)
+    (first_rank, first_end), each = divmod(first, _RANK_FACTOR), max(1, longest)
     return Spread(numel, each, (first_rank + 1) * each - first_end)
 
 

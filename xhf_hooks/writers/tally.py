@@ -6,7 +6,7 @@ that follow it (format/checksum.py). So a rank needs a few numbers per tensor, h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Tally:
     """What one rank has written, or what all ranks have. Used by: one thread.
 
     Attributes:
-        numbers: A column for each of ``plan.placements``; see :func:`add_up`.
+        numbers: A column for each of ``plan.placements``.
     """
 
     def __init__(self, plan: SavePlan) -> None:
@@ -45,6 +45,11 @@ class Tally:
         self.numbers[:_CRC32, number] += (nbytes, _span(start, end), non_finite)
         self.numbers[_CRC32, number] ^= shift(crc32, place.nbytes - end)
 
+    def add_up(self, all_reduce: Callable[[np.ndarray, str], np.ndarray]) -> None:
+        """Replace the numbers by those of all ranks together. Runs on: all ranks, with the ranks' ``all_reduce``."""
+        self.numbers[:_CRC32] = all_reduce(self.numbers[:_CRC32], 'SUM')
+        self.numbers[_CRC32] = all_reduce(self.numbers[_CRC32], 'BXOR')
+
     def written(self) -> list[WrittenTensor]:
         """The tensors with their checksums, if these are the numbers of all ranks.
 
@@ -53,13 +58,6 @@ class Tally:
         """
         found = zip(self._placements, *self.numbers.tolist(), strict=True)
         return [_whole(*one) for one in found]
-
-
-def add_up(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The numbers of two ranks together."""
-    total = one + other
-    total[_CRC32] = one[_CRC32] ^ other[_CRC32]
-    return total
 
 
 def warn_of_non_finite(tensors: Sequence[WrittenTensor]) -> list[str]:

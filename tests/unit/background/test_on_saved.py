@@ -1,176 +1,174 @@
-"""In which order saves are looked at, which are left out, and what becomes of errors."""
+"""The command of ``on_saved``: its turn, what it may do, what is left of it, and what becomes of its output."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import re
+import stat
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
+from tests.helpers import on_saved_family
+from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.tiny_checkpoint import commit_one, iteration
+from tests.unit.places.test_store_folder import folder as stored_folder  # noqa: F401
+from tests.unit.places.test_store_folder import newest, prefixes, save, url  # noqa: F401
 from xhf_hooks.background import on_saved
-from xhf_hooks.background.on_saved import AfterSaves, after_saves_of_run, fill_in, numbers_in, without_ranks
-from xhf_hooks.config.checks import PLACEHOLDERS
-from xhf_hooks.config.options import RunOptions
-from xhf_hooks.errors import OptionError, TargetError
-from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.background.on_saved import AfterSaves, fill_in, numbers_in
+from xhf_hooks.errors import OptionError
+from xhf_hooks.options import PLACEHOLDERS
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
+from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
-SECS = 60.0
+FAMILY = [sys.executable, on_saved_family.__file__]
+#: Writes down its arguments, waits until it may end, and prints a result; fails for iteration 13.
+WAITS = (
+    'echo "$1" "$2" >> "$3/calls"; until test -e "$3/may_end"; do sleep 0.02; done; '
+    'test "$2" != 13 || { echo a command of a user; exit 3; }; echo "{\\"same\\": $2, \\"name\\": \\"text\\"}"'
+)
 
 
-class FakeKept:
-    """Counts what is kept."""
+class Run:
+    """Saves in a folder, each of which is looked at."""
 
-    kept: ClassVar[list[str]] = []
+    def __init__(self, folder: Path, command: list[str], timeout_secs: float = HANG_SECS) -> None:
+        self.folder, self.results = folder, list[tuple[int, dict[str, float]]]()
+        self.targets: dict[str, CheckpointFolder] = {}
+        log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
+        run_dir = folder / 'run'
+        self.after = AfterSaves(command, log, self._on_result, run_dir=run_dir, timeout_secs=timeout_secs)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.parent / f'kept_{path.name}'
-        self.path.mkdir(exist_ok=True)
+    def _on_result(self, step: Step, numbers: Any) -> None:
+        self.results.append((step.iteration, numbers))
 
-    @classmethod
-    def keep(cls, folder: Path) -> FakeKept:
-        if 'gone' in folder.name:
-            raise TargetError(f'{folder} is gone')
-        FakeKept.kept.append(folder.name)
-        return cls(folder)
-
-    def release(self) -> None:
-        FakeKept.kept.remove(self.path.name.removeprefix('kept_'))
-
-
-class Command:
-    """Waits until it may end; writes down its calls. Fails for iteration 13."""
-
-    _SCRIPT = (
-        'echo "$1" "$2" >> "$3/calls"; until test -e "$3/may_end"; do sleep 0.02; done; '
-        'test "$2" != 13 || { echo a command of a user; exit 3; }; echo "{\\"same\\": $2, \\"name\\": \\"text\\"}"'
-    )
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.words = ('sh', '-c', self._SCRIPT, 'sh', '{path}', '{step}', str(folder))
+    def save(self, number: int = 1, name: str = 'hf_model') -> None:
+        if name not in self.targets:
+            self.targets[name] = CheckpointFolder(self.folder / name, 1)
+            self.targets[name].claim()
+        commit_one(self.targets[name], number)
+        self.after.committed(self.targets[name], iteration(number))
+        self.after.look()
 
     @property
-    def calls(self) -> list[tuple[str, int]]:
-        file = self._folder / 'calls'
-        words = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-        return [(path.rpartition('/')[2].removeprefix('kept_'), int(step)) for path, step in words]
+    def kept(self) -> list[Path]:
+        return list(self.folder.glob('.*kept-*'))
 
-    def wait_for_calls(self, count: int) -> None:
-        deadline = time.monotonic() + SECS
-        while len(self.calls) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    @property
+    def calls(self) -> list[int]:
+        """Iterations for which :data:`WAITS` was called."""
+        file = self.folder / 'calls'
+        return [int(line.split()[1]) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def may_end(self) -> None:
-        (self._folder / 'may_end').touch()
+    def output(self, number: int = 1) -> Path:
+        return self.folder / 'hf_model_on_saved' / f'iter_{number}'
 
 
 @pytest.fixture
-def command(tmp_path) -> Command:
-    return Command(tmp_path)
+def run_of(tmp_path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(command: list[str], timeout_secs: float = HANG_SECS) -> Run:
+        made.append(Run(tmp_path, command, timeout_secs))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.after.close()
+        for target in run.targets.values():
+            target.release()
 
 
 @pytest.fixture
-def log() -> RunLog:
-    return RunLog(logging.getLogger('xhf_hooks.test'), 'test')
+def waiting(run_of, tmp_path) -> Run:
+    return run_of(['sh', '-c', WAITS, 'sh', '{path}', '{step}', str(tmp_path)])
 
 
-@pytest.fixture
-def looking(monkeypatch, tmp_path, command, log):
-    monkeypatch.setattr(checkpoint_folder, 'KeptFolder', FakeKept)
-    monkeypatch.setattr(FakeKept, 'kept', [])
-    made = AfterSaves(command.words, log, timeout_secs=SECS)
-    yield made
-    made.close()
+def python(script: str, *arguments: str) -> list[str]:
+    return [sys.executable, '-c', script, *arguments]
 
 
-@pytest.fixture
-def commit(looking, tmp_path) -> Callable[..., None]:
-    def one(iteration: int, name: str = 'hf_model') -> None:
-        step = Step('iter', iteration, iteration)
-        committed = CommittedCheckpoint(tmp_path / name, step, SaveCost(1, 1.0, 1.0, 1))
-        looking.committed(committed, CheckpointFolder(tmp_path / name, 1))
-
-    return one
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + HANG_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
-def iterations(looking: AfterSaves) -> list[int]:
-    return [result.step.iteration for result in looking.results()]
+def members(folder: Path) -> list[int]:
+    return [int(path.stem) for path in folder.glob('*.pid')]
 
 
-def test_the_newest_that_waits_is_next(looking, commit, command, caplog):
+def alive(pids: list[int]) -> list[int]:
+    """Those that have not ended; one that nobody has waited for has."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].split()[0] != b'Z':
+                found.append(pid)
+    return found
+
+
+def test_the_newest_that_waits_is_next_and_errors_are_lines_in_the_log(waiting, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    commit(1)
-    command.wait_for_calls(1)
-    for iteration in (2, 3, 4):
-        commit(iteration)
-    commit(3, 'hf_model_best')  # of another name: both have their turn
-    assert not looking.wait(0.01) and FakeKept.kept.count('hf_model') == 2
-    command.may_end()
-    assert looking.wait(SECS)
-    assert command.calls == [('hf_model', 1), ('hf_model', 4), ('hf_model_best', 3)]
-    assert FakeKept.kept == []
-    results = looking.results()
-    assert [result.scalars() for result in results] == [
-        {'on_saved/hf_model/same': 1.0},
-        {'on_saved/hf_model/same': 4.0},
-        {'on_saved/hf_model_best/same': 3.0},
-    ]
-    assert looking.results() == []
-    for skipped in (2, 3):
-        assert f'hf_model, iter_{skipped} was skipped: there is a newer save' in caplog.text
+    waiting.save(13)
+    until(lambda: waiting.calls)
+    for number in (14, 15, 16):
+        waiting.save(number)
+    waiting.save(15, 'hf_model_best')  # of another name: both have their turn
+    waiting.after.committed(CheckpointFolder(tmp_path / 'gone', 1), iteration(17))
+    assert not waiting.after.wait(0.01) and len(waiting.kept) == 3
+    (tmp_path / 'may_end').touch()
+    assert waiting.after.wait(HANG_SECS) and waiting.kept == []
+    assert waiting.calls == [13, 16, 15]
+    assert waiting.results == [(16, {'on_saved/hf_model/same': 16.0}), (15, {'on_saved/hf_model_best/same': 15.0})]
+    for line in (
+        'hf_model, iter_14 was skipped: there is a newer save',
+        'hf_model, iter_15 was skipped: there is a newer save',
+        'gone, iter_17 was skipped: ',
+        f'Its output is in {waiting.output(13) / "output.log"}',
+    ):
+        assert line in caplog.text
+    assert re.search('hf_model, iter_13 failed.*exit status 3; last line: a command of a user', caplog.text)
 
 
-def test_errors_are_lines_in_the_log(looking, commit, command, caplog, tmp_path):
-    command.may_end()
-    for iteration, name in ((13, 'hf_model'), (14, 'gone'), (15, 'hf_model')):
-        commit(iteration, name)
-        assert looking.wait(SECS)
-    assert iterations(looking) == [15] and FakeKept.kept == []
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    output = tmp_path / 'hf_model_on_saved' / 'iter_13' / 'output.log'
-    assert len(errors) == 2
-    assert 'hf_model, iter_13 failed' in errors[0] and 'last line: a command of a user' in errors[0]
-    assert f'Its output is in {output}' in errors[0] and output.read_text() == 'a command of a user\n'
-    assert 'gone, iter_14 was skipped' in errors[1]
+def test_close_ends_what_runs_and_drops_what_waits(waiting, caplog):
+    waiting.save(1)
+    until(lambda: waiting.calls)
+    waiting.save(2)
+    waiting.after.close()
+    waiting.save(3)  # of the background save that the end of training waits for
+    waiting.after.close()
+    assert waiting.kept == [] and waiting.calls == [1]
+    for line in ('iter_2 was skipped: training has ended', 'iter_3 was skipped: training has ended'):
+        assert line in caplog.text
+    assert re.search('iter_1 failed after .*: ended: training has ended', caplog.text)
 
 
-def test_close_ends_what_runs_and_drops_what_waits(looking, commit, command, caplog):
-    commit(1)
-    command.wait_for_calls(1)
-    commit(2)
-    looking.close()
-    assert FakeKept.kept == [] and len(command.calls) == 1
-    lines = [record.getMessage() for record in caplog.records]
-    assert any('hf_model, iter_2 was skipped: training has ended' in line for line in lines), lines
-    assert any('hf_model, iter_1 failed' in line and 'ended: ' in line for line in lines), lines
-
-
-def test_a_forked_child_leaves_it_alone(looking, commit, command, monkeypatch):
-    commit(1)
-    command.wait_for_calls(1)
+def test_a_forked_child_leaves_it_alone(waiting, monkeypatch, tmp_path):
+    waiting.save()
+    until(lambda: waiting.calls)
     with monkeypatch.context() as child:
         child.setattr(on_saved.os, 'getpid', lambda: -1)
-        looking.close()
-    assert FakeKept.kept == ['hf_model']
-    command.may_end()
-    assert looking.wait(SECS) and iterations(looking) == [1]
+        waiting.after.close()
+    assert len(waiting.kept) == 1
+    (tmp_path / 'may_end').touch()
+    assert waiting.after.wait(HANG_SECS) and len(waiting.results) == 1
 
 
-def test_the_program_is_looked_for_before_training(log, tmp_path):
-    assert after_saves_of_run(RunOptions(), log, tmp_path) is None
-    assert after_saves_of_run(RunOptions(on_saved='sh -c x'), log, tmp_path) is not None
+def test_the_program_is_looked_for_before_training(run_of):
     with pytest.raises(OptionError, match=r"on_saved: expected a program .*'no_such_program'"):
-        after_saves_of_run(RunOptions(on_saved='no_such_program x'), log, tmp_path)
+        run_of(['no_such_program', 'x'])
 
 
 def test_placeholders():
@@ -181,11 +179,15 @@ def test_placeholders():
     ]
 
 
-def test_a_command_is_no_rank():
-    kept = {'PATH': '/bin', 'CUDA_VISIBLE_DEVICES': '7', 'HF_HOME': '/hf', 'OMP_NUM_THREADS': '1', 'RANKING': 'x'}
+def test_a_command_is_no_rank(run_of, monkeypatch):
     of_a_rank = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID']
     of_a_rank += ['ACCELERATE_USE_DEEPSPEED', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'SLURM_PROCID', 'GROUP_RANK']
-    assert without_ranks(kept | dict.fromkeys(of_a_rank, '1')) == kept
+    for name in (*of_a_rank, 'CUDA_VISIBLE_DEVICES', 'RANKING'):
+        monkeypatch.setenv(name, '7')
+    run = run_of(python('import os, json; print(json.dumps({n: 1 for n, v in os.environ.items() if v == "7"}))'))
+    run.save()
+    assert run.after.wait(HANG_SECS)
+    assert run.results == [(1, {'on_saved/hf_model/CUDA_VISIBLE_DEVICES': 1.0, 'on_saved/hf_model/RANKING': 1.0})]
 
 
 @pytest.mark.parametrize(
@@ -202,3 +204,77 @@ def test_a_command_is_no_rank():
 )
 def test_the_last_object_is_the_result(lines, numbers):
     assert numbers_in(lines) == numbers
+
+
+def test_output_is_appended_and_only_the_end_of_what_is_new_is_read(run_of):
+    script = 'import sys; print("e", file=sys.stderr); print("{\\"a\\": 1}"); sys.exit() if sys.argv[1] == "1" else 0; '
+    script += 'print("x" * 5_000_000, end="")'
+    run = run_of(python(script, '{step}'))
+    for number in (1, 2):
+        run.save(number)
+        assert run.after.wait(HANG_SECS)
+    run.save(1)
+    assert run.after.wait(HANG_SECS)
+    assert [number for number, _ in run.results] == [1, 1]
+    assert (run.output(1) / 'output.log').read_text().count('{"a": 1}\n') == 2
+
+
+@pytest.mark.parametrize('how', ['it ends', 'out of time', 'training has ended'])
+def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog):
+    run = run_of([*FAMILY, str(tmp_path), '0' if how == 'it ends' else '10000'], 5.0 if how == 'out of time' else 600)
+    run.save()
+    if how == 'training has ended':
+        until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
+        run.after.close()
+    assert run.after.wait(HANG_SECS) and run.kept == []
+    assert how == 'it ends' or f'ended: {how}' in caplog.text
+    assert members(tmp_path)
+    until(lambda: alive(members(tmp_path)) == [])
+
+
+def _run_family(folder: Path) -> None:
+    run = Run(folder, [*FAMILY, str(folder), '10000'])
+    run.save()
+    run.after.wait(HANG_SECS)
+
+
+def test_nothing_is_left_when_the_run_is_killed(tmp_path):
+    rank = start_process(_run_family, tmp_path)
+    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
+    rank.kill()
+    rank.join()
+    until(lambda: alive(members(tmp_path)) == [])
+
+
+def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run_of, tmp_path):
+    script = (
+        'import os, sys; from pathlib import Path; path = Path(sys.argv[1]); '
+        '(path / "xhf_manifest.json").open("a").write("an edit in place"); '
+        '(path / "results").mkdir(); (path / "results" / "arc.json").write_text("{}"); '
+        'print("{\\"modes\\": %d}" % sum(file.stat().st_mode & 0o222 for file in path.glob("*.safetensors")))'
+    )
+    run = run_of(python(script, '{path}'))
+    run.save()
+    assert run.after.wait(HANG_SECS) and run.results == [(1, {'on_saved/hf_model/modes': 0.0})]
+    saved = tmp_path / 'hf_model'
+    json.loads((saved / 'xhf_manifest.json').read_text())
+    assert (run.output() / 'added' / 'results' / 'arc.json').read_text() == '{}'
+    assert sorted(path.name for path in run.output().iterdir()) == ['added', 'output.log']
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o222 for path in saved.glob('*.safetensors')} == {0}
+    assert os.access(saved / 'xhf_manifest.json', os.W_OK)
+
+
+def test_a_save_in_a_store_stays_while_it_is_in_use(waiting, stored_folder, url, tmp_path):  # noqa: F811
+    for number in (1, 2, 3, 4, 5):
+        save(stored_folder, number)
+        waiting.after.committed(stored_folder, iteration(number))
+        waiting.after.look()
+        until(lambda: waiting.calls)
+    names = {f'hf_model_iter_{number}' for number in (1, 4, 5)}
+    assert prefixes(url) == names and newest(url) == 'hf_model_iter_5', 'max_keep is 2, and 1 is in use'
+    (tmp_path / 'may_end').touch()
+    assert waiting.after.wait(HANG_SECS)
+    assert (tmp_path / 'calls').read_text() == f'{url}/hf_model_iter_1 1\n{url}/hf_model_iter_5 5\n'
+    assert (tmp_path / 'run' / 'hf_model_on_saved' / 'iter_5' / 'output.log').is_file()
+    stored_folder.release()
+    assert prefixes(url) == {'hf_model_iter_4', 'hf_model_iter_5'}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -10,14 +11,19 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.background.save_on_signal import SignalRequests
-from xhf_hooks.errors import OptionError
+from xhf_hooks.background.save_on_signal import SaveRequests
+from xhf_hooks.errors import XhfError
+from xhf_hooks.telemetry import RunLog
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 class Ended(Exception):
     """Raised by the user's handler."""
+
+
+def end(number, frame):
+    raise Ended
 
 
 @pytest.fixture(autouse=True)
@@ -29,52 +35,41 @@ def handlers():
         signal.signal(number, handler)
 
 
-def send(number: signal.Signals) -> None:
-    signal.raise_signal(number)
+def requests_of(*signals: str, wait_secs: float = 60) -> SaveRequests:
+    return SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals=signals, wait_secs=wait_secs)
 
 
-def test_training_goes_on_after_sigusr2():
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # which would kill
-    requests = SignalRequests(['SIGUSR2'], 60, lambda: None)
-    assert requests.asked is None
-    send(signal.SIGUSR2)
-    assert requests.asked == 'SIGUSR2' and not requests.must_end
-    requests.take()
-    assert requests.asked is None
-    requests.close()
-    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-
-
-def test_the_users_handler_of_sigusr2_is_called_too():
+@pytest.mark.parametrize('own_handler', [False, True])
+def test_training_goes_on_after_sigusr2(own_handler):
     called = []
-    signal.signal(signal.SIGUSR2, lambda *args: called.append(args))
-    requests = SignalRequests(['SIGUSR2'], 60, lambda: None)
-    send(signal.SIGUSR2)
-    assert len(called) == 1 and requests.asked == 'SIGUSR2'
+    before = (lambda *args: called.append(args)) if own_handler else signal.SIG_DFL  # which would kill
+    signal.signal(signal.SIGUSR2, before)
+    requests = requests_of('SIGUSR2')
+    assert not requests.is_due(at_once=True)
+    signal.raise_signal(signal.SIGUSR2)
+    assert len(called) == own_handler and not requests.must_end
+    assert [requests.is_due() for _ in range(3)] == [False, True, False], 'one iteration later'
     requests.close()
+    assert signal.getsignal(signal.SIGUSR2) is before
 
 
 def test_sigterm_takes_its_effect_after_the_save():
-    def end(number, frame):
-        raise Ended
-
     signal.signal(signal.SIGTERM, end)
-    requests = SignalRequests(['SIGTERM'], 60, lambda: None)
-    send(signal.SIGTERM)
-    send(signal.SIGTERM)  # a scheduler sends it to torchrun, which sends it on
-    assert requests.asked == 'SIGTERM' and requests.must_end
-    requests.take()
+    requests = requests_of('SIGTERM')
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # a scheduler sends it to torchrun, which sends it on
+    assert requests.must_end and requests.is_due(at_once=True)
     with pytest.raises(Ended):
-        requests.end()
+        requests.end_process()
     requests.close()
 
 
 def test_a_default_handler_gets_the_signal_again():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    requests = SignalRequests(['SIGTERM'], 60, lambda: None)
-    send(signal.SIGTERM)
+    requests = requests_of('SIGTERM')
+    signal.raise_signal(signal.SIGTERM)
     with mock.patch.object(os, 'kill') as kill:
-        requests.end()
+        requests.end_process()
     assert kill.call_args_list == [mock.call(os.getpid(), signal.SIGTERM)]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -82,61 +77,46 @@ def test_a_default_handler_gets_the_signal_again():
 def test_a_handler_that_lets_training_go_on_is_kept():
     called = []
     signal.signal(signal.SIGTERM, lambda *args: called.append('user'))
-    requests = SignalRequests(['SIGTERM'], 60, lambda: None)
+    requests = requests_of('SIGTERM', wait_secs=0.2)
     for _ in range(2):
-        send(signal.SIGTERM)
-        requests.take()
-        requests.end()
+        signal.raise_signal(signal.SIGTERM)
+        assert requests.is_due(at_once=True)
+        requests.end_process()
     assert called == ['user', 'user'] and not requests.must_end
-    requests.end()
-    assert called == ['user', 'user']
-    requests.close()
-
-
-def test_no_save_in_time_ends_the_process_without():
-    def end(number, frame):
-        raise Ended
-
-    signal.signal(signal.SIGTERM, end)
-    late = []
-    requests = SignalRequests(['SIGTERM'], 0.1, lambda: late.append(1))
-    with pytest.raises(Ended):
-        send(signal.SIGTERM)
-        assert requests.must_end and not late
-        time.sleep(60)
-    assert late == [1]
-    requests.close()
-
-
-def test_a_save_in_time_is_not_late():
-    called, late = [], []
-    signal.signal(signal.SIGTERM, lambda *args: called.append(args))
-    requests = SignalRequests(['SIGTERM'], 0.2, lambda: late.append(1))
-    send(signal.SIGTERM)
-    requests.take()
-    requests.end()
+    requests.end_process()
     time.sleep(0.4)
-    assert len(called) == 1 and late == []
+    assert called == ['user', 'user'], 'both saves were made in time'
+    requests.close()
+
+
+def test_no_save_in_time_ends_the_process_without(caplog):
+    signal.signal(signal.SIGTERM, end)
+    requests = requests_of('SIGTERM', wait_secs=0.1)
+    with pytest.raises(Ended):
+        signal.raise_signal(signal.SIGTERM)
+        assert requests.must_end
+        time.sleep(60)
+    assert 'no save was made within exit_wait_secs' in caplog.text
     requests.close()
 
 
 def test_signals_take_their_effect_at_once_where_there_will_be_no_save():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    requests = SignalRequests(['SIGINT'], 60, lambda: None)
-    send(signal.SIGINT)
+    requests = requests_of('SIGINT')
+    signal.raise_signal(signal.SIGINT)
     requests.close()
     with pytest.raises(KeyboardInterrupt):
-        requests.end()
+        requests.end_process()
 
 
 def test_a_forked_child_ends_as_ever():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    requests = SignalRequests(['SIGTERM', 'SIGUSR2'], 60, lambda: None)
+    requests = requests_of('SIGTERM', 'SIGUSR2')
     with mock.patch.object(os, 'getpid', return_value=1):
-        send(signal.SIGUSR2)
-        assert requests.asked is None
+        signal.raise_signal(signal.SIGUSR2)
         with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+    assert not requests.is_due(at_once=True)
     requests.close()
 
 
@@ -145,8 +125,8 @@ def test_training_outside_of_the_main_thread_is_refused():
 
     def build() -> None:
         try:
-            SignalRequests(['SIGTERM'], 60, lambda: None)
-        except OptionError as error:
+            requests_of('SIGTERM')
+        except XhfError as error:
             found.append(error)
 
     thread = threading.Thread(target=build)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 
 import pytest
 
@@ -12,37 +14,37 @@ from xhf_hooks.threads import Background
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
+def nice_value() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 def test_outcome_and_error():
-    background: Background[int] = Background('test')
-    assert not background.busy and background.outcome() is None
-    background.start(lambda: 7)
-    assert background.busy and background.wait(5) and background.succeeded
-    assert background.outcome() == 7 and not background.busy
-    background.start(lambda: 1 // 0)
-    assert background.wait(5) and background.done and not background.succeeded
+    background = Background(lambda: (7, nice_value()), 'test')
+    value, lower = background.outcome()
+    assert value == 7 and lower > nice_value() and background.done and background.succeeded
+    failed = Background(lambda: 1 // 0, 'test')
+    assert failed.wait(5) and failed.done and not failed.succeeded
     with pytest.raises(ZeroDivisionError):
-        background.outcome()
-    assert background.outcome() is None
+        failed.outcome()
 
 
 def test_a_handler_that_interrupts_the_wait_may_wait():
     """With Thread.join it hung about once in a hundred kills: the handler waited for a lock of what it interrupted."""
-    background: Background[int] = Background('test')
+    background: list[Background[int]] = []
     late = []
     going_on = True
 
     def wait_too(*_: object) -> None:
-        late.append(not background.wait(HANG_SECS))
+        late.append(not background[-1].wait(HANG_SECS))
         if going_on:  # the next one when this one has ended: on a busy machine they would pile up
             signal.setitimer(signal.ITIMER_REAL, 2e-5)
 
     before = signal.signal(signal.SIGALRM, wait_too)
     try:
         for number in range(500):
-            background.start(lambda number=number: number)
+            background.append(Background(lambda number=number: number, 'test'))
             signal.setitimer(signal.ITIMER_REAL, 1e-5)
-            outcome = background.outcome()
-            assert outcome == number
+            assert background[-1].outcome() == number
     finally:
         going_on = False
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -18,9 +18,9 @@ from tests.helpers.engines import save_folder
 from tests.helpers.remote_code import use_modules_cache
 from tests.helpers.zoo import build
 from tests.helpers.zoo.llava import N_PATCHES, PREPROCESSOR, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
-from xhf_hooks.config.checks import dtype_code
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
+from xhf_hooks.options import DTYPE_CODES
 from xhf_hooks.sources import source_for
 
 LLM_LORA = {'llm': dict(target_modules='all-linear')}
@@ -37,7 +37,7 @@ def bases(tmp_path_factory):
 def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **options) -> tuple[Path, LlavaExporter]:
     """Saves ``model`` with a tokenizer; the folder and the exporter."""
     exporter = exporter_for(model, None, **{k: options.get(k) for k in ('lora', 'llava_format')})
-    exporter.entries(source_for(model).specs(), dtype_code('dtype', options.get('dtype')))
+    exporter.entries(source_for(model).specs(), DTYPE_CODES.get(options.get('dtype')))
     _, committed = save_folder(model, folder, **options)
     exporter.write_hf_assets(committed.path, None if words is None else tokenizer(words), ())
     return committed.path, exporter

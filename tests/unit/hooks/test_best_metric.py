@@ -11,7 +11,7 @@ import torch
 from mmengine.logging import MessageHub
 
 from xhf_hooks.errors import OptionError, TargetError
-from xhf_hooks.hooks.best import BestFolder, BestMetric, describe_best, earlier_folders, find_best_folders
+from xhf_hooks.hooks.best import BestMetric, BestSave
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_several_metrics_are_judged_apart(hub):
     assert best_after_each(best, hub, results) == [{'acc': 1, 'loss': 5}, {'acc': 2}, {'loss': 4}, {}]
 
 
-def test_folder_suffixes():
-    assert BestMetric('coco/bbox_mAP', None).folder_suffix('coco/bbox_mAP') == 'best'
+def test_suffixes():
+    assert BestMetric('coco/bbox_mAP', None).suffix('coco/bbox_mAP') == 'best'
     several = BestMetric(['coco/bbox_mAP', 'loss'], None)
-    assert several.folder_suffix('coco/bbox_mAP') == 'best_coco_bbox_mAP'
-    assert several.folder_suffix('loss') == 'best_loss'
+    assert several.suffix('coco/bbox_mAP') == 'best_coco_bbox_mAP'
+    assert several.suffix('loss') == 'best_loss'
 
 
 def test_unknown_metric(hub):
@@ -117,48 +117,37 @@ def test_scores_of_the_checkpoint_hook_are_another_matter(hub):
     assert BestMetric('acc', None).improved({'acc': 1.0}, hub) == {'acc': 1.0}
 
 
-@pytest.mark.parametrize('score', [0.5, float('inf'), -float('inf'), torch.tensor(0.5), np.float32(0.5), 1])
-def test_a_score_comes_back_from_the_manifest(score, tmp_path):
+@pytest.mark.parametrize('score', [0.5, float('inf'), torch.tensor(0.5), np.float32(0.5), 1])
+def test_a_score_comes_back_from_the_manifest(score):
     """Strict JSON has no infinities."""
-    folder = tmp_path / 'hf[1]_best'
-    folder.mkdir()
-    manifest = {'iteration': 4, **describe_best('acc', score, 'greater')}
-    (folder / 'xhf_manifest.json').write_text(json.dumps(manifest, allow_nan=False))
-    assert find_best_folders([tmp_path / 'hf[1]']) == [BestFolder(folder, 'acc', float(score), 4)]
+    manifest = json.dumps(BestMetric('acc', None).facts('acc', score), allow_nan=False).encode()
+    assert BestSave.described_by(manifest, 'hf_best') == BestSave('hf_best', 'acc', float(score), None)
 
 
 @pytest.mark.parametrize(
-    'text', ['', '[]', '{}', '{"iteration": 4, "best": 5}', '{"iteration": 4, "best": {"metric": "acc"}}', '[' * 10**5]
+    'text', ['', '[]', '{}', '{"best": 5}', '{"best": {"metric": "acc", "score": "nan"}}', '[' * 10**5]
 )
-def test_what_is_no_manifest_of_ours_is_no_best_folder(text, tmp_path):
-    (tmp_path / 'hf_best').mkdir()
-    (tmp_path / 'hf_best' / 'xhf_manifest.json').write_text(text)
-    assert find_best_folders([tmp_path / 'hf', tmp_path / 'gone' / 'hf']) == []
-
-
-def test_a_score_that_is_no_number_is_not_known(hub, tmp_path):
-    (tmp_path / 'hf_best').mkdir()
-    (tmp_path / 'hf_best' / 'xhf_manifest.json').write_text(
-        '{"iteration": 4, "best": {"metric": "acc", "score": "nan"}}'
-    )
-    (found,) = find_best_folders([tmp_path / 'hf'])
-    assert found.metric is None
-    with pytest.raises(TargetError, match='has no recorded score'):
-        BestMetric('acc', None).begin(tmp_path / 'hf', [found], hub)
-
-
-def test_the_better_of_folders_and_hub_is_to_be_beaten(hub, tmp_path):
-    known = [BestFolder(tmp_path / f'{n}_best', 'acc', score, 4) for n, score in (('a', 2.0), ('b', 3.0), ('c', 1.0))]
+def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(text, hub):
+    earlier = [BestSave.described_by(text.encode(), 'hf_best', 'best')]
+    with pytest.raises(TargetError, match='hf_best has no recorded score'):
+        BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub)
     hub.update_info('hf_checkpoint_best_score_acc', 2.5)
+    assert BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 2.5000']
+
+
+@pytest.mark.parametrize('save_best', ['acc', 'auto'])
+def test_a_save_by_another_metric_is_not_replaced(save_best, hub):
+    best, earlier = BestMetric(save_best, None), [BestSave('hf_best', 'loss', 1.0, 'best')]
+    with pytest.raises(TargetError, match="hf_best holds the best save by 'loss'"):
+        best.begin('s3://bucket/hf', earlier, hub)
+        best.improved({'acc': 1.0}, hub)
+
+
+def test_the_best_of_all_places_and_the_hub_is_to_be_beaten(hub):
     best = BestMetric('acc', None)
-    assert best.begin(tmp_path / 'hf', known, hub) == [
-        f'best acc so far: 3.0000, in {tmp_path / "b_best"} (iteration 4)'
-    ]
+    hub.update_info('hf_checkpoint_best_score_acc', 2.5)
+    earlier = [BestSave('hf_best', 'acc', 2.0, 'best'), BestSave('s3://bucket/hf_best', 'acc', 3.0, 'best')]
+    earlier += [BestSave('earlier_run', 'acc', 1.0, None), BestSave('earlier_run', 'loss', 9.0, None)]
+    assert best.begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 3.0000']
     assert best.improved({'acc': 2.7}, hub) == {}
     assert best.improved({'acc': 3.1}, hub) == {'acc': 3.1}
-
-
-def test_folders_of_a_run_are_known_to_those_that_go_on_from_it(hub, tmp_path):
-    for name in ('one', 'two', 'two'):
-        BestMetric('acc', None).begin(tmp_path / name, [], hub)
-    assert earlier_folders(hub) == [tmp_path / 'one', tmp_path / 'two']

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,25 +82,3 @@ def test_wrong_options_are_refused(plugin):
     cfg = read_yaml(plugin, {'output_dir': 'out', 'hf_checkpoint': {'save_steps': 2}})
     with pytest.raises(OptionError, match='save_steps'):
         plugin.add_callbacks_post_trainer(cfg, None)
-
-
-def test_the_callback_has_the_hooks_options():
-    """Apart from the schedule, which is in Trainer's words, and what MMEngine alone has."""
-    from xhf_hooks import HFCheckpointHook, save_hf
-    from xhf_hooks.integrations.transformers import HFCheckpointCallback
-
-    def defaults(what: Any) -> dict[str, Any]:
-        return {name: p.default for name, p in inspect.signature(what).parameters.items()}
-
-    hook, callback, call = (defaults(what) for what in (HFCheckpointHook, HFCheckpointCallback, save_hf))
-    of_mmengine = {'interval', 'by_epoch', 'save_best', 'rule', 'ema'}
-    assert hook.keys() - callback.keys() == of_mmengine
-    assert callback.keys() - hook.keys() == {'save_strategy', 'save_steps'}
-    of_runs = {'save_last', 'async_save', 'exit_wait_secs', 'save_on_signal', 'on_error'}
-    of_runs |= {'on_saved', 'upload_to', 'upload_keep'}
-    assert hook.keys() - call.keys() == of_mmengine | of_runs
-    assert call.keys() - hook.keys() == {'model', 'step'}
-    same = hook.keys() & callback.keys()
-    assert {name: hook[name] for name in same} == {name: callback[name] for name in same}
-    same = hook.keys() & call.keys() - {'out_dir'}
-    assert {name: hook[name] for name in same} == {name: call[name] for name in same}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.zoo import build
-from xhf_hooks.config.checks import parse_size
 from xhf_hooks.errors import PlanError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.options import parse_size
 from xhf_hooks.planning.planner import describe_group, describe_plan, make_plan
 from xhf_hooks.planning.types import Bucket, ExportEntry, FileSet, SavePlan, TensorSpec
 from xhf_hooks.sources.read import gathered_slices

@@ -9,7 +9,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Iterator
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from tests.helpers.assert_intact import assert_whole
+from tests.unit.writers.test_tally import together
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec
 from xhf_hooks.writers.choose import WhoWrites
-from xhf_hooks.writers.tally import Tally, add_up
 from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -87,9 +87,7 @@ class Saved:
         for rank in ranks:
             rank.open(self.plan, folder.staging, made)
         self._write(ranks, dice)
-        tally = Tally(self.plan)
-        tally.numbers = reduce(add_up, [rank.finish().numbers for rank in ranks])
-        self.written = tally.written()
+        self.written = together([rank.finish() for rank in ranks]).written()
         folder.commit(self.plan, self.written, Step('iter', 1, 1), {})
         self.path = folder.final
 

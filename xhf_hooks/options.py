@@ -1,58 +1,181 @@
-"""The options of each frontend.
+"""The options of each frontend, each described once: default, meaning, check. docs/options.md is made from them.
 
 ``HFCheckpointHook`` inherits from :class:`HookOptions` and ``HFCheckpointCallback`` from :class:`CallbackOptions`, so
 their signatures are the fields below. ``save_hf`` is a function; a test compares its signature with
-:class:`CallOptions`. The docstrings of the frontends and docs/options.md take the meaning of each option from here.
+:class:`CallOptions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
-from xhf_hooks.config.checks import (
-    WRITERS,
-    Check,
-    anything,
-    at_least,
-    command,
-    dotted_path,
-    dtype_code,
-    folder_or_url,
-    library_arguments,
-    one_of,
-    optional_switch,
-    parse_size,
-    seconds,
-    signal_names,
-    size,
-    store_url,
-    switch,
-    tokenizer_like,
-)
 from xhf_hooks.errors import OptionError
 
-LORA_MODES = ('adapter', 'merge', 'both')
+DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LLAVA_FORMATS = ('xtuner', 'huggingface')
+LORA_MODES = ('adapter', 'merge', 'both')
+#: Names that a command of ``on_saved`` may contain in braces.
+PLACEHOLDERS = ('path', 'step', 'label', 'output')
+#: Signals that can request a save. The first two do nothing else; the others also end the process.
+SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 VERIFY_LEVELS = ('sizes', 'full')
+WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
+
+_UNITS = {'': 1, **{unit: 1000**power for power, unit in enumerate(('B', 'KB', 'MB', 'GB', 'TB'))}}
+_UNITS |= {unit: 1024**power for power, unit in enumerate(('KIB', 'MIB', 'GIB', 'TIB'), start=1)}
+
+#: Called with an option's name and value; returns the value, perhaps in another form, or raises OptionError.
+Check = Callable[[str, Any], Any]
 
 
-def _option(default: Any, meaning: str, check: Check) -> Any:
-    return field(default=default, kw_only=True, metadata={'meaning': meaning, 'check': check})
+def _must_be(expected: str, accepts: Callable[[Any], bool]) -> Check:
+    def check(option: str, value: Any) -> Any:
+        if not accepts(value):
+            raise OptionError(option, expected, value)
+        return value
+
+    return check
+
+
+def _one_of(*choices: Any) -> Check:
+    return _must_be(f'one of {choices}', lambda value: value in choices)
+
+
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _at_least(least: int, *others: int) -> Check:
+    expected = ' or '.join([f'an integer of at least {least}', *map(str, others)])
+    return _must_be(expected, lambda value: _is_number(value, int) and (value >= least or value in others))
+
+
+_switch = _one_of(True, False)
+_seconds = _must_be('a number of seconds, at least 0', lambda value: _is_number(value, int, float) and value >= 0)
+_dotted_path = _must_be('a dotted path such as "llm"', lambda value: isinstance(value, str) and value != '')
+_tokenizer = _must_be(
+    'a tokenizer, a config with the key type, or a folder',
+    lambda value: (
+        hasattr(value, 'save_pretrained')
+        or (isinstance(value, dict) and 'type' in value)
+        or (isinstance(value, (str, Path)) and str(value) not in ('', '.'))
+    ),
+)
+_anything = _must_be('anything', lambda value: True)  # checked where it is used
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as ``128_000_000``, ``'5GB'`` (powers of ten) or ``'5GiB'`` (powers of two).
+
+    Raises:
+        ValueError: It is not a positive size.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*', size)
+        size = int(Decimal(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if not _is_number(size, int) or size <= 0:
+        raise ValueError('not a size')
+    return size
+
+
+def _size(option: str, value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise OptionError(option, "a size such as '128MB' or a number of bytes", value) from None
+
+
+def _signal_names(option: str, value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(name in SIGNALS for name in names):
+        raise OptionError(option, f'None, or one or more of {SIGNALS}', value)
+    return tuple(dict.fromkeys(names))
+
+
+def _command(option: str, value: Any) -> tuple[str, ...]:
+    """The arguments of a command."""
+    try:
+        arguments = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise OptionError(option, f'a command with closed quotes ({error})', value) from None
+    is_command = isinstance(arguments, (list, tuple)) and all(isinstance(argument, str) for argument in arguments)
+    if not is_command or not arguments or not arguments[0]:
+        raise OptionError(option, 'a command (a string or a list of strings)', value)
+    return tuple(arguments)
+
+
+def _dtype_code(option: str, value: Any) -> str:
+    """The safetensors code of ``'bfloat16'`` or ``torch.bfloat16``."""
+    name = str(value).removeprefix('torch.')
+    if name not in DTYPE_CODES:
+        raise OptionError(option, f'None or one of {sorted(DTYPE_CODES)}', value)
+    return DTYPE_CODES[name]
+
+
+def folder_or_url(option: str, value: Any) -> Path | str:
+    """The path of a folder, or the URL of an object store.
+
+    Raises:
+        OptionError: It is neither.
+    """
+    from xhf_hooks.places.objects import checked_url, is_url
+
+    if is_url(value):
+        if value.lower().startswith('hf://'):  # the Hub would make a commit of each file
+            raise OptionError(option, 'a folder or the URL of an object store (for the Hub, use upload_to)', value)
+        return checked_url(option, value)
+    if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
+        raise OptionError(option, 'the path of a folder', value)
+    return Path(value).expanduser()
+
+
+def _store_url(option: str, value: Any) -> str:
+    from xhf_hooks.places.objects import checked_url
+
+    return checked_url(option, value)
+
+
+def _library_arguments(option: str, value: Any) -> dict[str, Any]:
+    """Keyword arguments for a library, as plain dicts."""
+    if not isinstance(value, Mapping):
+        raise OptionError(option, 'a dict of keyword arguments', value)
+    if not all(isinstance(name, str) for name in value) or 'backend' in value:  # MMEngine's
+        # The message has the names only: a value may be a secret
+        raise OptionError(option, "keyword arguments of the store's library; the URL names the store", [*value])
+    return {
+        name: _library_arguments(option, each) if isinstance(each, Mapping) else each for name, each in value.items()
+    }
+
+
+def _option(default: Any, meaning: str, check: Check, *, kw_only: bool = True) -> Any:
+    return field(default=default, kw_only=kw_only, metadata={'meaning': meaning, 'check': check})
 
 
 class _Options:
-    """Base of all option classes.
+    """Base of all option classes: checks each value, and keeps it in the form that the check returns.
 
     Raises:
-        OptionError: A value is invalid, two options conflict, or an option does not exist.
+        OptionError: A value is invalid, or two options conflict.
     """
 
     def __post_init__(self) -> None:
         for option in fields(self):  # type: ignore[arg-type]
-            setattr(self, option.name, option.metadata['check'](option.name, getattr(self, option.name)))
+            value = getattr(self, option.name)
+            if value is not None or option.default is not None:
+                setattr(self, option.name, option.metadata['check'](option.name, value))
+
+    def require_default(self, option: str, why: str, *, when: bool) -> None:
+        """Refuse an option that would have no effect."""
+        default, value = type(self).__dataclass_fields__[option].default, getattr(self, option)  # type: ignore
+        if when and value != default:
+            # Of a dict, the message has the names only: a value may be a secret
+            raise OptionError(option, f'{default} {why}', [*value] if isinstance(value, dict) else value)
 
 
 @dataclass(eq=False)
@@ -66,7 +189,7 @@ class SaveOptions(_Options):
         None,
         'Dotted path of the PreTrainedModel inside the trained model. None: the model itself, ``llm``, or the only '
         'PreTrainedModel.',
-        dotted_path,
+        _dotted_path,
     )
     lora: str | None = _option(
         None,
@@ -75,13 +198,13 @@ class SaveOptions(_Options):
         "``hf_model/adapter``). None: 'adapter' if the model has one. For XTuner's reward models, None means 'merge', "
         "as in XTuner's converter, unless the base model is quantized; 'adapter' puts the head into "
         '``modules_to_save``.',
-        one_of(None, *LORA_MODES),
+        _one_of(*LORA_MODES),
     )
     llava_format: str | None = _option(
         None,
         "Layout for XTuner's LLaVAModel: 'xtuner' (XTuner's own, without frozen parts) or 'huggingface' (transformers' "
         "LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
-        one_of(None, *LLAVA_FORMATS),
+        _one_of(*LLAVA_FORMATS),
     )
     tokenizer: Any = _option(
         None,
@@ -89,18 +212,18 @@ class SaveOptions(_Options):
         "``processing_class``), else a copy of the base model's files. If there is neither, a warning is logged. "
         "If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that formats "
         'dialogues as in training, and generation_config gets its stop words.',
-        tokenizer_like,
+        _tokenizer,
     )
     dtype: str | None = _option(
         None,
         "'float32' (the fp32 master weights where they exist); 'bfloat16' or 'float16' (but fp32 for the tensors that "
         '``from_pretrained`` with that dtype keeps in fp32). What is written in fp32 comes from the master weights '
         'where they exist. None: the dtype of training.',
-        dtype_code,
+        _dtype_code,
     )
-    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', size)
+    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size)
     bucket_size: int | str = _option(
-        '128MB', 'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.', size
+        '128MB', 'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.', _size
     )
     writer: str = _option(
         'auto',
@@ -109,40 +232,33 @@ class SaveOptions(_Options):
         "rank 0 writes everything, and the other ranks send it their slices. 'gather': every rank receives every "
         "tensor, and rank 0 writes. 'auto': 'positional' if all ranks see the folder, else 'stream'. All writers "
         'produce the same files.',
-        one_of(*WRITERS),
+        _one_of(*WRITERS),
     )
     verify: str = _option(
         'sizes',
         "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, and the headers. "
         "'full': also every byte, read back from the disk and compared with checksums taken from memory.",
-        one_of(*VERIFY_LEVELS),
+        _one_of(*VERIFY_LEVELS),
     )
     max_keep_ckpts: int = _option(
         1,
         'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500`` or '
         '``hf_model_epoch_2``. -1 keeps all.',
-        at_least(1, -1),
+        _at_least(1, -1),
     )
     backend_args: dict[str, Any] | None = _option(
         None,
         'Keyword arguments for the library of the store in ``out_dir`` or ``upload_to``, such as '
         "``dict(endpoint_url='https://...')``. Keep credentials where that library looks for them, not here.",
-        library_arguments,
+        _library_arguments,
     )
-
-    @property
-    def max_shard_nbytes(self) -> int:
-        return parse_size(self.max_shard_size)
-
-    @property
-    def bucket_nbytes(self) -> int:
-        return parse_size(self.bucket_size)
 
 
 @dataclass(eq=False)
 class CallOptions(SaveOptions):
     """Options of ``save_hf``, which blocks until the save is committed and raises its errors."""
 
+    save_last: ClassVar[bool] = False
     async_save: ClassVar[bool] = False
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
@@ -154,7 +270,7 @@ class CallOptions(SaveOptions):
     step: int | None = _option(
         None,
         'Number of finished optimizer steps. Required when several saves are kept: the older ones are named after it.',
-        at_least(0, None),
+        _at_least(0),
     )
 
     def __post_init__(self) -> None:
@@ -167,28 +283,27 @@ class CallOptions(SaveOptions):
 class RunOptions(SaveOptions):
     """Options that the hook and the callback share."""
 
-    out_dir: str | Path | None = field(
-        default=None,
-        metadata={
-            'meaning': "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's "
-            "``work_dir/<timestamp>``, Trainer's ``output_dir``). With a URL such as ``s3://bucket/run``, each rank "
-            'writes its files to a scratch folder below ``TMPDIR``, uploads and deletes them.',
-            'check': folder_or_url,
-        },
+    out_dir: str | Path | None = _option(
+        None,
+        "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's ``work_dir/<timestamp>``, "
+        "Trainer's ``output_dir``). With a URL such as ``s3://bucket/run``, each rank writes its files to a scratch "
+        'folder below ``TMPDIR``, uploads and deletes them.',
+        folder_or_url,
+        kw_only=False,
     )
-    save_last: bool = _option(True, 'Also save when training ends.', switch)
+    save_last: bool = _option(True, 'Also save when training ends.', _switch)
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
         'large as the data that the rank writes. A save that is due while one is being written waits for it.',
-        switch,
+        _switch,
     )
     save_on_signal: str | Sequence[str] | None = _option(
         None,
         'A signal, or a list of signals, that requests a save. Sent to any rank, it makes all ranks save at the end of '
         "the next iteration, or of the current validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' "
         "(preemption), 'SIGINT', 'SIGHUP' and 'SIGXCPU' end the process once the save is committed.",
-        signal_names,
+        _signal_names,
     )
     on_saved: str | Sequence[str] | None = _option(
         None,
@@ -197,14 +312,14 @@ class RunOptions(SaveOptions):
         'and ``{output}`` a local folder for results. Numbers in the last line that it prints as a JSON object go to '
         'the visualizer. When saves come faster than it finishes, it runs for the newest one next. It is ended after a '
         'day; ``timeout 1h COMMAND`` ends it sooner.',
-        command,
+        _command,
     )
     exit_wait_secs: float = _option(
         600,
         'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress or for the one '
         'that ``save_on_signal`` requests, and how long the end of training waits for uploads and for ``on_saved``. '
         'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
-        seconds,
+        _seconds,
     )
     upload_to: str | None = _option(
         None,
@@ -212,31 +327,25 @@ class RunOptions(SaveOptions):
         'that fsspec supports), where each save has its own prefix (``hf_model_iter_500``) and ``hf_model.json`` '
         "names the newest; or to a repository of the Hub, 'hf://organization/name', where each save is a commit and a "
         'tag.',
-        store_url,
+        _store_url,
     )
     upload_keep: int = _option(
-        -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', at_least(1, -1)
+        -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', _at_least(1, -1)
     )
     on_error: str = _option(
         'continue',
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
-        one_of('continue', 'raise'),
+        _one_of('continue', 'raise'),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        to_store = isinstance(self.out_dir, str)
-        if to_store and self.upload_to is not None:
-            raise OptionError('upload_to', 'None when out_dir is a URL', self.upload_to)
-        if self.upload_to is None:
-            if self.upload_keep != -1:
-                raise OptionError('upload_keep', '-1 when upload_to is None', self.upload_keep)
-            if self.backend_args is not None and not to_store:
-                raise OptionError('backend_args', 'None unless upload_to or out_dir is a URL', [*self.backend_args])
-        elif self.upload_to.startswith('hf://'):
-            for option, default in (('upload_keep', -1), ('backend_args', None)):
-                if getattr(self, option) != default:
-                    raise OptionError(option, f'{default} when upload_to is on the Hub', getattr(self, option))
+        is_store = isinstance(self.out_dir, str)
+        uploads_to_store = self.upload_to is not None and not self.upload_to.startswith('hf://')
+        self.require_default('upload_to', 'when out_dir is a URL', when=is_store)
+        self.require_default('upload_keep', 'unless upload_to is a store', when=not uploads_to_store)
+        neither = not is_store and not uploads_to_store
+        self.require_default('backend_args', 'unless out_dir or upload_to is a store', when=neither)
 
 
 @dataclass(eq=False)
@@ -247,39 +356,34 @@ class HookOptions(RunOptions):
         None,
         "Number of epochs or iterations between saves; -1 saves only at the end. None: as in the run's "
         'CheckpointHook, with its ``save_begin``.',
-        at_least(1, None, -1),
+        _at_least(1, -1),
     )
     by_epoch: bool | None = _option(
         None,
         'Whether ``interval`` counts epochs or iterations. None: as the train loop does, epochs in EpochBasedTrainLoop '
         'and iterations in IterBasedTrainLoop.',
-        optional_switch,
+        _switch,
     )
     save_best: str | list[str] | None = _option(
         None,
         'As in CheckpointHook. The best model goes to ``hf_model_best``, or with several metrics to '
         '``hf_model_best_<metric>``. A save there must beat the best so far, including that of the run that this one '
         'was resumed from.',
-        anything,
+        _anything,
     )
-    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', anything)
+    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything)
     ema: bool = _option(
         True,
         'If the run has an EMAHook, save its averaged weights, which are the ones that validation scores and that '
         'CheckpointHook saves. False: save the live weights.',
-        switch,
+        _switch,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by_epoch is not None and self.interval is None:
-            raise OptionError('by_epoch', 'None when interval is None, which follows CheckpointHook', self.by_epoch)
-        saves_anyway = self.save_last or self.save_best is not None or bool(self.save_on_signal)
-        if self.interval == -1 and not saves_anyway:
-            expected = 'a positive number, or save_last or save_best: otherwise nothing is ever saved'
-            raise OptionError('interval', expected, self.interval)
-        if self.rule is not None and self.save_best is None:
-            raise OptionError('rule', 'None when save_best is None', self.rule)
+        is_none = self.interval is None
+        self.require_default('by_epoch', 'when interval is None, which follows CheckpointHook', when=is_none)
+        self.require_default('rule', 'when save_best is None', when=self.save_best is None)
 
 
 @dataclass(eq=False)
@@ -289,17 +393,15 @@ class CallbackOptions(RunOptions):
     save_strategy: str | None = _option(
         None,
         "'no' (only at the end), 'steps' or 'epoch'. None: whenever Trainer itself saves a checkpoint.",
-        one_of(None, 'no', 'steps', 'epoch'),
+        _one_of('no', 'steps', 'epoch'),
     )
     save_steps: int | None = _option(
         None,
         "With ``save_strategy='steps'``, the number of steps between saves. None: as in TrainingArguments.",
-        at_least(1, None),
+        _at_least(1),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.save_steps is not None and self.save_strategy != 'steps':
-            raise OptionError('save_steps', f'None when save_strategy is {self.save_strategy!r}', self.save_steps)
-        if self.save_strategy == 'no' and not self.save_last and not self.save_on_signal:
-            raise OptionError('save_strategy', 'another one, or save_last: otherwise nothing is ever saved', 'no')
+        by_steps = self.save_strategy == 'steps'
+        self.require_default('save_steps', "unless save_strategy is 'steps'", when=not by_steps)
