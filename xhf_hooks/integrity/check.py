@@ -110,7 +110,7 @@ class FolderCheck:
             self._tell_values({tensor: count for found in sums.values() for tensor, count in found.non_finite.items()})
         else:
             self._compare_sums(sums)
-            tensors = {name: tensor for file in known.values() for name, tensor in (file.tensors or {}).items()}
+            tensors = {name: tensor for file in known.values() for name, tensor in file.tensors.items()}
             self._tell_values({name: tensor.non_finite for name, tensor in tensors.items() if tensor.non_finite})
         self._count()
 
@@ -201,7 +201,7 @@ class FolderCheck:
         n_tensors = 0
         for name, found in sums.items():
             record = self.manifest.files[name]
-            tensors = record.tensors or {}
+            tensors = record.tensors
             changed = [n for n, crc in found.tensors.items() if n in tensors and tensors[n].crc32 != crc]
             if changed:
                 text = f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}'

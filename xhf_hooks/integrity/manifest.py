@@ -72,19 +72,17 @@ def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
 class TensorRecord:
     """A tensor as it was in memory before the write."""
 
-    shape: tuple[int, ...]
-    dtype: str
     crc32: int
     non_finite: int
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as committed; ``tensors`` is None if it holds none."""
+    """A file as committed, and the tensors in it."""
 
     nbytes: int
     crc32: int
-    tensors: dict[str, TensorRecord] | None = field(default=None, repr=False)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -158,14 +156,12 @@ def _file(name: str, found: Any) -> FileRecord:
     if not name or '\0' in name or path.is_absolute() or '..' in path.parts or str(path) != name or name == '.':
         raise ValueError(f'file {name!r}: not a path inside the folder')
     if name.endswith('.safetensors'):
-        tensors = {tensor: _tensor(described) for tensor, described in found['tensors'].items()}
+        tensors = {
+            tensor: TensorRecord(from_hex(known['crc32']), _count(known['non_finite']))
+            for tensor, known in found['tensors'].items()
+        }
         return FileRecord(_count(found['nbytes']), from_hex(found['crc32']), tensors)
     return FileRecord(_count(found['nbytes']), from_hex(found['crc32']))
-
-
-def _tensor(found: Any) -> TensorRecord:
-    shape = tuple(map(_count, found['shape']))
-    return TensorRecord(shape, str(found['dtype']), from_hex(found['crc32']), _count(found['non_finite']))
 
 
 def _count(value: Any) -> int:

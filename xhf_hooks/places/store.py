@@ -380,7 +380,7 @@ class StoreFolder:
                 facts = {**facts, 'commit': {'number': self._number + 1, 'run': self._saves.run}}
                 self._manifest = describe_folder(folder, plan, tensors, step, facts)
                 files = parse_manifest(self._manifest, self.final).files
-                records = {name: replace(file, tensors=None) for name, file in files.items()}
+                records = {name: replace(file, tensors={}) for name, file in files.items()}
                 begun = self._saves.begin(step.label, [*records]), records
         self._prefix, records = collective.broadcast(begun)
         with collective.stage('upload'):
