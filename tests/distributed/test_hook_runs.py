@@ -171,8 +171,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 #: Name to (options of `run_config`, in which {root} is filled in; expected in the message).
 REFUSED_INPUT: dict[str, tuple[dict[str, Any], str]] = {
-    'adapter_not_trained': (dict(model=dict(lora=True, freeze='lora_')), "'default' at 'llm' has no trainable tensors"),
-    'base_is_gone': (dict(model=dict(lora=True, base='{root}/gone')), 'gone is missing'),
+    'adapter_not_trained': (dict(model=dict(lora=True, freeze='lora_')), 'has no trainable tensors'),
     'vocabulary_too_large': (
         dict(hook=dict(tokenizer='{root}/large_tokenizer')),
         'the tokenizer has 140 tokens, but the model has embeddings for 131: set the option tokenizer',
