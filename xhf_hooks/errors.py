@@ -27,10 +27,6 @@ class CheckpointError(XhfError):
     """A checkpoint on disk cannot be read: it is incomplete, damaged, inconsistent, unsupported, or no checkpoint."""
 
 
-class ChangedError(CheckpointError):
-    """A file of a checkpoint became shorter while it was read."""
-
-
 class ConfigError(XhfError):
     """The config of a finished run is missing, cannot be read, or does not say how its model was built."""
 

@@ -233,7 +233,7 @@ def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(OutputFile, 'fsync', spoil)
     arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
     assert main([*arguments, '--verify']) == FAILED
-    assert 'read back' in errors(capsys)
+    assert 'differs from what was saved' in errors(capsys)
     assert leftovers(tmp_path) == []
 
 

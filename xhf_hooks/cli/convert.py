@@ -10,13 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
-from xhf_hooks.errors import ChangedError, IncompleteError, StoreError, TargetError, XhfError
+from xhf_hooks.errors import IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.installed import require_usable
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
-_FAILURES = (IncompleteError, ChangedError, StoreError)
+_FAILURES = (IncompleteError, StoreError)
 _DTYPES = {'keep': None, **DTYPE_CODES}
 _MOST_NAMES = 20  # number of written files to name in one line
 _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster

@@ -30,7 +30,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.sources.stored_source import FileSource
+from xhf_hooks.sources.stored_source import StoredSource
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 
@@ -43,7 +43,7 @@ class ConvertOptions:
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
             any. None: the training dtype, bit for bit what the hook saves.
         workers: Threads that read, cast and write.
-        verify: Read everything back and compare it before the commit.
+        verify: Before the commit, read everything back and compare checksums, which were taken in memory.
     """
 
     config: Path | None = None
@@ -89,7 +89,7 @@ class Conversion:
             base=options.base,
             trust_remote_code=options.trust_remote_code,
         )
-        self.source: FileSource
+        self.source: StoredSource
         self.source, notes = match_checkpoint(self._meta_model, self._checkpoint, self._checkpoint.trained_dtype)
         self._exporter = exporter_for(
             self._meta_model.module,
@@ -186,7 +186,7 @@ class Conversion:
 
         Args:
             out: The folder to write.
-            on_progress: Called in this thread with bytes done and total bytes (``verify`` doubles them).
+            on_progress: Called in this thread with bytes done and total bytes.
 
         Raises:
             XhfError, OSError: It failed; ``out`` is unchanged.
@@ -220,12 +220,11 @@ class Conversion:
             self.source,
             use_fp32_master=self.use_fp32_master,
             workers=self._options.workers,
-            verify=self._options.verify,
             meter=meter,
             on_progress=on_progress,
         )
         tensors = tally.written()
-        target.commit(self.plan, tensors, self.step, self._facts(), 'sizes')
+        target.commit(self.plan, tensors, self.step, self._facts(), 'full' if self._options.verify else 'sizes')
         return [*warnings, *warn_of_non_finite(tensors), *target.warnings]
 
     def _facts(self) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Writes the weights of a plan in several threads: read, cast, write; or compares them with what was written."""
+"""Writes the weights of a plan in several threads: read, cast, write."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.types import Group, Placement, SavePlan
 from xhf_hooks.sources.read import made_from
-from xhf_hooks.sources.stored_source import FileSource
+from xhf_hooks.sources.stored_source import StoredSource
 from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
 from xhf_hooks.writers.tally import Tally
@@ -25,8 +23,6 @@ from xhf_hooks.writers.writer import cuts
 
 #: Bytes that a thread reads, casts and writes at once.
 PART_NBYTES = 4 * 2**20
-#: Most bytes that gathered groups hold in memory at once; a larger group runs alone.
-_GROUPS_NBYTES = 64 * 10**6
 
 #: Arguments of :meth:`Tally.add`.
 _Written = tuple[Placement, int, int, int, int]
@@ -37,35 +33,35 @@ Use = Callable[[Placement, int, memoryview], None]
 def write_weights(
     staging: Path,
     plan: SavePlan,
-    source: FileSource,
+    source: StoredSource,
     *,
     use_fp32_master: bool,
     workers: int,
-    verify: bool,
     meter: MemoryMeter,
     on_progress: Callable[[int, int], None],
 ) -> Tally:
-    """Write and flush every file of the plan.
+    """Write and flush every file of the plan; returns what was written.
 
     Args:
         workers: Threads.
-        verify: Afterwards, compute every byte again and compare it with the disk.
         on_progress: Called in this thread with bytes done and total bytes.
 
-    Returns:
-        What was written.
-
     Raises:
-        IncompleteError: The disk returned different bytes.
         XhfError, OSError: Reading or writing failed.
     """
-    total = sum(placement.nbytes for placement in plan.placements) * (1 + verify)
-    done = 0
+    total = sum(placement.nbytes for placement in plan.placements)
+    tally, done = Tally(plan), 0
+    with ExitStack() as opened:
+        files: dict[str, OutputFile] = {}
+        for planned in plan.files:
+            identity = create_file(staging / planned.name, planned.header, planned.nbytes)
+            files[planned.name] = OutputFile(staging / planned.name, identity)
+            opened.callback(files[planned.name].close)
 
-    def walk(use: Use) -> Tally:
-        nonlocal done
-        tally = Tally(plan)
-        work = Work(source, plan, use, use_fp32_master=use_fp32_master, meter=meter)
+        def write(place: Placement, start: int, data: memoryview) -> None:
+            files[place.file].write(data, place.offset + start)
+
+        work = Work(source, plan, write, use_fp32_master=use_fp32_master, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for made in threads.run(work.jobs()):
                 meter.sample()
@@ -73,68 +69,21 @@ def write_weights(
                     tally.add(*one)
                     done += one[2]
                 on_progress(done, total)
-        return tally
-
-    with ExitStack() as opened:
-        files: dict[str, OutputFile] = {}
-        for planned in plan.files:
-            identity = create_file(staging / planned.name, planned.header, planned.nbytes)
-            files[planned.name] = OutputFile(staging / planned.name, identity)
-            opened.callback(files[planned.name].close)
-        tally = walk(lambda place, start, data: files[place.file].write(data, place.offset + start))
         for file in files.values():
             file.fsync()
-    if verify:
-        with _ReadBack(staging, plan) as read_back:
-            walk(lambda place, start, data: read_back.require(place.file, place.offset + start, data))
     return tally
-
-
-class _ReadBack:
-    """Compares bytes with what files hold on the disk. Used by: any number of threads."""
-
-    def __init__(self, staging: Path, plan: SavePlan) -> None:
-        self._staging, self._plan = staging, plan
-        self._opened = ExitStack()
-        self._fds: dict[str, int] = {}
-
-    def __enter__(self) -> _ReadBack:
-        with ExitStack() as opened:
-            for file in self._plan.files:
-                fd = self._fds[file.name] = os.open(self._staging / file.name, os.O_RDONLY)
-                opened.callback(os.close, fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that reads come from the disk
-                self.require(file.name, 0, memoryview(file.header))
-            self._opened = opened.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._opened.close()
-
-    def require(self, name: str, offset: int, data: memoryview) -> None:
-        """Compare bytes, a part at a time.
-
-        Raises:
-            IncompleteError: They differ.
-        """
-        for start, end in cuts(data.nbytes, offset, PART_NBYTES):
-            if os.pread(self._fds[name], end - start, offset + start) != data[start:end]:
-                raise IncompleteError(
-                    f'{self._staging / name}: read back, bytes {offset + start} to {offset + end} are not those that '
-                    f'were written; the disk may be failing. Convert again, to another disk'
-                )
 
 
 class Work:
     """The jobs of the threads: each makes bytes of the plan and gives them to ``use``."""
 
     def __init__(
-        self, source: FileSource, plan: SavePlan, use: Use, *, use_fp32_master: bool, meter: MemoryMeter
+        self, source: StoredSource, plan: SavePlan, use: Use, *, use_fp32_master: bool, meter: MemoryMeter
     ) -> None:
         self._source, self._plan, self._use = source, plan, use
         self._use_fp32_master, self._meter = use_fp32_master, meter
         self._own = threading.local()
-        self._budget = _Budget(_GROUPS_NBYTES)
+        self._gathering = threading.Lock()  # whole tensors, of one group at a time
 
     def jobs(self) -> Iterator[Callable[[], list[_Written]]]:
         """All jobs, the longest first."""
@@ -155,7 +104,7 @@ class Work:
         names = [spec.name for spec in group.reads]
         made = []
         with (
-            self._budget.taken(group.read_nbytes),
+            self._gathering,
             self._source.gathered(names, wanted=names, use_fp32_master=self._use_fp32_master) as tensors,
             torch.no_grad(),
         ):
@@ -175,25 +124,6 @@ class Work:
 
 def _entry(place: Placement, start: int, data: memoryview) -> _Written:
     return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
-
-
-class _Budget:
-    """A limit of bytes in use; a request above the limit waits until nothing else is in use."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._limit, self._used, self._changed = nbytes, 0, threading.Condition()
-
-    @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
-            self._used += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._used -= nbytes
-                self._changed.notify_all()
 
 
 @contextmanager

@@ -12,21 +12,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
 }
 CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
-#: Names of typed storages in files of ``torch.save``.
-CODES_BY_STORAGE = {
-    'BoolStorage': 'BOOL',
-    'ByteStorage': 'U8',
-    'UntypedStorage': 'U8',
-    'CharStorage': 'I8',
-    'ShortStorage': 'I16',
-    'HalfStorage': 'F16',
-    'BFloat16Storage': 'BF16',
-    'IntStorage': 'I32',
-    'FloatStorage': 'F32',
-    'ComplexFloatStorage': 'C64',
-    'DoubleStorage': 'F64',
-    'LongStorage': 'I64',
-}
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 

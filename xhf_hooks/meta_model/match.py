@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,17 +14,16 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.build import MetaModel
 from xhf_hooks.model import module_tensors, names_by_identity
-from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
-from xhf_hooks.sources.stored_source import FileSource, JoinedSource, renamed
+from xhf_hooks.sources.stored_source import StoredSource, StoredTensor
 
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
 
 def match_checkpoint(
-    meta_model: MetaModel, source: FileSource, trained_dtype: str | None
-) -> tuple[JoinedSource, list[str]]:
+    meta_model: MetaModel, source: StoredSource, trained_dtype: str | None
+) -> tuple[StoredSource, list[str]]:
     """Give the source the meta model's names, and the meta model the source's shapes and dtypes.
 
     Tensors missing in the checkpoint are read from the base model. The exporter reports those missing in both.
@@ -37,31 +37,28 @@ def match_checkpoint(
     Raises:
         BaseModelError: The meta model is not the model that was trained.
     """
-    spec_of = {name: spec for spec in source.specs() for name in (spec.name, *spec.aliases)}
+    stored = {name: tensor for tensor in source.tensors.values() for name in (tensor.name, *tensor.aliases)}
     trained = names_by_identity(meta_model.module)
-    lost = [id(tensor) for tensor, names in trained if not spec_of.keys() & set(names)]
+    lost = [id(tensor) for tensor, names in trained if not stored.keys() & set(names)]
     in_bases, lacking, folders = _from_bases(meta_model, lost, trained_dtype)
     embeddings = _embeddings(meta_model.module)
-    tensors: dict[TensorSpec, tuple[FileSource, str]] = {}
+    tensors: list[StoredTensor] = []
     known: set[str] = set()
     other_shape = []
     for tensor, names in trained:
         known.update(names)
-        held = list({spec_of[name].name: spec_of[name] for name in names if name in spec_of}.values())
-        if held:
-            spec, place = held[0], (source, held[0].name)
-            _require_equal(held, source, meta_model)
-        elif id(tensor) in in_bases:
-            spec, place = in_bases[id(tensor)]
-        else:
+        held = list({stored[name].name: stored[name] for name in names if name in stored}.values())
+        found = held[0] if held else in_bases.get(id(tensor))
+        if found is None:
             continue
-        if spec.shape != tuple(tensor.shape) and not (id(tensor) in embeddings and _has_other_rows(spec, tensor)):
-            other_shape.append(f'{names[0]} is {spec.shape}, expected {tuple(tensor.shape)}')
+        _require_equal(held, source, meta_model)
+        if found.shape != tuple(tensor.shape) and not (id(tensor) in embeddings and _has_other_rows(found, tensor)):
+            other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
             continue
-        _become(tensor, spec)
-        tensors[renamed(spec, names)] = place
+        _become(tensor, found)
+        tensors.append(replace(found, name=names[0], aliases=tuple(names[1:])))
     notes = [*meta_model.notes]
-    notes += _judge(meta_model, other_shape, [name for name in spec_of if name not in known])
+    notes += _judge(meta_model, other_shape, [name for name in stored if name not in known])
     if lacking:
         raise BaseModelError(
             f'the model of {meta_model.described_by} has {counted(len(lacking), "tensor")} that the checkpoint '
@@ -70,18 +67,18 @@ def match_checkpoint(
         )
     if in_bases:
         notes.append(f'{counted(len(in_bases), "tensor")} not in the checkpoint, read from {" and ".join(folders)}')
-    return JoinedSource(tensors), notes
+    return StoredSource(tensors), notes
 
 
 def _from_bases(
     meta_model: MetaModel, wanted: Collection[int], dtype: str | None
-) -> tuple[dict[int, tuple[TensorSpec, tuple[FileSource, str]]], list[str], list[str]]:
+) -> tuple[dict[int, StoredTensor], list[str], list[str]]:
     """Tensors of the base models, by ``id`` of the meta model's tensor.
 
     Returns:
         What was found, names of tensors whose base has no weights, and the folders that were opened.
     """
-    found: dict[int, tuple[TensorSpec, tuple[FileSource, str]]] = {}
+    found: dict[int, StoredTensor] = {}
     lacking, folders = dict[int, str](), []
     for folder, names_of in meta_model.bases:
         names_here = {one: names_of[one] for one in wanted if one in names_of and one not in found}
@@ -90,13 +87,12 @@ def _from_bases(
         if not holds_weights(Path(folder)):
             lacking |= {one: names[0] for one, names in names_here.items()}
             continue
-        source = SafetensorsSource(Path(folder), dtype)
-        specs = {spec.name: spec for spec in source.specs()}
+        tensors = SafetensorsSource(Path(folder), dtype).tensors
         folders.append(folder)
         for one, names in names_here.items():
-            name = next((name for name in names if name in specs), None)
+            name = next((name for name in names if name in tensors), None)
             if name is not None:
-                found[one] = specs[name], (source, name)
+                found[one] = tensors[name]
     return found, [name for one, name in lacking.items() if one not in found], folders
 
 
@@ -116,11 +112,11 @@ def _embeddings(module: nn.Module) -> set[int]:
     return found
 
 
-def _has_other_rows(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+def _has_other_rows(spec: StoredTensor, tensor: torch.Tensor) -> bool:
     return len(spec.shape) == tensor.dim() and spec.shape[1:] == tuple(tensor.shape)[1:]
 
 
-def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: MetaModel) -> None:
+def _require_equal(held: Sequence[StoredTensor], source: StoredSource, meta_model: MetaModel) -> None:
     """Require that tied tensors are stored once or are equal (runs on GPUs store equal copies)."""
     for other in held[1:]:
         both = [held[0].name, other.name]
@@ -135,7 +131,7 @@ def _require_equal(held: Sequence[TensorSpec], source: FileSource, meta_model: M
         )
 
 
-def _become(tensor: torch.Tensor, spec: TensorSpec) -> None:
+def _become(tensor: torch.Tensor, spec: StoredTensor) -> None:
     """Change shape and dtype in place, to keep ties by identity."""
     dtype = TORCH_DTYPES[spec.dtype]
     if tensor.dtype != dtype or tuple(tensor.shape) != spec.shape:

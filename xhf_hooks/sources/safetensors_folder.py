@@ -1,16 +1,16 @@
-"""The weights of a Hugging Face folder as a source: the base model of a run whose checkpoint lacks frozen weights."""
+"""The weights of a Hugging Face folder, mapped: a base model that lends a run its frozen weights."""
 
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
-from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.stored_source import Piece, StoredSource, StoredTensor
+from xhf_hooks.format.safetensors import Header, read_header
+from xhf_hooks.sources.mapped_files import MappedFile
+from xhf_hooks.sources.stored_source import StoredSource, StoredTensor
 
 _WHOLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
@@ -27,13 +27,11 @@ class SafetensorsSource(StoredSource):
     """
 
     def __init__(self, folder: Path, dtype: str | None) -> None:
-        super().__init__()
-        for file in _files(folder):
-            for tensor in _tensors(file, dtype):
-                self._tensors[tensor.name] = tensor
-
-    def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(tensor.name, tensor.shape, tensor.dtype) for tensor in self._tensors.values()]
+        try:
+            headers = [read_header(file) for file in _files(folder)]
+        except DamagedError as error:
+            raise CheckpointError(f'{error}; copy the base model again') from None
+        super().__init__(tensor for header in headers for tensor in tensors_of(header, dtype))
 
 
 def holds_weights(folder: Path) -> bool:
@@ -41,23 +39,22 @@ def holds_weights(folder: Path) -> bool:
     return (folder / _INDEX).is_file() or (folder / _WHOLE).is_file()
 
 
-def _tensors(file: Path, dtype: str | None) -> list[StoredTensor]:
-    try:
-        entries = read_header(file).entries
-    except DamagedError as error:
-        raise CheckpointError(f'{error}; copy the base model again') from None
-    unknown = next((entry for entry in entries if entry.dtype not in TORCH_DTYPES), None)
-    if unknown is not None:
-        raise CheckpointError(f'{file}: {unknown.name} has dtype {unknown.dtype}, which conversions do not support')
-    return [
-        StoredTensor(
-            entry.name,
-            entry.shape,
-            dtype if dtype is not None and is_float(entry.dtype) else entry.dtype,
-            (Piece(file, entry.start, entry.dtype, math.prod(entry.shape)),),
-        )
-        for entry in entries
-    ]
+def tensors_of(header: Header, dtype: str | None = None) -> Iterator[StoredTensor]:
+    """The tensors of a file.
+
+    Args:
+        dtype: The dtype in which floats are read; None: as they are.
+
+    Raises:
+        CheckpointError: torch has no dtype for one of them.
+    """
+    file = MappedFile(header.path)
+    for entry in header.entries:
+        if entry.dtype not in TORCH_DTYPES:
+            raise CheckpointError(f'{header.path}: {entry.name} has dtype {entry.dtype}, which torch cannot read')
+        values = file.tensor(entry.start, entry.shape, TORCH_DTYPES[entry.dtype])
+        read_as = dtype if dtype is not None and is_float(entry.dtype) else entry.dtype
+        yield StoredTensor(entry.name, entry.shape, read_as, (values,))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,8 @@ from xhf_hooks.integrity.check import list_files
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.sources.stored_source import Piece, StoredSource, StoredTensor
+from xhf_hooks.sources.safetensors_folder import tensors_of
+from xhf_hooks.sources.stored_source import StoredTensor
 from xhf_hooks.writers.writer import cuts
 
 _INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
@@ -31,7 +31,7 @@ _OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
 Use = Callable[[str, int, torch.Tensor], None]
 
 
-class FolderModel(StoredSource):
+class FolderModel:
     """A Hugging Face folder or a single file. Tensors of subfolders are named ``folder/tensor``.
 
     Attributes:
@@ -45,24 +45,18 @@ class FolderModel(StoredSource):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.path, self.notes = path, ()
+        self._stored: dict[str, StoredTensor] = {}
         for prefix, file in _files(path):
-            for entry in read_header(file).entries:
-                name = prefix + entry.name
-                if entry.dtype not in TORCH_DTYPES:
-                    raise CheckpointError(f'{file}: {entry.name}: {entry.dtype} cannot be compared')
-                if name in self._tensors:
+            for tensor in tensors_of(read_header(file)):
+                name = prefix + tensor.name
+                if name in self._stored:
                     raise CheckpointError(f'{path}: {name} is stored twice; check it with xhf-verify {path}')
-                piece = Piece(file, entry.start, entry.dtype, math.prod(entry.shape))
-                self._tensors[name] = StoredTensor(name, entry.shape, entry.dtype, (piece,))
-        self.tensors = {spec.name: spec for spec in self.specs()}
+                self._stored[name] = replace(tensor, name=name)
+        self.tensors = {name: tensor.spec for name, tensor in self._stored.items()}
         self.ties = self._ties()
         dtypes = ', '.join(sorted({tensor.dtype for tensor in self.tensors.values()})) or 'none'
         self.label = f'{path} ({len(self.tensors)} tensors, {dtypes})'
-
-    def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(tensor.name, tensor.shape, tensor.dtype) for tensor in self._tensors.values()]
 
     def _ties(self) -> dict[str, str]:
         """Aliases of tied embeddings, if config.json ties them and only one is stored."""
@@ -91,7 +85,7 @@ class FolderModel(StoredSource):
     def read(self, name: str, first: int, count: int) -> torch.Tensor:
         """Elements of a tensor, flat."""
         out = torch.empty(count, dtype=TORCH_DTYPES[self.tensors[name].dtype])
-        self._read(name, first, out, use_fp32_master=False)
+        self._stored[name].read_into(first, out)
         return out
 
 

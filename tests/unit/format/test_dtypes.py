@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from xhf_hooks.format.dtypes import CODES_BY_NAME, CODES_BY_STORAGE, TORCH_DTYPES
+from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
@@ -15,5 +14,3 @@ def test_one_table_names_every_dtype():
     assert set(CODES_BY_NAME.values()) == set(DTYPE_NBYTES)
     for code, dtype in TORCH_DTYPES.items():
         assert dtype.itemsize == DTYPE_NBYTES[code] and CODES_BY_NAME[str(dtype).removeprefix('torch.')] == code
-    for storage, code in CODES_BY_STORAGE.items():
-        assert hasattr(torch, storage) and code in TORCH_DTYPES

@@ -60,23 +60,19 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize('stage', [1, 2, 3])
-def test_a_renamed_file_is_refused_by_both_its_names(tmp_path, stage):
-    folder = MadeCheckpoint(stage=stage, world_size=3).write(tmp_path / 'x')
+@pytest.mark.parametrize(('stage', 'one', 'other'), [
+    (1, optim(1), optim(2)), (3, optim(1), optim(2)), (3, model3(0), model3(1)),
+])  # fmt: skip
+def test_a_renamed_file_is_refused_by_both_its_names(tmp_path, stage, one, other):
+    folder = MadeCheckpoint(stage=stage, world_size=3, frozen=FROZEN).write(tmp_path / 'x')
     folder = folder.rename(tmp_path / 'another name')  # of the folder: nobody minds
     open_checkpoint(folder)
-    swap(folder, optim(1), optim(2))
-    assert f'{folder / optim(1)}: was saved as {optim(2)} and renamed' in refusal(folder)
-
-
-def test_a_renamed_model_file_is_refused(tmp_path):
-    folder = MadeCheckpoint(stage=3, world_size=2, frozen=FROZEN).write(tmp_path / 'x')
-    swap(folder, model3(0), model3(1))
-    assert f'{folder / model3(0)}: was saved as {model3(1)} and renamed' in refusal(folder)
+    swap(folder, one, other)
+    assert f'{folder / one}: was saved as {other} and renamed' in refusal(folder)
 
 
 @pytest.mark.parametrize('old_format', [False, True])
-@pytest.mark.parametrize('stage', [1, 2, 3])
+@pytest.mark.parametrize('stage', [1, 3])
 def test_files_without_a_name_are_read_and_told_of(tmp_path, stage, old_format):
     """torch.save to a stream, to a path that is not ASCII, or in the older format."""
     made = MadeCheckpoint(stage=stage, world_size=3)
@@ -94,13 +90,6 @@ def other_run(folder: Path, name: str, **options: Any) -> Path:
     other = MadeCheckpoint(**options).write(folder.parent / 'other')
     shutil.copy(other / name, folder / name)
     return folder
-
-
-@pytest.mark.parametrize('stage', [1, 3])
-def test_one_rank_of_another_step(tmp_path, stage):
-    folder = MadeCheckpoint(stage=stage, world_size=2).write(tmp_path / 'x')
-    message = refusal(other_run(folder, optim(1), stage=stage, world_size=2, optimizer_step=4))
-    assert 'optimizer step 4' in message and f'{folder / optim(1)}: has' in message
 
 
 @pytest.mark.parametrize('stage', [1, 3])
@@ -133,7 +122,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize('stage', [1, 2, 3])
+@pytest.mark.parametrize('stage', [1, 3])
 @pytest.mark.parametrize('name', GOOD)
 def test_good_counts(tmp_path, stage, name):
     made = MadeCheckpoint(stage=stage, **GOOD[name])
@@ -160,46 +149,18 @@ def test_a_run_that_was_resumed_without_its_optimizer(tmp_path):
     assert_same_tensors(read_all(source), made.as_trained)
 
 
-@pytest.mark.parametrize('spoil', ['no counts', 'no settings', 'an optimizer without state', 'sums of one rank'])
 @pytest.mark.parametrize('stage', [1, 3])
-def test_what_is_not_recorded_is_no_error(tmp_path, stage, spoil):
+def test_what_is_not_recorded_is_no_error_but_told(tmp_path, stage):
     made = MadeCheckpoint(stage=stage, world_size=2)
     folder = made.write(tmp_path / 'x')
 
-    def change(state: dict[str, Any]) -> None:
-        if 'optimizer_state_dict' not in state:
-            return
-        zero = state['optimizer_state_dict']
-        base = zero['optimizer_state_dict' if stage == 3 else 'base_optimizer_state']
-        if spoil == 'no counts':
-            for entry in base['state'].values():
-                del entry['step']
-        elif spoil == 'no settings':
-            del base['param_groups'], zero['loss_scaler'], state['ds_config']
-        elif spoil == 'an optimizer without state':
+    def forget(state: dict[str, Any]) -> None:
+        del state['ds_config']
+        if 'optimizer_state_dict' in state:
+            base = state['optimizer_state_dict']['optimizer_state_dict' if stage == 3 else 'base_optimizer_state']
             base['state'] = {}
-        else:  # as D-Adaptation's
-            base['param_groups'][0]['d_numerator'] = torch.rand(())
 
-    edit(folder, '*.pt', change)
-    assert_same_tensors(read_all(open_checkpoint(folder)), made.as_trained)
-
-
-def test_an_optimizer_that_counts_no_steps(tmp_path):
-    """The user is told."""
-    for stage in (1, 3):
-        folder = MadeCheckpoint(stage=stage).write(tmp_path / f'{stage}')
-        edit(
-            folder,
-            '*optim_states.pt',
-            lambda s, stage=stage: s['optimizer_state_dict'].update(
-                {
-                    'optimizer_state_dict' if stage == 3 else 'base_optimizer_state': {
-                        'state': {0: {}},
-                        'param_groups': [],
-                    }
-                }
-            ),
-        )
-        source = open_checkpoint(folder)
-        assert 'counts no steps' in source.unproven[-1]
+    edit(folder, '*.pt', forget)
+    source = open_checkpoint(folder)
+    assert_same_tensors(read_all(source), made.as_trained)
+    assert 'the iteration of the fp32 master weights' in source.unproven[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 
 import pytest
@@ -105,15 +104,12 @@ def test_rounds_once(tmp_path):
     assert not torch.equal(out.view(torch.int16), twice.view(torch.int16))
 
 
-def test_processes_and_threads_read_the_same(tmp_path):
+def test_threads_read_the_same(tmp_path):
     made = MadeCheckpoint(stage=3, world_size=3)
     source = open_checkpoint(made.write(tmp_path / 'x'))
     expected = read_all(source)
-    copied = pickle.loads(pickle.dumps(source))
-    assert_same_tensors(read_all(copied), expected)
-    assert (copied.facts, copied.specs()) == (source.facts, source.specs())
     results: list[dict] = []
-    threads = [threading.Thread(target=lambda: results.append(read_all(copied))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(read_all(source))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

