@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
-_SAMPLING_OPTIONS = ('temperature', 'top_p', 'top_k', 'min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff')
 
 
 def exported_config(
@@ -116,13 +115,12 @@ def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids
         return []
     except ValueError as error:
         problem = ' '.join(str(error).split())
-    set_options = [name for name in _SAMPLING_OPTIONS if getattr(generation, name, None) is not None]
     generation.do_sample = True
     try:
         generation.save_pretrained(folder)
     except ValueError:
         return [f'generation_config.json was not written: transformers refuses it: {problem}']
-    return [f'generation_config.json: do_sample was set to True, because {set_options} are set: {problem}']
+    return [f'generation_config.json: do_sample was set to True, without which transformers refuses it: {problem}']
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
@@ -161,15 +159,6 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> Non
             f'the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {embedding_rows}: set the '
             f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
         )
-
-
-def recorded_vocab_size(base_dir: str) -> int | None:
-    """``vocab_size`` in the base model's config; None if unknown."""
-    path = base_file(base_dir, 'config.json')
-    if path is None:
-        return None
-    config = json.loads(path.read_text(encoding='utf-8'))
-    return config.get('vocab_size', config.get('text_config', {}).get('vocab_size'))
 
 
 def base_dir_of(model: PreTrainedModel) -> str:

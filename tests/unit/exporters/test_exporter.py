@@ -60,13 +60,6 @@ def kinds(entries: list[ExportEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
 # Finding the model
 
 
-def test_the_model_itself(tmp_path):
-    model = build('llama')
-    entries = entries_of(model)
-    assert kinds(entries) == saved_tensors(model, tmp_path)
-    assert [entry.reads for entry in entries] == [(entry.hf_name,) for entry in entries]
-
-
 def test_module_chooses(tmp_path):
     critic = build('bert')
     model = around(llm=build('llama'), deep=around(critic=critic))
@@ -95,14 +88,6 @@ def test_names_outside_are_neither_cut_nor_exported(tmp_path):
 
 
 # Tied weights and dtypes
-
-
-@pytest.mark.parametrize('family', ['qwen2', 'bert', 't5', 'gpt2', 'whisper'])
-def test_tied_names_are_those_of_save_pretrained(family, tmp_path):
-    model = build(family)
-    expected = saved_tensors(model, tmp_path)
-    assert kinds(entries_of(model)) == expected
-    assert kinds(entries_of(around(head=nn.Linear(2, 2), model=model))) == expected
 
 
 def test_tied_to_a_weight_outside_the_exported_model():

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
@@ -111,13 +111,6 @@ def test_use_cache_as_the_base_had_it(base, tmp_path):
     assert use_cache_written(tmp_path / 'found') is base
 
 
-def test_base_that_is_gone_is_no_error(tmp_path):
-    model = build('llama')
-    model.config._name_or_path, model.config.use_cache = str(tmp_path / 'gone'), False
-    assert written(tmp_path / 'found', model) == []
-    assert use_cache_written(tmp_path / 'found') is True
-
-
 def test_vocab_size_is_that_of_the_embedding(tmp_path):
     model = build('llama')
     model.resize_token_embeddings(140)
@@ -169,11 +162,6 @@ def test_invalid_generation_config_is_left_out(tmp_path):
     assert not (tmp_path / 'generation_config.json').exists()
     assert (tmp_path / 'config.json').exists()
     assert model.generation_config.to_dict() == before
-
-
-def test_no_generation_config_for_a_model_that_cannot_generate(tmp_path):
-    written(tmp_path, AutoModel.from_config(build('bert').config))
-    assert not (tmp_path / 'generation_config.json').exists()
 
 
 # Tokenizer and processor

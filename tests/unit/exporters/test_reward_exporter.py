@@ -17,7 +17,6 @@ from tests.helpers.engines import save_folder
 from tests.helpers.zoo import NOISE_STD, available, build
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, RewardExporter, exporter_for
-from xhf_hooks.sources import source_for
 
 FAMILIES = [family for family in ('llama', 'qwen2', 'qwen3', 'mixtral', 'gemma2') if available(family)]
 LORA_MODES = ('adapter', 'merge', 'both')
@@ -82,13 +81,6 @@ def test_exporters_are_chosen():
     assert type(exporter_for(reward_model('llama', {}), None)) is RewardExporter
     assert type(exporter_for(reward_model('llama'), 'llm')) is HuggingFaceExporter  # the backbone, as asked
     assert type(exporter_for(around(llm=build('llama')), None)) is HuggingFaceExporter
-
-
-def test_everything_goes_out():
-    for model in (reward_model('llama'), reward_model('llama', {})):
-        exporter = exporter_for(model, None)
-        exporter.entries(source_for(model).specs(), None)
-        assert exporter.left_out == ()
 
 
 @pytest.mark.parametrize('lora', [{}, dict(target_modules='all-linear'), dict(use_dora=True)])

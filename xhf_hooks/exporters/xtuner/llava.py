@@ -76,7 +76,7 @@ class LlavaExporter(CompositeExporter):
             self.parts = {}
             for name, folder in _FOLDERS.items():
                 child = getattr(model, name)
-                if name == 'projector' or any(p.requires_grad for p in child.parameters()):
+                if name == 'projector' or name in adapted or any(p.requires_grad for p in child.parameters()):
                     if name not in adapted or lora != 'adapter':
                         self.parts[folder] = _whole(model, name, adapted)
                 else:
