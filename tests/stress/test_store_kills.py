@@ -58,14 +58,14 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
     StoreDestination.patience_secs = 1.0
     join_group(rank, store)
     model = tiny_model(zero3=False)
-    final, uploads = (url, {}) if option == 'out_dir' else (Path(work_dir) / 'hf_model', dict(upload_to=url))
+    final, given = (url, {}) if option == 'out_dir' else (Path(work_dir) / 'hf_model', dict(upload_keep=1))
     options = RunOptions(
         max_shard_size='30KB',
         exit_wait_secs=60,
         backend_args={'endpoint_url': endpoint},
         on_error='raise',
-        **uploads,
-        upload_keep=1 if uploads else -1,
+        **{option: url},
+        **given,
     )
     log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
     status = 0
