@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -55,7 +56,7 @@ def _eps(code: str) -> float:
     return torch.finfo(_FLOATS[code]).eps
 
 
-def roundings(a: str, b: str) -> dict[str, set[str]]:
+def roundings(a: str, b: str) -> dict[str, tuple[str, ...]]:
     """The dtypes that a difference may be explained by: the narrower one, and narrower ones that both hide.
 
     Each with the dtypes that one value, rounded to one of them, has to equal the other.
@@ -63,13 +64,13 @@ def roundings(a: str, b: str) -> dict[str, set[str]]:
     narrow = narrower(a, b)
     if narrow is None:
         return {}
-    found = {} if a == b else {narrow: {a, b}}
-    return found | {code: {code} for code in sorted(HALF_DTYPES) if _eps(code) > _eps(narrow)}
+    found = {} if a == b else {narrow: tuple(sorted((a, b), key=_eps, reverse=True))}
+    return found | {code: (code,) for code in sorted(HALF_DTYPES) if _eps(code) > _eps(narrow)}
 
 
 def compare(a: torch.Tensor, b: torch.Tensor, dtypes: tuple[str, str]) -> Difference:
     """Compare two flat tensors of equal length and of these dtypes."""
-    if dtypes[0] == dtypes[1] and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+    if dtypes[0] == dtypes[1] and np.array_equal(a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy()):
         return Difference()
     narrow = narrower(*dtypes)
     if narrow is None:
@@ -83,10 +84,12 @@ def compare(a: torch.Tensor, b: torch.Tensor, dtypes: tuple[str, str]) -> Differ
     distance = (x - y).abs_()
     finite = distance.isfinite()
     for through, targets in roundings(*dtypes).items():
-        explained = torch.zeros_like(differ)
+        left = differ
         for dtype in (TORCH_DTYPES[code] for code in targets):
-            explained |= _is_nearest(x, y, distance, dtype) | _is_nearest(y, x, distance, dtype)
-        result.unexplained[through] = int((differ & ~(explained & finite)).sum())
+            for one, other in ((x, y), (y, x)):
+                if bool(left.any()):  # usually the first explains all
+                    left = left & ~(finite & _is_nearest(one, other, distance, dtype))
+        result.unexplained[through] = int(left.sum())
     has_infinite = bool((differ & ~finite).any())
     distance.masked_fill_(~(differ & finite), 0)
     result.max_abs, result.sum_abs = float(distance.max()), float(distance.sum())
