@@ -17,7 +17,7 @@ from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
-from xhf_hooks.installed import require_usable
+from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.model import Unwrapped
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
@@ -142,6 +142,7 @@ class CheckpointManager:
                 self.collective,
                 writer=writer,
                 in_background=options.async_save,
+                log=log,
                 after_commit=self._tell_listeners,
             )
             ending.callback(self._saver.close)
@@ -204,6 +205,8 @@ class CheckpointManager:
                 self._requests = SaveRequests(self._log, signals=signals, wait_secs=wait_secs)
                 self._ending.callback(self._requests.close)
                 weakref.finalize(self, self._requests.close).atexit = False
+            if (untested := untested_set()) is not None:
+                self._log.info(untested)
             how = f'{saver.writer.value} writer{", in the background" * options.async_save}; about '
             how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
             log_preparations(

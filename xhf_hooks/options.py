@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from xhf_hooks.errors import OptionError
+from xhf_hooks.format.safetensors import AS_IN_BASE
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LLAVA_FORMATS = ('xtuner', 'huggingface')
@@ -111,11 +112,11 @@ def _command(option: str, value: Any) -> tuple[str, ...]:
 
 
 def _dtype_code(option: str, value: Any) -> str:
-    """The safetensors code of ``'bfloat16'`` or ``torch.bfloat16``."""
+    """The safetensors code of ``'bfloat16'`` or ``torch.bfloat16``; AS_IN_BASE itself."""
     name = str(value).removeprefix('torch.')
-    if name not in DTYPE_CODES:
-        raise OptionError(option, f'None or one of {sorted(DTYPE_CODES)}', value)
-    return DTYPE_CODES[name]
+    if name not in DTYPE_CODES and name != AS_IN_BASE:
+        raise OptionError(option, f'None, {AS_IN_BASE!r} or one of {sorted(DTYPE_CODES)}', value)
+    return DTYPE_CODES.get(name, name)
 
 
 def folder_or_url(option: str, value: Any) -> Path | str:
@@ -217,8 +218,9 @@ class SaveOptions(_Options):
     dtype: str | None = _option(
         None,
         "'float32' (the fp32 master weights where they exist); 'bfloat16' or 'float16' (but fp32 for the tensors that "
-        '``from_pretrained`` with that dtype keeps in fp32). What is written in fp32 comes from the master weights '
-        'where they exist. None: the dtype of training.',
+        "``from_pretrained`` with that dtype keeps in fp32); 'base' (each tensor as in the base model's safetensors "
+        'files; one that they lack in the dtype of most of their elements; adapters as in training). What is written '
+        'in fp32 comes from the master weights where they exist. None: the dtype of training.',
         _dtype_code,
     )
     max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size)

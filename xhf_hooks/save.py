@@ -46,7 +46,7 @@ from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import Replicas
 from xhf_hooks.sources.snapshot import Snapshot, live_chunks
 from xhf_hooks.system import allow_open_files
-from xhf_hooks.telemetry import SaveClock
+from xhf_hooks.telemetry import Progress, RunLog, SaveClock
 from xhf_hooks.threads import Background, WorkerThreads
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.output_file import FileIdentity
@@ -85,6 +85,7 @@ class Saver:
         unwrapped: The trained model (model.py).
         writer: The writer chosen for the option ``writer`` (writers/choose.py).
         in_background: Whether :meth:`start` will be used.
+        log: Gets the progress of long saves.
         after_commit: Called on all ranks after each commit, in the thread that saves.
 
     Attributes:
@@ -105,10 +106,11 @@ class Saver:
         *,
         writer: str = 'stream',
         in_background: bool = False,
+        log: RunLog | None = None,
         after_commit: Callable[[SaveTarget, Step, Collective], None] = lambda target, step, collective: None,
     ) -> None:
         self._unwrapped, self._options, self.writer = unwrapped, options, WhoWrites(writer)
-        self._collective, self._after_commit = collective, after_commit
+        self._collective, self._log, self._after_commit = collective, log, after_commit
         self._half_bucket = max(1, parse_size(options.bucket_size) // 2)  # gathered while the other half is written
         self._round_nbytes = max(1, self._half_bucket // 2)  # an owner receives one while two more wait for its disk
         self._specs: list[TensorSpec] | None = None
@@ -355,11 +357,14 @@ class Saver:
         collective, writer = begun.collective, begun.writer
         with begun.chunks as chunks, collective.stage('write'):
             writer.open(self.plan, place, files)
+            n_writers = collective.world_size if self.writer.all_ranks else 1
+            progress = Progress(self._log, begun.step.label, self.plan.nbytes // n_writers)
             for chunk in chunks:
                 begun.clock.meter.sample()  # what was read, what was made from it, and what waits for the disk
                 if collective.is_failing:
                     continue  # the others keep gathering until the next agreement, and need this rank
                 try:
+                    progress.wrote(chunk.data.nbytes)
                     writer.write(chunk)
                     del chunk  # the next chunk is made while this one waits for the disk
                 except Exception as error:

@@ -118,3 +118,24 @@ def scalars(committed: CommittedCheckpoint) -> dict[str, float]:
         'hf_checkpoint/peak_extra_mb': cost.peak_extra_nbytes / 1e6,
         **stages,
     }
+
+
+class Progress:
+    """Logs the progress of a save every half minute.
+
+    Args:
+        nbytes: About as many bytes will be written.
+    """
+
+    interval_secs = 30.0
+
+    def __init__(self, log: RunLog | None, label: str, nbytes: int) -> None:
+        self._log, self._label, self._nbytes = log, label, nbytes
+        self._done_nbytes, self._last = 0, time.monotonic()
+
+    def wrote(self, nbytes: int) -> None:
+        """Called for each part of a tensor that goes to the writer."""
+        self._done_nbytes += nbytes
+        if self._log is not None and time.monotonic() - self._last >= self.interval_secs:
+            self._last = time.monotonic()
+            self._log.info(f'saving {self._label}, {self._done_nbytes / 1e9:.2f} of {self._nbytes / 1e9:.2f} GB')

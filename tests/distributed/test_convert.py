@@ -16,9 +16,9 @@ from tests.helpers.converted import assert_same_files, config_of, convert
 from tests.helpers.old_runs import (
     MMENGINE_RUNS,
     accelerate_run,
+    mixed_base,
     mmengine_run,
     plain_deepspeed,
-    saved_with_dtype,
     trainer_run,
 )
 from tests.helpers.scenarios import check, run_scenarios
@@ -31,8 +31,9 @@ PLAIN: dict[str, tuple[str, int, dict[str, Any] | None]] = {
     'lora_tied_zero3': ('qwen2', 3, {}),
     'lora_modules_to_save_zero2': ('llama', 2, {'modules_to_save': ['lm_head']}),
 }
-#: Name to (family, stage, dtype); the class keeps some tensors in fp32.
-WITH_DTYPE: dict[str, tuple[str, int, str]] = {
+#: Name to (family, stage, dtype); the base has its norms in fp32.
+MIXED: dict[str, tuple[str, int, str]] = {
+    **{f'base_zero{stage}': ('llama', stage, 'base') for stage in (2, 3)},  # at ZeRO-0 the hook finds no masters
     't5_zero2': ('t5', 2, 'float16'),
     't5_zero3': ('t5', 3, 'float16'),
     **({'deepseek_v3_zero3': ('deepseek_v3', 3, 'bfloat16')} if available('deepseek_v3') else {}),
@@ -47,8 +48,8 @@ def finished(tmp_path_factory):
     scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
     for name, options in PLAIN.items():
         scenarios[name] = partial(plain_deepspeed, *options, root / name)
-    for name, options in WITH_DTYPE.items():
-        scenarios[name] = partial(saved_with_dtype, *options, root / name)
+    for name, mixed in MIXED.items():
+        scenarios[name] = partial(mixed_base, *mixed, root / name)
     return root, run_scenarios(scenarios, 2)
 
 
@@ -135,16 +136,19 @@ def test_lora(finished, name, mode, tmp_path, monkeypatch):
     assert_same_files(found, folder / f'hook_{mode}')
 
 
-@pytest.mark.parametrize('name', WITH_DTYPE)
+@pytest.mark.parametrize('name', MIXED)
 def test_fp32_tensors_are_the_masters_whatever_the_writer(finished, name, tmp_path):
     """What dtype makes fp32 is read from the master weights, and all else from the 16-bit weights."""
     check(finished[1], name)
-    folder = finished[0] / name
+    folder, dtype = finished[0] / name, MIXED[name][2]
     exact = folder_tensors(
         convert(folder / 'checkpoint', tmp_path / 'wide', '--base', folder / 'base', '--dtype', 'float32')
     )
     found = folder_tensors(folder / WAYS[0])
+    base = folder_tensors(folder / 'base')
     wide = {key for key, tensor in found.items() if tensor.dtype == torch.float32}
+    if dtype == 'base':
+        assert wide == {key for key, tensor in base.items() if tensor.dtype == torch.float32}
     assert wide and wide != set(found)
     for key in wide:
         assert torch.equal(found[key], exact[key]), key
@@ -154,10 +158,10 @@ def test_fp32_tensors_are_the_masters_whatever_the_writer(finished, name, tmp_pa
         assert_same_folder_tensors(folder / way, folder / WAYS[0])
 
 
-@pytest.mark.parametrize('name', [name for name, (_, _, dtype) in WITH_DTYPE.items() if dtype != 'float16'])
+@pytest.mark.parametrize('name', [name for name, (_, _, dtype) in MIXED.items() if dtype != 'float16'])
 def test_conversions_have_the_hooks_dtypes_and_bytes(finished, name, tmp_path):
     check(finished[1], name)
-    folder, dtype = finished[0] / name, WITH_DTYPE[name][2]
+    folder, dtype = finished[0] / name, MIXED[name][2]
     for shard in ('5GB', '20KB'):
         options = ['--base', folder / 'base', '--dtype', dtype, '--max-shard-size', shard, '--verify']
         found = convert(folder / 'checkpoint', tmp_path / shard, *options)

@@ -64,10 +64,11 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
         save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
 
 
-def saved_with_dtype(family: str, stage: int, dtype: str, folder: Path) -> None:
-    """As :func:`plain_deepspeed`, from a base in bf16; saved with ``dtype`` by every writer."""
+def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
+    """As :func:`plain_deepspeed`, from a base in bf16 with norms in fp32; saved with ``dtype`` by every writer."""
     import torch
     import torch.distributed as dist
+    from safetensors.torch import load_file, save_file
 
     from tests.helpers.engines import save_folder, zero_engine
     from tests.helpers.zoo import build
@@ -75,6 +76,8 @@ def saved_with_dtype(family: str, stage: int, dtype: str, folder: Path) -> None:
     model, base = build(family).bfloat16(), folder / 'base'
     if dist.get_rank() == 0:
         model.save_pretrained(base)
+        tensors = {n: t.float() if 'norm' in n else t for n, t in load_file(base / 'model.safetensors').items()}
+        save_file(tensors, base / 'model.safetensors', metadata={'format': 'pt'})
     dist.barrier()
     model.config._name_or_path = model.name_or_path = str(base)
     engine = zero_engine(model, stage)

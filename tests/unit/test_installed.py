@@ -1,4 +1,4 @@
-"""Versions that cannot work are refused by name."""
+"""Versions that cannot work are refused by name; those that were never tested together are one line of the log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+from tests.unit.test_versions import STACKS, pins
 from xhf_hooks import installed
 from xhf_hooks.cli import convert, inspect, verify
 from xhf_hooks.errors import InstalledError
@@ -66,3 +67,39 @@ def test_what_a_frontend_does_not_need_may_be_old_or_missing(has):
     with pytest.raises(InstalledError, match='mmengine'):
         installed.require_usable('torch', 'mmengine')
     installed.require_usable('deepspeed')
+
+
+def test_a_tested_set_is_not_told(has):
+    for versions in installed.TESTED:
+        has(**versions)
+        assert installed.untested_set() is None
+    has(torch='2.6.0+cu124', transformers='4.57.6')  # a part of one
+    assert installed.untested_set() is None
+
+
+def test_another_set_is_told_with_the_nearest(has):
+    has(torch='2.7.1+cu126', transformers='4.55.4', deepspeed='0.17.2')
+    assert installed.untested_set() == (
+        'these versions were never tested together: transformers 4.55.4, deepspeed 0.17.2, torch 2.7.1+cu126; the '
+        'nearest tested set is transformers 4.57.6, deepspeed 0.18.9, torch 2.6.0'
+    )
+    has(**{**NEW, 'torch': '2.13.1'})
+    assert installed.untested_set().endswith('deepspeed 0.19.6, torch 2.13.0, mmengine 0.10.7')
+
+
+def test_one_line_of_the_log_of_a_save(has, tmp_path, caplog):
+    from tests.helpers.zoo import build
+    from xhf_hooks import save_hf
+
+    has(**{**NEW, 'torch': '2.99.0'})
+    with caplog.at_level('INFO', logger='xhf_hooks'):
+        save_hf(build('llama'), tmp_path / 'out')
+    (line,) = [text for text in caplog.messages if 'never tested together' in text]
+    assert 'torch 2.99.0' in line and 'the nearest tested set is' in line
+
+
+@pytest.mark.parametrize('stack', STACKS)
+def test_the_stacks_of_the_tests_are_tested_sets(stack):
+    """With the newest transformers that is pinned: the tests do not run on Python 3.10, which has an older one."""
+    found = {name: max(versions) for file in STACKS[stack] for name, versions in pins(file, applicable=False).items()}
+    assert {name: found[name] for name in installed.TESTED[0]} in installed.TESTED

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.errors import IncompleteError, StoreError, TargetError, XhfError
+from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
-from xhf_hooks.installed import require_usable
+from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, StoreError)
-_DTYPES = {'keep': None, **DTYPE_CODES}
+_DTYPES = {'keep': None, **DTYPE_CODES, AS_IN_BASE: AS_IN_BASE}
 _MOST_NAMES = 20  # number of written files to name in one line
 _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
 
@@ -124,7 +125,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
-    _warn(conversion.warnings, prog)
+    _warn([*filter(None, [untested_set()]), *conversion.warnings], prog)
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE

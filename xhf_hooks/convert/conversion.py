@@ -41,7 +41,8 @@ class ConvertOptions:
     Attributes:
         ema: Export the averaged weights if the checkpoint holds both averaged and live ones.
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
-            any. None: the training dtype, bit for bit what the hook saves.
+            any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
+            saves.
         workers: Threads that read, cast and write.
         verify: Before the commit, read everything back and compare checksums, which were taken in memory.
     """

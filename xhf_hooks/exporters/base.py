@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, TensorSpec
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Exporter(ABC):
 
         Args:
             specs: The tensors of the source.
-            dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; None keeps the
-                training dtype.
+            dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; AS_IN_BASE: each as
+                in the base model's files; None keeps the training dtype.
 
         Raises:
             ModelError: The model differs from what ``from_pretrained`` will build.
@@ -119,12 +119,15 @@ class CompositeExporter(Exporter):
 
 
 def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
-    """Entries of tensors that are written as they are, except that floats are cast to ``dtype`` unless it is None."""
+    """Entries of tensors that are written as they are, except that floats are cast to ``dtype``.
+
+    There is no cast with None, nor with AS_IN_BASE: the base has no such tensors.
+    """
     return [
         ExportEntry(
             name,
             spec.shape,
-            dtype if dtype is not None and is_float(spec.dtype) else spec.dtype,
+            dtype if dtype not in (None, AS_IN_BASE) and is_float(spec.dtype) else spec.dtype,
             (spec.name,),
             file_set=files,
         )

@@ -20,9 +20,9 @@ from torch import nn
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
-from xhf_hooks.exporters.output_dtypes import kept_in_fp32
+from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
 from xhf_hooks.exporters.weight_conversion import convert_specs
-from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.format.text import some
 from xhf_hooks.model import input_embedding, model_class, module_tensors, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
@@ -64,13 +64,16 @@ class HuggingFaceExporter(Exporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._own_names(specs)
-        self._config = self._exported_config(own, dtype)
+        base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
+        self._config = self._exported_config(own, dtype if base is None else base.of_model)
         self._reference = self._build_reference(self._config)
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
             del own[alias]
         entries = self._convert(own)
-        if dtype is not None:
+        if base is not None:
+            entries = base.applied_to(entries, self._reference.base_model_prefix)
+        elif dtype is not None:
             with _without_zero_init():
                 floats = [name for name, spec in own.items() if is_float(spec.dtype)]
                 kept = {own[name].name for name in kept_in_fp32(self._reference, floats, dtype)}

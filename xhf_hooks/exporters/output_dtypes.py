@@ -1,25 +1,117 @@
-"""What a class keeps in fp32 where the option ``dtype`` names 16 bits.
+"""The dtype of each output tensor, where the option ``dtype`` is set.
 
-``from_pretrained`` with that dtype, and then ``save_pretrained``, would write DeepSeek-V3's ``e_score_correction_bias``
-and T5's ``wo`` in fp32, for example.
+``'bfloat16'`` and ``'float16'`` give what ``from_pretrained`` with that dtype and ``save_pretrained`` give: some
+classes keep some tensors in fp32, such as DeepSeek-V3's ``e_score_correction_bias`` and T5's ``wo``. ``'base'`` gives
+each tensor the dtype that it has in the base model's own files.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.errors import DamagedError, OptionError
+from xhf_hooks.exporters.hf_assets import base_file
+from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.model import quiet
+from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.system import memory_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_WHOLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
+#: What the option ``dtype`` can name; 8-bit and quantized weights belong to scales that training does not have.
+_WRITABLE = ('F32', 'BF16', 'F16')
+
+
+@dataclass(frozen=True)
+class BaseDtypes:
+    """The dtypes in the files of a base model.
+
+    Attributes:
+        of_tensor: By name in the files.
+        most: The dtype of most floating-point elements; that of tensors that the base does not have.
+        of_model: The dtype in its config.json, else ``most``.
+    """
+
+    base_dir: str
+    of_tensor: Mapping[str, str]
+    most: str
+    of_model: str
+
+    def applied_to(self, entries: Sequence[ExportEntry], prefix: str) -> list[ExportEntry]:
+        """The entries with the base's dtypes.
+
+        Args:
+            prefix: ``base_model_prefix`` of the class; names with and without it are the same for ``from_pretrained``.
+
+        Raises:
+            OptionError: The base has other tensors, or they are quantized.
+        """
+        found: dict[str, str] = {}
+        for entry in entries:
+            name = entry.hf_name
+            names = (name, f'{prefix}.{name}', name.removeprefix(f'{prefix}.'))
+            codes = [self.of_tensor[name] for name in names if name in self.of_tensor]
+            if is_float(entry.dtype) and codes:
+                found[name] = codes[0]
+                if codes[0] not in _WRITABLE:
+                    raise _cannot_tell(f'{name} is quantized ({codes[0]}) in {self.base_dir}')
+        if not found:
+            raise _cannot_tell(f'{self.base_dir} has no tensor of the trained model by name')
+        return [replace(e, dtype=found.get(e.hf_name, self.most)) if is_float(e.dtype) else e for e in entries]
+
+
+def base_dtypes(base_dir: str) -> BaseDtypes:
+    """Read the headers of the base model's files, from its folder or the local hub cache. Reads no tensors.
+
+    Raises:
+        OptionError: It has no safetensors files, or no floats in them.
+        DamagedError: One of its files cannot be read.
+    """
+    of_tensor: dict[str, str] = {}
+    elements: Counter[str] = Counter()
+    for path in _files(base_dir):
+        for entry in read_header(path).entries:
+            of_tensor[entry.name] = entry.dtype
+            if entry.dtype in _WRITABLE:
+                elements[entry.dtype] += math.prod(entry.shape)
+    if not elements:
+        raise _cannot_tell(f'{base_dir} has no tensor in any of {_WRITABLE}')
+    ((most, _),) = elements.most_common(1)
+    config = base_file(base_dir, 'config.json')
+    content = {} if config is None else json.loads(config.read_text(encoding='utf-8'))
+    named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
+    return BaseDtypes(base_dir, of_tensor, most, named if named in _WRITABLE else most)
+
+
+def _files(base_dir: str) -> list[Path]:
+    names, index = [_WHOLE], base_file(base_dir, _INDEX)
+    if base_file(base_dir, _WHOLE) is None and index is not None:
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f'{index}: cannot be read ({error})') from None
+    files = {name: base_file(base_dir, name) for name in names}
+    missing = [name for name, path in files.items() if path is None]
+    if missing:
+        raise _cannot_tell(f'the base model {base_dir!r} has no {missing[0]} on this machine')
+    return [path for path in files.values() if path is not None]
+
+
+def _cannot_tell(reason: str) -> OptionError:
+    return OptionError('dtype', f'another one, since {reason}', 'base')
 
 
 def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) -> set[str]:
@@ -61,8 +153,7 @@ def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) 
 
     with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as folder, quiet():
         PretrainedConfig(tie_word_embeddings=False).save_pretrained(folder)
-        tensors = {name: torch.zeros(1) for name in names}
-        save_file(tensors, Path(folder) / 'model.safetensors', metadata={'format': 'pt'})
+        save_file({name: torch.zeros(1) for name in names}, Path(folder) / _WHOLE, metadata={'format': 'pt'})
         loaded = Stub.from_pretrained(folder, torch_dtype=TORCH_DTYPES[code])
     return {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
 

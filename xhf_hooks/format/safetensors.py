@@ -50,6 +50,8 @@ DTYPE_NBYTES: dict[str, int] = {code: bits // 8 for code, (bits, _) in DTYPES.it
 #: Dtypes of training with fp32 master weights.
 HALF_DTYPES = ('BF16', 'F16')
 FLOAT_DTYPES = frozenset({*HALF_DTYPES, 'F32', 'F64'})
+#: In place of a dtype: each tensor as in the files of the base model.
+AS_IN_BASE = 'base'
 _DTYPE_RANK = {code: rank for rank, code in enumerate(DTYPES)}
 _ALIGNMENT = 8
 _LENGTH_NBYTES = 8

@@ -1,18 +1,23 @@
-"""The option dtype against transformers itself: what a class keeps in fp32."""
+"""The option dtype against transformers itself: what a class keeps in fp32, and the dtypes of a base model's files."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import convert
 from tests.helpers.zoo import available, build
 from xhf_hooks import save_hf
+from xhf_hooks.errors import AgreedError
 
+INDEX = 'model.safetensors.index.json'
 FAMILIES = [family for family in ('t5', 'deepseek_v3', 'llama', 'qwen3_moe') if available(family)]
 
 
@@ -68,3 +73,146 @@ def test_float32_and_the_dtype_of_training_are_as_before(tmp_path):
     assert set(dtypes_of(tmp_path / 'trained').values()) == {torch.float16}
     save_hf(build('t5').half(), tmp_path / 'wide', dtype='float32')
     assert set(dtypes_of(tmp_path / 'wide').values()) == {torch.float32}
+
+
+# dtype='base'
+
+
+def mixed_base(folder: Path, family: str = 'llama', *, wide: str = 'norm', max_shard_size: str = '5GB') -> Path:
+    """A base in bf16, except that tensors with ``wide`` in their names are fp32."""
+    build(family).bfloat16().save_pretrained(folder, max_shard_size=max_shard_size)
+    for file in folder.glob('*.safetensors'):
+        tensors = {name: t.float() if wide in name else t for name, t in load_file(file).items()}
+        save_file(tensors, file, metadata={'format': 'pt'})
+    if (folder / INDEX).exists():
+        index = json.loads((folder / INDEX).read_text())
+        index['metadata']['total_size'] = sum(
+            t.nbytes for f in folder.glob('*.safetensors') for t in load_file(f).values()
+        )
+        (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def loaded(base: Path, dtype: torch.dtype = torch.float32, family: str = 'llama') -> Any:
+    return type(build(family)).from_pretrained(base, torch_dtype=dtype)
+
+
+@pytest.mark.parametrize('max_shard_size', ['5GB', '20KB'])
+@pytest.mark.parametrize('trained', [torch.float32, torch.bfloat16], ids=str)
+def test_each_tensor_as_in_the_base(trained, max_shard_size, tmp_path):
+    base = mixed_base(tmp_path / 'base', max_shard_size=max_shard_size)
+    assert (base / INDEX).exists() == (max_shard_size == '20KB')
+    save_hf(loaded(base, trained), tmp_path / 'hf_model', dtype='base')
+    assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
+    assert len(fp32_names(tmp_path / 'hf_model')) == 5
+    assert config_dtype(tmp_path / 'hf_model') == config_dtype(base) == 'bfloat16'
+    assert_loads_clean(tmp_path / 'hf_model', transformers.LlamaForCausalLM)
+    if trained is torch.float32:  # nothing was rounded, so nothing is lost
+        assert_same_folder_tensors(tmp_path / 'hf_model', base)
+
+
+@pytest.mark.parametrize('family', [family for family in ('qwen3_moe', 'gpt2') if available(family)])
+def test_base_with_other_names_in_memory(family, tmp_path):
+    """Fused experts; and a base without the prefix of the class, as GPT-2 on the Hub."""
+    base = mixed_base(tmp_path / 'base', family, wide='gate.weight' if family == 'qwen3_moe' else 'ln_')
+    expected = dtypes_of(base)
+    model = loaded(base, torch.bfloat16, family)
+    if family == 'gpt2':
+        tensors = {name.removeprefix('transformer.'): t for name, t in load_file(base / 'model.safetensors').items()}
+        save_file(tensors, base / 'model.safetensors', metadata={'format': 'pt'})
+    save_hf(model, tmp_path / 'hf_model', dtype='base')
+    assert dtypes_of(tmp_path / 'hf_model') == expected
+    assert len(set(expected.values())) == 2
+
+
+def test_what_the_base_lacks_is_as_most_of_it(tmp_path):
+    base = mixed_base(tmp_path / 'base')
+    model = transformers.LlamaForSequenceClassification.from_pretrained(base, torch_dtype=torch.float32, num_labels=3)
+    save_hf(model, tmp_path / 'hf_model', dtype='base')
+    found = dtypes_of(tmp_path / 'hf_model')
+    assert found['score.weight'] == torch.bfloat16
+    assert found['model.norm.weight'] == torch.float32
+
+
+@pytest.mark.parametrize('lora', ['merge', 'both', 'adapter'])
+def test_lora(lora, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = mixed_base(tmp_path / 'base')
+    model = get_peft_model(loaded(base), LoraConfig(r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'))
+    save_hf(model, tmp_path / 'hf_model', dtype='base', lora=lora)
+    if lora != 'adapter':
+        assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
+    if lora != 'merge':
+        adapter = tmp_path / 'hf_model' / ('adapter' if lora == 'both' else '') / 'adapter_model.safetensors'
+        assert {tensor.dtype for tensor in load_file(adapter).values()} == {torch.float32}  # as in training
+
+
+def test_hub_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    commit = 'a' * 40
+    repository = tmp_path / 'hub' / 'models--organization--mixed'
+    (repository / 'refs').mkdir(parents=True)
+    (repository / 'refs' / 'main').write_text(commit)
+    base = mixed_base(repository / 'snapshots' / commit)
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+    model = loaded(base)
+    model.config._name_or_path = 'organization/mixed'
+    save_hf(model, tmp_path / 'hf_model', dtype='base')
+    assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
+
+
+def no_base(model: Any, base: Path) -> None:
+    model.config._name_or_path = ''
+
+
+def no_safetensors(model: Any, base: Path) -> None:
+    (base / 'model.safetensors').rename(base / 'pytorch_model.bin')
+
+
+def a_shard_is_missing(model: Any, base: Path) -> None:
+    (base / INDEX).write_text(json.dumps({'weight_map': {'lm_head.weight': 'model-00001-of-00002.safetensors'}}))
+    (base / 'model.safetensors').unlink()
+
+
+def quantized(model: Any, base: Path) -> None:
+    tensors = load_file(base / 'model.safetensors')
+    tensors['lm_head.weight'] = tensors['lm_head.weight'].to(torch.float8_e4m3fn)
+    save_file(tensors, base / 'model.safetensors')
+
+
+def another_model(model: Any, base: Path) -> None:
+    save_file({'other': torch.zeros(3)}, base / 'model.safetensors')
+
+
+WRONG = {
+    no_base: r"since the base model '' has no model\.safetensors",
+    no_safetensors: r"since the base model '.*/base' has no model\.safetensors",
+    a_shard_is_missing: r"/base' has no model-00001-of-00002\.safetensors",
+    quantized: r'lm_head\.weight is quantized \(F8_E4M3\)',
+    another_model: r'has no tensor of the trained model by name',
+}
+
+
+@pytest.mark.parametrize('spoil', WRONG, ids=lambda spoil: spoil.__name__)
+def test_bases_that_cannot_say_it(spoil, tmp_path):
+    base = mixed_base(tmp_path / 'base')
+    model = loaded(base)
+    spoil(model, base)
+    with pytest.raises(AgreedError, match=WRONG[spoil]) as caught:
+        save_hf(model, tmp_path / 'hf_model', dtype='base')
+    assert 'option dtype: ' in str(caught.value)
+    assert not (tmp_path / 'hf_model').exists()
+
+
+def test_convert_refuses_a_base_without_safetensors(tmp_path, capsys):
+    from xhf_hooks.cli.convert import main
+
+    base = mixed_base(tmp_path / 'base')
+    torch.save(loaded(base).state_dict(), tmp_path / 'model.pth')
+    out = convert(tmp_path / 'model.pth', tmp_path / 'out', '--base', base, '--dtype', 'base')
+    assert dtypes_of(out) == dtypes_of(base)
+    (base / 'model.safetensors').unlink()
+    assert main([str(tmp_path / 'model.pth'), str(tmp_path / 'other'), '--base', str(base), '--dtype', 'base']) == 2
+    assert 'option dtype: expected another one, since the base model' in capsys.readouterr().err

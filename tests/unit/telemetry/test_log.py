@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xhf_hooks.telemetry import RunLog, log_preparations, log_save
+from xhf_hooks.telemetry import Progress, RunLog, log_preparations, log_save
 
 pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
@@ -54,3 +54,14 @@ def test_what_a_save_has_cost_fits_in_a_terminal(log, caplog):
     assert warning == 'Door: slow' and max(map(len, rows)) <= 100
     assert message.startswith('Door: saved iter_1000 to hf_model, 812000.0 MB in 123.46 s\n')
     assert [row.split()[0] for row in rows[1:]] == ['cost', 'stages']
+
+
+def test_a_long_save_tells_its_progress(log, caplog, monkeypatch):
+    monkeypatch.setattr(Progress, 'interval_secs', 0.0)
+    progress = Progress(log, 'iter_500', 3_000_000_000)
+    for _ in range(2):
+        progress.wrote(500_000_000)
+    assert caplog.messages[-1] == 'Door: saving iter_500, 1.00 of 3.00 GB'
+    monkeypatch.setattr(Progress, 'interval_secs', 60.0)
+    progress.wrote(1)
+    assert len(caplog.messages) == 2
