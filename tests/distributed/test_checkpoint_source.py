@@ -73,11 +73,6 @@ def train_and_save(kind: str, options: dict[str, Any], folder: Path) -> None:
         engine.save_checkpoint(str(folder / ('earlier' if step + 1 < STEPS else 'checkpoint')), tag=TAG)
     save_folder(engine.module, folder / 'as_trained')
     save_folder(engine.module, folder / 'float32', dtype='float32')
-    if hasattr(engine.optimizer, 'fp32_groups'):
-        # Without ZeRO the hook cannot get at the masters: they belong to no parameter
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        live = [master.detach() for group in engine.optimizer.fp32_groups for master in group]
-        torch.save(dict(zip(trained, live, strict=True)), folder / 'live_masters.pt')
     engine.destroy()
 
 
@@ -151,7 +146,9 @@ def test_tells_what_it_is(saved, world_size, case):
     assert [spec.name for spec in specs] == [name for name, _ in model.named_parameters()]
     assert [spec.aliases for spec in specs if spec.aliases] == ([('lm_head.weight',)] if kind == 'tied' else [])
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert [spec.name for spec in specs if spec.has_master] == (trained if options.get('bf16', True) else [])
+    # Without ZeRO they belong to no parameter, neither in the file nor for the hook
+    has_masters = options['stage'] > 0 and options.get('bf16', True)
+    assert [spec.name for spec in specs if spec.has_master] == (trained if has_masters else [])
 
 
 @pytest.mark.parametrize(('world_size', 'case'), EVERYWHERE)
@@ -162,12 +159,7 @@ def test_reads_what_the_hook_saved(saved, world_size, case):
     masters = {name: tensor for name, tensor in read_all(source, use_fp32_master=True).items() if name in first_names}
     assert_same_tensors(as_trained, folder_tensors(saved / 'as_trained'))
     assert_same_tensors({name: t.to(as_trained[name].dtype) for name, t in masters.items()}, as_trained)
-    if (saved / 'live_masters.pt').exists():
-        import torch
-
-        live = torch.load(saved / 'live_masters.pt')
-        assert_same_tensors({name: t.float() for name, t in masters.items() if name in live}, live)
-    elif 'round_robin' not in case:  # DeepSpeed itself looks for the live masters in the wrong order then
+    if 'round_robin' not in case:  # DeepSpeed itself looks for the live masters in the wrong order then
         assert_same_tensors({n: t.float() for n, t in masters.items()}, folder_tensors(saved / 'float32'))
 
 
@@ -254,7 +246,7 @@ def test_files_of_other_ranks_and_steps_are_refused_or_told(saved, world_size, c
         forget_names(folder)
         forget_names(earlier)
     MIXES[mix](folder, earlier)
-    if (named and 'swapped' in mix) or mix.startswith('one ') or ('zero3' in case and 'earlier' in mix):
+    if (named and 'swapped' in mix) or mix.startswith('one '):
         assert read_or_refuse(folder, use_fp32_master=True) is None
         return
     if 'zero3' not in case and 'swapped' in mix and read_or_refuse(folder, use_fp32_master=True) is None:
@@ -262,7 +254,7 @@ def test_files_of_other_ranks_and_steps_are_refused_or_told(saved, world_size, c
     told = ' '.join(open_checkpoint(folder).unproven)
     assert 'that all files are of one run' in told
     assert ('only the file names say' in told) == ('swapped' in mix or not named)
-    assert ('the iteration of the fp32 master weights' in told) == ('earlier' in mix)
+    assert ('the iteration of the fp32 weights' in told) == ('earlier' in mix)
 
 
 @pytest.mark.parametrize('name', [*RESUMES, 'mmengine', 'load_from', 'resume', 'load_from and resume'])
@@ -271,9 +263,7 @@ def test_runs_that_began_with_a_checkpoint(launch, name):
     root, results = launch(2)
     check(results, 'tied-zero3'), check(results, 'go_on')
     found = find_checkpoint(root / 'go_on' / name)
-    if name == 'another optimizer':  # as if the optimizer's files were of an earlier step
-        with pytest.raises(CheckpointError, match='add --optimizer-restarted'):
-            CheckpointSource(found)
-        assert read_all(CheckpointSource(found, optimizer_restarted=True))
-    else:
-        assert read_all(CheckpointSource(found))
+    source = CheckpointSource(found)
+    assert read_all(source)
+    # As if the optimizer's files were of an earlier step
+    assert ('has made' in source.unproven[-1]) == (name in ('another optimizer', 'load_from', 'load_from and resume'))

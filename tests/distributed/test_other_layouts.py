@@ -150,33 +150,10 @@ def test_damaged_universal(universal, case, damage, tmp_path):
     assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
 
 
-@pytest.mark.parametrize('mix', ['zero', 'model_states'])
-def test_universal_of_two_steps(universal, mix, tmp_path):
-    folder = tmp_path / 'made'
-    shutil.copytree(universal('frozen-zero3') / 'checkpoint' / MADE, folder)
-    earlier = universal('frozen-zero3') / 'earlier' / MADE
-    if mix == 'zero':
-        shutil.rmtree(folder / 'zero')
-        shutil.copytree(earlier / 'zero', folder / 'zero')
-    else:
-        for file in earlier.glob('*model_states.pt'):
-            shutil.copy(file, folder / file.name)
-    with pytest.raises(CheckpointError, match='its optimizer has made'):
-        open_checkpoint(folder)
-
-
 @pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-zero3'])
 def test_universal_tells_what_no_file_can_tell(universal, case):
     (told,) = open_checkpoint(universal(case) / 'checkpoint' / MADE).unproven
     assert told.startswith('not verifiable: that all files are of one run')
-
-
-def test_universal_without_the_optimizers_state(universal, tmp_path):
-    folder = tmp_path / 'made'
-    shutil.copytree(universal('tied-zero3') / 'checkpoint' / MADE, folder)
-    (folder / 'zero' / 'optimizer_state.pt').unlink()
-    with pytest.raises(CheckpointError, match=r'optimizer_state\.pt: '):
-        open_checkpoint(folder)
 
 
 def test_a_part_of_a_universal_checkpoint(universal):

@@ -82,11 +82,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="for a LoRA run: the adapter, the merged model, or both; default: as in the hook, usually 'adapter'",
     )
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
-    add(
-        '--optimizer-restarted',
-        action='store_true',
-        help='for a ZeRO-3 run that was resumed without optimizer state: its step count is lower than the iteration',
-    )
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what was found and what would be written; write nothing')
     add('--verify', action='store_true', help='read everything back and compare it before the commit')

@@ -95,7 +95,7 @@ def _of_checkpoint(path: Path) -> tuple[list[str], bool]:
     from xhf_hooks.meta_model import find_run_config
     from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
-    source = CheckpointSource(find_checkpoint(path), optimizer_restarted=True)
+    source = CheckpointSource(find_checkpoint(path))
     config = find_run_config(None, source.config_text, source.found.path)
     dtypes = Counter(spec.dtype for spec in source.specs())
     parts = [f'{n} {dtype}' for dtype, n in dtypes.items()] + ['averaged and live weights'] * source.averages

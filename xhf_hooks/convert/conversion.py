@@ -58,7 +58,6 @@ class ConvertOptions:
     workers: int = 1
     verify: bool = False
     trust_remote_code: bool = False
-    optimizer_restarted: bool = False
 
 
 class Conversion:
@@ -77,9 +76,7 @@ class Conversion:
     def __init__(self, checkpoint: Path, options: ConvertOptions) -> None:
         self._options = options
         self._found = find_checkpoint(checkpoint)
-        self._checkpoint = CheckpointSource(
-            self._found, ema=options.ema, optimizer_restarted=options.optimizer_restarted
-        )
+        self._checkpoint = CheckpointSource(self._found, ema=options.ema)
         self.averages = self._checkpoint.averages
         self._specs = self._checkpoint.specs()
         self._config = find_run_config(options.config, self._checkpoint.config_text, self._found.path)

@@ -154,7 +154,7 @@ def _converted(path: Path, folder: FolderModel, options: ConvertOptions) -> Conv
     """The checkpoint as xhf-convert would write it into the folder, with its own config or else with the folder's."""
     floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     ema, lora = not _is_live(folder.path), options.lora
-    source = CheckpointSource(find_checkpoint(path), ema=ema, optimizer_restarted=True)
+    source = CheckpointSource(find_checkpoint(path), ema=ema)
     if lora is None and any('.lora_A.' in name for spec in source.specs() for name in (spec.name, *spec.aliases)):
         adapters = sum('.lora_A.' in name for name in folder.tensors)
         lora = 'merge' if not adapters else 'adapter' if adapters * 2 >= len(folder.tensors) else 'both'
@@ -164,7 +164,6 @@ def _converted(path: Path, folder: FolderModel, options: ConvertOptions) -> Conv
         lora=lora,
         dtype='F32' if floats == {'F32'} else None,
         max_shard_nbytes=10**18,
-        optimizer_restarted=True,  # values are compared, whatever the steps say
     )
     notes: list[str] = []
     try:

@@ -16,8 +16,6 @@ from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 
 _DEEPSPEEDS = re.compile(r'(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states|mp_rank_\d+_model_states')
 _HINT = 'put the files of one save together'
-#: Resumes that are allowed for: one within gradient accumulation loses the accumulated gradients, which delays a step.
-_RESUMES = 4
 
 
 def require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
@@ -52,13 +50,11 @@ def require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]
             )
 
 
-def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState], *, optimizer_restarted: bool) -> None:
+def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
     """Compare what the files say of their save.
 
     Args:
         optims: In the order of ranks; none for a universal checkpoint.
-        optimizer_restarted: The run was resumed without optimizer state, so the optimizer has made fewer steps than
-            the run. Optimizer files of an earlier iteration look the same.
 
     Raises:
         CheckpointError: A file comes from another rank or another save.
@@ -72,12 +68,9 @@ def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState],
     _same('ZeRO stage', ((o.file, o.stage) for o in optims))
     _same('number of ranks', ((o.file, o.world_size) for o in optims))
     _same('optimizer step', ((o.file, o.steps) for o in optims))
-    for number, what in enumerate(('global_steps', 'skipped_steps', 'iteration')):
-        _same(what, ((m.file, m.steps[number]) for m in models))
+    _same('global_steps', ((m.file, m.steps) for m in models))
     _same('DeepSpeed version', ((state.file, state.version) for state in states))
     _same('shapes of parameters', ((m.file, [m.shapes, m.frozen_shapes]) for m in models), show=False)
-    if optims and optims[0].stage == 3 and not optimizer_restarted:
-        require_steps_of(models[0], optims[0])
 
 
 def unproven(models: Sequence[ModelState], optims: Sequence[OptimState], *, universal: bool) -> tuple[str, ...]:
@@ -85,41 +78,20 @@ def unproven(models: Sequence[ModelState], optims: Sequence[OptimState], *, univ
     found = ['not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run']
     if universal:
         return tuple(found)
-    if len(optims) < 2:
+    if not optims:
         return ()
-    if any(optim.saved_as != optim.file.stem for optim in optims):
+    if len(optims) == 1:
+        found = []
+    elif any(optim.saved_as != optim.file.stem for optim in optims):
         found.append('not verifiable: only the file names say which rank wrote which file')
-    if optims[0].steps is None or not _is_of_step(models[0], optims[0]):
-        found.append('not verifiable: the iteration of the fp32 master weights, by the steps of their optimizer')
-    return tuple(found)
-
-
-def require_steps_of(model: ModelState, optim: OptimState) -> None:
-    """Stage 3: check that the optimizer files, which have the weights, are from the model file's step."""
-    if not _is_of_step(model, optim):
-        raise CheckpointError(
-            f'{optim.file}: not of one save: its optimizer has made {optim.steps:.0f} steps, but {model.file.name} is '
-            f'of step {model.steps[0]} with {model.steps[1]} skipped; put the files of one iteration together, or, if '
-            f'the run was resumed without optimizer state, add --optimizer-restarted'
+    steps, made = models[0].steps, optims[0].steps
+    if made is None or (steps is not None and made != steps):
+        told = 'counts no steps' if made is None else f'has made {made:.0f} steps, {models[0].file.name} {steps}'
+        found.append(
+            f'not verifiable: the iteration of the fp32 weights: the optimizer of {optims[0].file.name} {told}. '
+            f'That is so after a resume without optimizer state; otherwise {_HINT}'
         )
-
-
-def _is_of_step(model: ModelState, optim: OptimState) -> bool:
-    """Whether the optimizer has made the steps of the model file, or one of them does not count."""
-    steps, skipped, iteration = model.steps
-    config = model.content.get('ds_config')
-    config = config if isinstance(config, dict) else {}
-    autocast = config.get('torch_autocast')
-    if optim.steps is None or steps is None or skipped is None or optim.steps == steps - skipped:
-        return True
-    if isinstance(autocast, dict) and autocast.get('enabled'):
-        return True  # torch's GradScaler skips steps without counting them
-    if iteration is None:
-        return False
-    # MMEngine's load_from: global_steps continues from the loaded run, the optimizer starts from 0
-    accumulation = config.get('gradient_accumulation_steps') or 1
-    begun = iteration // accumulation
-    return begun - skipped - (_RESUMES if accumulation > 1 else 0) <= optim.steps <= begun
+    return tuple(found)
 
 
 def _same(what: str, values: Iterable[tuple[Path, Any]], *, show: bool = True) -> None:

@@ -23,7 +23,6 @@ from xhf_hooks.sources.checkpoint.regions import (
     zero12_regions,
 )
 from xhf_hooks.sources.checkpoint.same_save import require_all_ranks, require_one_save, unproven
-from xhf_hooks.sources.checkpoint.stage0 import stage0_masters
 from xhf_hooks.sources.checkpoint.states import (
     ModelState,
     load_model_state,
@@ -46,8 +45,6 @@ class CheckpointSource(StoredSource):
 
     Args:
         ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
-        optimizer_restarted: Accept an optimizer with fewer steps than the run (ZeRO-3); see
-            :func:`.same_save.require_one_save`.
 
     Attributes:
         found: The checkpoint.
@@ -65,7 +62,7 @@ class CheckpointSource(StoredSource):
         CheckpointError: The checkpoint cannot be read.
     """
 
-    def __init__(self, found: FoundCheckpoint, *, ema: bool = True, optimizer_restarted: bool = False) -> None:
+    def __init__(self, found: FoundCheckpoint, *, ema: bool = True) -> None:
         self.found = found
         self.averages = False
         self.unproven: tuple[str, ...] = ()
@@ -80,7 +77,7 @@ class CheckpointSource(StoredSource):
             self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
             assembled = load_dcp(found)
         else:
-            first, assembled = self._open_folder(optimizer_restarted)
+            first, assembled = self._open_folder()
             content, never_trained = first.content, _never_trained(first)
         super().__init__(_with_losses(tensor, never_trained) for tensor in assembled.tensors)
         if not self.tensors:
@@ -112,13 +109,13 @@ class CheckpointSource(StoredSource):
             self.facts['weights'] = 'averaged'
         return content, assemble(file, tensors if ema or live is None else live, {}, {})
 
-    def _open_folder(self, optimizer_restarted: bool) -> tuple[ModelState, Assembled]:
+    def _open_folder(self) -> tuple[ModelState, Assembled]:
         models = [load_model_state(file) for file in self.found.model_files]
         optims = [load_optim_state(file) for file in self.found.optim_files]
         universal = self.found.layout == 'universal'
         if not universal:
             require_all_ranks(models, optims)
-        require_one_save(models, optims, optimizer_restarted=optimizer_restarted)
+        require_one_save(models, optims)
         self.unproven = unproven(models, optims, universal=universal)
         first = models[0]
         config = first.content.get('ds_config')
@@ -129,11 +126,10 @@ class CheckpointSource(StoredSource):
         self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': first.version}
         with parsing(first.file, 'a checkpoint'):
             if universal:
-                return first, load_universal(self.found, models, optimizer_restarted=optimizer_restarted)
+                return first, load_universal(self.found, models)
             if not optims:
-                masters, warnings = stage0_masters(first)
-                self.warnings += warnings
-                return first, assemble(first, first.module, masters, {})
+                # Without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
+                return first, assemble(first, first.module, {}, {})
             if optims[0].stage == 3:
                 ranks = [(optim.file, optim.groups) for optim in optims]
                 return first, from_zero3(models, zero3_regions(first.shapes or (), ranks))

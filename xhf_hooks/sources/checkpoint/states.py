@@ -50,14 +50,10 @@ class ModelState:
         return self.content.get('ds_version')
 
     @property
-    def steps(self) -> tuple[int | None, int | None, int | None]:
-        """Steps with skipped ones, skipped steps, and MMEngine's iteration.
-
-        The steps go on when only the weights are loaded; the iteration begins anew.
-        """
-        meta = self.content.get('meta')
-        iteration = as_int(meta.get('iter')) if isinstance(meta, dict) else None
-        return as_int(self.content.get('global_steps')), as_int(self.content.get('skipped_steps')), iteration
+    def steps(self) -> int | None:
+        """Optimizer steps, without those that were skipped because of overflow; None if unknown."""
+        steps = as_int(self.content.get('global_steps'))
+        return None if steps is None else steps - (as_int(self.content.get('skipped_steps')) or 0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class OptimState:
     paddings: list[list[int]] | None
     version: Any
     steps: float | None
-    saved_as: str | None = None
+    saved_as: str | None
 
 
 def trained_dtype(ds_config: Any) -> str | None:
@@ -134,33 +130,27 @@ def load_optim_state(file: Path) -> OptimState:
     content = load_torch_file(file)
     with parsing(file, 'an optimizer file'):
         state = content['optimizer_state_dict']
-        found = optim_state(file, state, content.get('ds_version'), zip_root(file))
+        # BF16_Optimizer (stage 1 with fp32 gradients, or stage 0) does not record its stage
+        stage = as_int(state['zero_stage']) if 'zero_stage' in state else 1
+        if stage not in (0, 1, 2, 3):
+            raise CheckpointError(f'{file}: of an unknown ZeRO stage, which is not supported')
         counts = state['partition_count']
-        if state.get('ds_zero_partition_groups') is not None or (isinstance(counts, list) and len(set(counts)) > 1):
+        counts = counts if isinstance(counts, list) else [counts]
+        if state.get('ds_zero_partition_groups') is not None or len(set(counts)) > 1:
             raise CheckpointError(f'{file}: of a run with expert parallelism, {_UNSUPPORTED}')
-        return found
-
-
-def optim_state(file: Path, state: Mapping[str, Any], version: Any = None, saved_as: str | None = None) -> OptimState:
-    """The state of a ZeRO optimizer."""
-    # BF16_Optimizer (stage 1 with fp32 gradients, or stage 0) does not record its stage
-    stage = as_int(state['zero_stage']) if 'zero_stage' in state else 1
-    if stage not in (0, 1, 2, 3):
-        raise CheckpointError(f'{file}: of an unknown ZeRO stage, which is not supported')
-    counts = state['partition_count']
-    groups = list(state['fp32_flat_groups' if stage == 3 else 'single_partition_of_fp32_groups'])
-    if not all(isinstance(group, torch.Tensor) and group.dim() == 1 for group in groups):
-        raise CheckpointError(f'{file}: has no fp32 weights; take another checkpoint')
-    return OptimState(
-        file,
-        stage,
-        int(counts[0] if isinstance(counts, list) else counts),
-        groups,
-        state.get('param_alignment_paddings'),
-        version,
-        _steps(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state')),
-        saved_as,
-    )
+        groups = list(state['fp32_flat_groups' if stage == 3 else 'single_partition_of_fp32_groups'])
+        if not all(isinstance(group, torch.Tensor) and group.dim() == 1 for group in groups):
+            raise CheckpointError(f'{file}: has no fp32 weights; take another checkpoint')
+        return OptimState(
+            file,
+            stage,
+            int(counts[0]),
+            groups,
+            state.get('param_alignment_paddings'),
+            content.get('ds_version'),
+            _steps(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state')),
+            zip_root(file),
+        )
 
 
 def _steps(base: Any) -> float | None:

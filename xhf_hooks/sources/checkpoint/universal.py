@@ -1,8 +1,7 @@
 """Universal checkpoints, made by DeepSpeed's ``ds_to_universal.py`` for any number of ranks.
 
 ``zero/<parameter>/fp32.pt`` holds the full parameter: at stage 3 a flat tensor (``merge_zero3_slices``), else a dict
-with the key ``'param'`` (``merge_tp_slices``). The model files beside ``zero`` are copies of the original ones. At
-stage 3 ``zero/optimizer_state.pt`` is a copy of rank 0's optimizer file (``_save_optimizer_state_stage3``).
+with the key ``'param'`` (``merge_tp_slices``). The model files beside ``zero`` are copies of the original ones.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ import torch
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.regions import Assembled, Region, from_zero3, from_zero12
-from xhf_hooks.sources.checkpoint.same_save import require_steps_of
-from xhf_hooks.sources.checkpoint.states import ModelState, optim_state, parsing
+from xhf_hooks.sources.checkpoint.states import ModelState
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 
 
-def load_universal(found: FoundCheckpoint, models: Sequence[ModelState], *, optimizer_restarted: bool) -> Assembled:
+def load_universal(found: FoundCheckpoint, models: Sequence[ModelState]) -> Assembled:
     """Locate the values of each tensor.
 
-    Args:
-        optimizer_restarted: See :func:`.same_save.require_one_save`.
-
     Raises:
-        CheckpointError: A file is missing, or belongs to another model, parameter or save.
+        CheckpointError: A file is missing, or belongs to another model or parameter.
     """
     first, zero = models[0], found.path / 'zero'
     shapes = {name: shape for group in first.shapes or () for name, shape in group.items()}
@@ -36,15 +31,9 @@ def load_universal(found: FoundCheckpoint, models: Sequence[ModelState], *, opti
         where = first.file.name if name in shapes else zero
         raise CheckpointError(f'{zero / name}: only {where} has this parameter; copy the folders of one save')
     masters = {name: _region(file, shapes[name]) for name, file in found.parameter_files.items()}
-    if not first.file.name.startswith('zero_pp_rank_'):
-        return from_zero12(first, masters)
-    file = zero / 'optimizer_state.pt'
-    state = load_torch_file(file)
-    with parsing(file, 'an optimizer file'):
-        optim = optim_state(file, {'zero_stage': 3, **state})
-    if not optimizer_restarted:
-        require_steps_of(first, optim)
-    return from_zero3(models, masters)
+    if first.file.name.startswith('zero_pp_rank_'):
+        return from_zero3(models, masters)
+    return from_zero12(first, masters)
 
 
 def _region(file: Path, shape: tuple[int, ...]) -> Region:
