@@ -280,6 +280,11 @@ class CheckpointManager:
         for listener in self._listeners:
             listener.look()
 
+    @property
+    def must_tell_after(self) -> bool:
+        """Whether a save is in flight whose ``after`` has not been called."""
+        return self._after is not None
+
     def collect(self) -> None:
         """Wait for the save in flight, if any, and report it. The outcome is the same on all ranks."""
         if self._saver.in_flight is None:

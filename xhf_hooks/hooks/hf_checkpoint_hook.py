@@ -113,7 +113,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.close()
 
     def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
-        self._saves.collect()  # the best score depends on whether the previous save succeeded
+        if self._saves.must_tell_after:
+            self._saves.collect()  # whether the last best save succeeded decides what the best score is
         try:
             improved = self._best.improved(metrics, runner.message_hub)
         except XhfError as error:
