@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import engines
+from tests.helpers.compare import folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 
@@ -138,15 +139,28 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize('name', ON_NVME)
 def test_same_files_as_from_memory(saved, name):
+    """Byte for byte until DeepSpeed's optimizer has rounded otherwise: its swap buffers have another alignment."""
     root, results = saved
-    check(results, 'in memory')
+    check(results, 'in memory'), check(results, 'masters')
     found = check(results, name)
     for rank in found:
         assert rank['parameters'] == (11 if name in ('parameters', 'both') else 0)
         assert (rank['masters'] > 1) == (name != 'parameters')
-    for way in ('before training', 'masters before training', *WAYS, 'after the next step'):
-        paths = [root / which / way / 'model.safetensors' for which in (name, 'in memory')]
-        assert paths[0].read_bytes() == paths[1].read_bytes(), way
+
+    def file(engine: str, way: str) -> Path:
+        return root / engine / way / 'model.safetensors'
+
+    for way in ('before training', 'masters before training'):
+        assert file(name, way).read_bytes() == file('in memory', way).read_bytes(), way
+    trained_alike = 'in memory' if name == 'parameters' else 'masters'
+    for way in (*WAYS, 'after the next step'):
+        assert file(name, way).read_bytes() == file(trained_alike, way).read_bytes(), way
+    for way, how in WAYS.items():
+        first = 'masters, stream' if 'dtype' in how else 'stream, one bucket'
+        assert file(name, way).read_bytes() == file(name, first).read_bytes(), way
+        mine, expected = (folder_tensors(file(engine, way).parent) for engine in (name, 'in memory'))
+        for tensor_name, tensor in expected.items():
+            assert mine[tensor_name].allclose(tensor, rtol=0.01, atol=1e-6), f'{way}: {tensor_name}'
 
 
 def test_the_masters_are_not_what_was_trained_with(saved):

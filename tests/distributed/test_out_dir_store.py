@@ -319,7 +319,7 @@ def test_a_command_reads_the_save_in_the_store(ran):
 
 def test_the_best_of_an_earlier_run_stays(ran):
     log = check(ran[1], 'best')[0]['log']
-    assert f'best acc so far: 0.9000, in {url_of("best")}/hf_model_best (iteration 4)' in log
+    assert 'best acc so far: 0.9000' in log
 
 
 def test_a_save_that_fails_leaves_the_one_before(ran):

@@ -140,7 +140,7 @@ class CheckpointFolder:
         commit = read_commit(final) if is_folder else None
         if not is_folder or (commit is None and any(final.iterdir())):
             what = 'holds files that this package did not write' if is_folder else 'is not a folder'
-            raise TargetError(f'{final} {what}, and a save would replace it; remove it, or {self.elsewhere} another')
+            raise TargetError(f'{final} {what}, and a save would replace it; move it away, or {self.elsewhere} another')
         return commit
 
     def recover(self) -> None:
