@@ -18,8 +18,6 @@ from tests.helpers.assert_intact import assert_whole
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo.llamas import odd_llama
 
-pytestmark = pytest.mark.modern_only
-
 WRITE_SECS = 0.02
 INTERRUPTED_AT, LAST = 3, 4
 EVERY_STEP = dict(async_save=True, save_strategy='steps', save_steps=1)

@@ -12,8 +12,6 @@ import pytest
 from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WORLD_SIZE = 3
 
 

@@ -213,7 +213,6 @@ def test_an_error_in_the_background_ends_the_run_when_asked_to(finished):
     assert saves(kept.parent) == {'hf_model': 1}
 
 
-@pytest.mark.modern_only
 @pytest.mark.parametrize('how', ENDS)
 def test_a_process_that_ends_finishes_its_save(how, tmp_path):
     ended = run_program(ending_run.__file__, tmp_path / 'run', how, world_size=2)

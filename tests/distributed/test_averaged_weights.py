@@ -15,8 +15,6 @@ from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # MMEngine's part is the same on both stacks; an XTuner run has its EMAHook
-
 EMA = dict(type='EMAHook', momentum=0.1)
 EACH = dict(interval=2, by_epoch=False, max_keep_ckpts=-1)
 SCORES = [0.5, 0.7]

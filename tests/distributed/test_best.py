@@ -14,8 +14,6 @@ import pytest
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # MMEngine's part is the same on both stacks
-
 #: MMEngine reads its own checkpoints with torch.load, which by default refuses them.
 ENV = {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
 BEST = dict(save_best='acc')

@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo.llamas import llama
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 def call_again(root: Path) -> dict[str, Any]:

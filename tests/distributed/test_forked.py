@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import signal
 
-import pytest
-
 from tests.helpers import forking_run
 from tests.helpers.ranks import run_program
-
-pytestmark = pytest.mark.modern_only
 
 
 def test_children_neither_wait_for_the_save_nor_end_it(tmp_path):

@@ -14,8 +14,6 @@ from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zero_config import zero_config
 from tests.helpers.zoo.llamas import odd_llama
 
-pytestmark = pytest.mark.modern_only
-
 WRITERS = ('stream', 'parallel', 'positional')
 
 

@@ -16,8 +16,6 @@ from tests.helpers.fsdp_runs import shard
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo.llamas import larger_llama, odd_llama
 
-pytestmark = pytest.mark.modern_only
-
 WRITERS = ('stream', 'parallel', 'positional', 'gather')
 KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 'fsdp1_root_only')
 MEMORY = [('fsdp1', 'gather'), ('fsdp2', 'stream')]

@@ -11,8 +11,6 @@ from tests.helpers import ranks
 from tests.helpers.ranks import RankFailures, run_ranks
 from tests.helpers.scenarios import ScenarioFailure, check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def raise_on(bad_rank, wait_secs=0.0):
     rank = int(os.environ['RANK'])

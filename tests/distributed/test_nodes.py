@@ -13,8 +13,6 @@ from tests.helpers import nodes
 from tests.helpers.compare import assert_loads_clean
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 #: Options of the hook by name.
 SHARED = {
     'auto': dict(),

@@ -17,8 +17,6 @@ from tests.helpers.compare import folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # only there the test run compiles what reads NVMe
-
 N_BUFFERS = 5  # DeepSpeed's default; fewer than there are parameters on NVMe
 BUCKET_SIZE = 500_000  # an eighth of a parameter
 PARAMETERS = dict(device='nvme', buffer_count=N_BUFFERS, buffer_size=2_200_000, max_in_cpu=0)

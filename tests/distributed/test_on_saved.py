@@ -21,8 +21,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
 from tests.unit.background.test_on_saved import FAMILY, alive, members, until
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 EVERY_TWO = dict(interval=2, by_epoch=False)
 NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
 

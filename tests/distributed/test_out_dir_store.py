@@ -23,8 +23,6 @@ from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.scenarios import check, run_scenarios
 from xhf_hooks import system
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 N_RANKS = 3
 SMALL = dict(bucket_size=20_000, max_shard_size=9_000)
 #: What is saved and how, and whether all ranks write.

@@ -15,7 +15,6 @@ import torch
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only
 N_STEPS = 3
 
 

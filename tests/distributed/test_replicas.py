@@ -13,8 +13,6 @@ from tests.helpers.compare import folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 N_RANKS = 3
 WRITERS = ('positional', 'parallel', 'stream', 'gather')
 #: Ways to save to options of `save_folder`.

@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -135,13 +134,9 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
-#: Of the agreement and of what handles signals, not of the stack.
-FURTHER = (*('random_async', 'random_with_validation', 'preempted_async', 'goes_on', 'callback'),)
-
-
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-    """Folder of the runs, and what gives the outcome of one: a launch for those of both stacks, one for the others."""
+    """Folder of the runs, and what gives the outcome of one."""
     root = tmp_path_factory.mktemp('on_demand')
     scenarios = {name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}
     for name in RANDOM:
@@ -149,17 +144,8 @@ def finished(tmp_path_factory):
     scenarios['every'] = partial(every_iteration, 25, root / 'every')
     scenarios['callback'] = partial(callback, root / 'callback')
 
-    @cache
-    def launch(further: bool) -> dict[str, Any]:
-        return run_scenarios({name: run for name, run in scenarios.items() if (name in FURTHER) == further}, 3)
-
-    return root, lambda name: check(launch(name in FURTHER), name)
-
-
-def on_modern(names: Iterable[str]) -> list[Any]:
-    """Names of runs, those of one stack alone marked."""
-    marks = {True: pytest.mark.modern_only, False: ()}
-    return [pytest.param(name, marks=marks[name in FURTHER or f'random_{name}' in FURTHER]) for name in names]
+    outcomes = run_scenarios(scenarios, 3)
+    return root, partial(check, outcomes)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -171,7 +157,7 @@ def only_log_dir(root: Path, name: str) -> Path:
     return newest.parent
 
 
-@pytest.mark.parametrize('name', on_modern(RANDOM))
+@pytest.mark.parametrize('name', RANDOM)
 def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
     _, outcome = finished
     ranks = outcome(f'random_{name}')
@@ -188,7 +174,7 @@ def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
         verify_folder(Path(log_dir, folder))
 
 
-@pytest.mark.parametrize('name', on_modern(['zero3', 'async']))
+@pytest.mark.parametrize('name', ['zero3', 'async'])
 def test_the_weights_are_those_of_the_step(finished, name):
     _, outcome = finished
     log_dir = outcome(f'random_{name}')[0][0]
@@ -216,7 +202,7 @@ def test_in_a_validation_it_is_the_step_before(finished):
     assert sorted(saves(only_log_dir(root, 'validation')).values()) == [4, 8]
 
 
-@pytest.mark.parametrize('name', on_modern(['preempted', 'preempted_async']))
+@pytest.mark.parametrize('name', ['preempted', 'preempted_async'])
 def test_sigterm_ends_the_run_after_the_save(finished, name):
     root, outcome = finished
     assert outcome(name) == [('preempted', 1)] * 3
@@ -225,7 +211,6 @@ def test_sigterm_ends_the_run_after_the_save(finished, name):
     verify_folder(only_log_dir(root, name) / 'hf_model')
 
 
-@pytest.mark.modern_only
 def test_a_handler_may_let_training_go_on_after_sigterm(finished):
     root, outcome = finished
     assert outcome('goes_on') == [('to its end', 1)] * 3
@@ -252,7 +237,6 @@ def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):
     verify_folder(log_dir / 'hf_model')
 
 
-@pytest.mark.modern_only
 def test_trainer_saves_on_a_signal(finished):
     root, outcome = finished
     found = outcome('callback')[0]

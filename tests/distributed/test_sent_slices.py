@@ -14,8 +14,6 @@ from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 N_RANKS = 4
 BUCKET_NBYTES = 16 * 10**6
 #: For more files than ranks, so that in parallel each rank writes some.

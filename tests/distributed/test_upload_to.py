@@ -22,9 +22,6 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.places.objects import open_store
 from xhf_hooks.places.store import read_pointer
 
-pytestmark = pytest.mark.modern_only
-
-
 #: Reads all weights of a save.
 READS = [
     *(sys.executable, '-c'),

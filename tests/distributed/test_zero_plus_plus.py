@@ -12,8 +12,6 @@ from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zero_config import zero_config
 
-pytestmark = pytest.mark.modern_only  # it takes long
-
 N_RANKS, GROUP_SIZE = 4, 2
 WAYS = {
     'stream': dict(),

@@ -207,7 +207,6 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.modern_only  # it does not depend on the stack
 @pytest.mark.parametrize(
     ('action', 'status', 'left'),
     [('fail', FAILED, []), ('SIGTERM', FAILED, []), ('SIGKILL', -signal.SIGKILL, ['.out.lock', '.out.staging'])],

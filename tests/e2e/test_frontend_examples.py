@@ -9,7 +9,6 @@ from tests.helpers.model_folder import save_model
 from tests.helpers.ranks import REPO_ROOT, run_program
 from xhf_hooks.cli.verify import main
 
-pytestmark = pytest.mark.modern_only
 EXAMPLES = sorted((REPO_ROOT / 'configs' / 'frontends').glob('*.py'))
 
 

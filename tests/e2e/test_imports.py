@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.helpers.ranks import HANG_SECS, REPO_ROOT
 
 #: As if MMEngine and DeepSpeed were not installed.
@@ -53,7 +51,6 @@ def test_without_mmengine_hook_and_tokenizer_config_are_refused():
     assert 'option tokenizer: expected a tokenizer or a folder' in tokenizer
 
 
-@pytest.mark.modern_only
 def test_import_of_the_package_is_light():
     """What MMEngine itself imports is not ours to change; beyond that nothing heavy comes in."""
     done = run(IMPORTED_BY_US)

@@ -23,10 +23,9 @@ from tests.helpers.ranks import REPO_ROOT
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo.llamas import VOCAB
 
-pytestmark = [
-    pytest.mark.modern_only,
-    pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='lm_eval: bash tools/test.sh --lm-eval'),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec('lm_eval') is None, reason='lm_eval: bash tools/test.sh --lm-eval'
+)
 
 TASK = """
 task: toy_choice

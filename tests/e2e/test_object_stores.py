@@ -12,8 +12,6 @@ from xhf_hooks.errors import StoreError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.places.objects import Store, open_store
 
-pytestmark = pytest.mark.modern_only
-
 PART = 16 * 2**20
 
 

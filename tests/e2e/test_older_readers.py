@@ -19,8 +19,6 @@ from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.tokenizer import load_tokenizer, write_tokenizer
 from xhf_hooks.sources import source_for
 
-pytestmark = pytest.mark.modern_only
-
 READERS = ('4.57.6', '4.48.0')
 LLAMA_3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 EXTRA = ('extra_special_tokens', 'additional_special_tokens')

@@ -25,8 +25,6 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.objects import open_store
 from xhf_hooks.places.store import read_pointer
 
-pytestmark = pytest.mark.modern_only
-
 STORE = os.environ.get('XHF_TEST_STORE')
 SAVES = dict(interval=1, by_epoch=False, max_shard_size='20KB', bucket_size='10KB')
 LAST = 3

@@ -136,7 +136,6 @@ def shapes(text: str) -> list[str]:
     return [re.sub(r'[\d.]+(e-\d+)?', '0', re.sub(r'^(\d{4}/)?\d\d/\d\d [\d:]{8} - ', '', line)) for line in lines]
 
 
-@pytest.mark.modern_only
 def test_the_demo_leaves_what_the_pages_show(demo_folder):
     """The tree, the log, and a folder that the lines for loading load; transformers 4.48 reads its tokenizer, too."""
     (tree,) = [block for block in blocks('text') if block.startswith('work_dirs/demo')]
@@ -151,7 +150,6 @@ def test_the_demo_leaves_what_the_pages_show(demo_folder):
     assert settings['tokenizer_class'] == 'LlamaTokenizer' and settings.get('add_prefix_space') is None
 
 
-@pytest.mark.modern_only
 def test_what_follows_the_demo_works_as_typed(demo_folder, tmp_path):
     """In a work_dir with this one run: the last line has a place for one."""
     work_dir = tmp_path / 'work_dirs' / 'demo'
@@ -227,7 +225,6 @@ train(True)
 """
 
 
-@pytest.mark.modern_only
 def test_the_lines_that_let_mmengine_resume(tmp_path):
     (finished,) = run_program(RESUMED_RUN, tmp_path, code('torch.load', 'getting-started.md'))
     assert finished.returncode == 0, finished.stderr
@@ -277,7 +274,6 @@ def accelerate_loop(lines: str, folder: Path) -> str:
     return found
 
 
-@pytest.mark.modern_only
 def test_the_accelerate_loop_saves(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -294,7 +290,6 @@ def test_the_accelerate_loop_saves(tmp_path):
     assert not any(report.values())
 
 
-@pytest.mark.modern_only
 def test_the_callback_lines_make_a_callback():
     names: dict = {}
     exec(code('HFCheckpointCallback', 'trainers.md'), names)
@@ -325,7 +320,6 @@ def test_the_example_exporter_is_chosen():
             del EXPORTERS.module_dict[name]
 
 
-@pytest.mark.modern_only
 @pytest.mark.parametrize('what', sorted(file.stem for file in (ROOT / 'docs' / 'bench').glob('*.json')))
 def test_the_table_is_the_one_measured(monkeypatch, what):
     """docs/bench/WHAT.json is what the benchmark wrote when the page's table was made."""
@@ -357,7 +351,6 @@ def test_the_tests_that_are_named_are_there():
     assert len(named) > 40 and not named - there
 
 
-@pytest.mark.modern_only
 def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
     """By its Python's path alone: torchrun and ninja are not on PATH."""
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
@@ -384,7 +377,6 @@ def test_what_an_empty_environment_lacks_is_one_line(words):
     assert finished.returncode != 0 and ' not installed' in line and ': pip install ' in line
 
 
-@pytest.mark.modern_only
 def test_the_line_that_enters_the_environment(tmp_path):
     """From a shell that knows nothing of it."""
     (tmp_path / 'env').symlink_to(sys.prefix)

@@ -16,8 +16,6 @@ from xhf_hooks.places.hub import HubDestination
 from xhf_hooks.places.upload import RunUploads
 from xhf_hooks.telemetry import RunLog
 
-pytestmark = pytest.mark.modern_only
-
 
 @pytest.fixture
 def hub(monkeypatch):

@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 from tests.helpers.model_folder import save_model
 from tests.helpers.ranks import REPO_ROOT
 
-pytestmark = pytest.mark.modern_only  # the wheel is the same
-
 #: What an environment with only the required packages lacks.
 LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate', 'isal')
 

@@ -16,8 +16,6 @@ from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def hold(final: Path, connection: Connection) -> None:
     """Runs in a process of its own: claims the folder and keeps it until told to end."""

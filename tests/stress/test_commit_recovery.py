@@ -14,8 +14,6 @@ from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, vi
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def hidden(parent: Path) -> set[str]:
     return {path.name for path in parent.iterdir() if path.name.startswith('.')} - {'.hf_model.lock'}

@@ -14,8 +14,6 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo.llamas import llama
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 #: Far less than two hours, and far more than what a busy machine needs.
 BOUND_SECS = 60
 #: What a rank that leaves gives the others to answer, and more.

@@ -24,8 +24,6 @@ from tests.helpers.fault_launch import WORLD_SIZE, launch
 from tests.helpers.fault_layer import SHORT, fault, no_exchange
 from tests.helpers.scenarios import check
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 EIO, ENOSPC, EROFS = errno.EIO, errno.ENOSPC, errno.EROFS
 #: Name to (call, how it ends, on which paths, failing rank, writer).
 FAULTS = {

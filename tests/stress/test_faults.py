@@ -22,8 +22,6 @@ from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 #: Stage to (what is made to fail, on which ranks it runs, the writer).
 STAGES = {
     'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any', 'stream'),

@@ -12,8 +12,6 @@ import pytest
 
 from tests.helpers.kill_runs import KINDS, NAME, Kind, live_and_die, next_start
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 #: Each writer, both signals, all ranks and one, in the background and not, at ZeRO-3 and not.
 SAMPLE = [
     Kind('stream', False, False, signal.SIGKILL, 'all'),

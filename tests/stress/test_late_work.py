@@ -13,8 +13,6 @@ import pytest
 from tests.helpers import late_work
 from tests.helpers.ranks import HANG_SECS
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 STATUS = {'raise': 1, 'exit': 3, 'end': 0}
 
 

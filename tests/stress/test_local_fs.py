@@ -15,8 +15,6 @@ from tests.helpers.network_saves import NAME, Way
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios_on_rank
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WAYS = [Way('positional', 'call'), Way('parallel', 'run', 2), Way('stream', 'async')]
 
 

@@ -15,8 +15,6 @@ from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.engines import save_folder, zero_engine
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 #: Far less than two hours, and far more than what a busy machine needs.
 BOUND_SECS = 60
 

@@ -22,10 +22,9 @@ from tests.helpers.network_saves import NAME, Way, judged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check
 
-pytestmark = [
-    pytest.mark.modern_only,  # it does not depend on the stack
-    pytest.mark.skipif(missing() is not None, reason=f'{NOT_TESTED}saves on a network file system: {missing()}'),
-]
+pytestmark = pytest.mark.skipif(
+    missing() is not None, reason=f'{NOT_TESTED}saves on a network file system: {missing()}'
+)
 
 CACHE_SECS = 60.0
 #: Hosts of ranks 0, 1, ..., and how they save five times in a row.

@@ -6,12 +6,8 @@ import os
 import resource
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo.llamas import llama
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 def save_with_few_files(root: Path) -> dict[str, str]:

@@ -7,12 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
 from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.ranks import run_ranks
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 GROUP_TIMEOUT_SECS = 15  # on a busy machine ranks are seconds apart without a disk
 DISK_DELAY_SECS = 20

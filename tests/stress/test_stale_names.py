@@ -15,8 +15,6 @@ import pytest
 from tests.helpers.assert_intact import assert_whole, filled_with
 from tests.helpers.scenarios import check, run_scenarios
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WORLD_SIZE = 3
 LAST = WORLD_SIZE - 1
 WRITERS = ('positional', 'parallel')

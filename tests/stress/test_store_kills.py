@@ -21,8 +21,6 @@ from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
 from xhf_hooks.places.objects import Store, open_store
 from xhf_hooks.places.store import read_pointer
 
-pytestmark = pytest.mark.modern_only
-
 SAVES = (1, 2)
 #: Of so many requests one is deadly here, another one for each kind of victims; 1 tries all, for an hour.
 STRIDE = 8

@@ -21,8 +21,6 @@ from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
 from xhf_hooks.writers.writer import Writer
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def plan_of(*sizes: int, shard: int = 10**9) -> SavePlan:
     """One byte tensor per size."""

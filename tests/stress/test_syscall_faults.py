@@ -16,8 +16,6 @@ import pytest
 from tests.helpers import fault_layer
 from tests.helpers.ranks import python_path
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 LEAST_CALLS = 50  # of one run of one save; fewer would mean that the layer sees too little
 #: After these many calls of a save of 65, a kill leaves the new save, by and large.
 KILLS = {'kill': 60, 'kill_keeping_two': 60, 'kill_without_exchange': 60}

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / 'xhf_hooks'
 FILES = sorted(PACKAGE.rglob('*.py'))
 
-pytestmark = pytest.mark.modern_only  # it reads the source
-
 #: Never need torch or mmengine, so that they can be understood and tested without.
 PURE = (
     'planning/',

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / 'docs' / 'troubleshooting.md').read_text(encoding='utf-8')
 OURS = PAGE[: PAGE.index('## Not an error of this package')]

@@ -29,8 +29,6 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 FAMILY = [sys.executable, on_saved_family.__file__]
 #: Writes down its arguments, waits until it may end, and prints a result; fails for iteration 13.
 WAITS = (

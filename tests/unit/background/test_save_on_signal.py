@@ -15,8 +15,6 @@ from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.errors import XhfError
 from xhf_hooks.telemetry import RunLog
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 class Ended(Exception):
     """Raised by the user's handler."""

@@ -17,8 +17,6 @@ from bench.wire import sent_nbytes
 
 from tests.conftest import NOT_TESTED
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def test_what_goes_over_a_connection_is_counted_once():
     with socket.create_server(('127.0.0.1', 0)) as server, socket.create_connection(server.getsockname()) as client:

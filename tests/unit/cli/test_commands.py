@@ -7,8 +7,6 @@ import pytest
 from xhf_hooks.cli import convert, verify
 from xhf_hooks.cli.main import main
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.mark.parametrize('arguments', [[], ['convert', '--help'], ['verify', '-h']], ids=' '.join)
 def test_help_begins_with_examples(arguments, capsys):

@@ -15,8 +15,6 @@ from tests.helpers.config_fields import assert_same_config
 from tests.helpers.model_folder import edit_json, save_model, write_manifest
 from xhf_hooks.cli.convert import main
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):

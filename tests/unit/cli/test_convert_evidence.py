@@ -14,8 +14,6 @@ from tests.helpers.zoo import build
 from tests.unit.sources.test_checkpoint_evidence import BY_NAME, MODEL, edit, forget_names, optim, swap
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, main
 
-pytestmark = pytest.mark.modern_only
-
 WIDENED = 'have no fp32 master weights in this checkpoint; their 16-bit weights are widened'
 FROZEN = 'model.layers.1.'
 

@@ -9,8 +9,6 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.model_folder import edit_json, save_model, write_manifest
 from xhf_hooks.cli.inspect import main
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def test_a_run(tmp_path, capsys):
     """Its last checkpoint, and what the hook saved."""

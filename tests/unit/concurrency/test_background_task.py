@@ -11,8 +11,6 @@ import pytest
 from tests.helpers.ranks import HANG_SECS
 from xhf_hooks.threads import Background
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def nice_value() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

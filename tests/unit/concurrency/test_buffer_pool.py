@@ -7,8 +7,6 @@ import torch
 
 from xhf_hooks.host_memory import BufferPool
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 NBYTES = 1000
 
 

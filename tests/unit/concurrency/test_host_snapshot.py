@@ -5,12 +5,9 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from xhf_hooks.host_memory import SnapshotMemory
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 class OnFirst(torch.Tensor):

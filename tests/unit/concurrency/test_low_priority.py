@@ -11,8 +11,6 @@ import pytest
 from xhf_hooks.threads import lower_priority
 from xhf_hooks.writers.writer import Writer
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def nice_value(thread: int | None = None) -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id() if thread is None else thread)

@@ -8,8 +8,6 @@ import pytest
 
 from xhf_hooks.threads import WorkerThreads
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.fixture(params=[1, 3])
 def threads(request):

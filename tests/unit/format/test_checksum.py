@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import zlib
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xhf_hooks.format import checksum
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 @given(st.binary(), st.binary())

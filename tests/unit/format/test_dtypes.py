@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 def test_one_table_names_every_dtype():

@@ -15,8 +15,6 @@ from xhf_hooks.errors import IncompleteError, TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES, build_header, check_file
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 CODES = [code for code in DTYPE_NBYTES if code in TORCH_DTYPES]
 
 

@@ -14,8 +14,6 @@ from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.frontends import verify_folder
 from tests.helpers.zoo.llamas import odd_llama
 
-pytestmark = pytest.mark.modern_only
-
 PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'
 
 

@@ -17,8 +17,6 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.fixture(params=['exchange', 'fallback'])
 def both_ways(request, monkeypatch):

@@ -15,8 +15,6 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
 from xhf_hooks.places import kept_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.fixture
 def folder(tmp_path):

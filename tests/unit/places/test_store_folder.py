@@ -25,8 +25,6 @@ from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
 from xhf_hooks.system import MemoryFolder
 from xhf_hooks.writers.writer import Writer
 
-pytestmark = pytest.mark.modern_only
-
 SPEC = TensorSpec('w', (1000,), 'U8')
 PLAN = make_plan([ExportEntry('w', SPEC.shape, 'U8', ('w',))], [SPEC], max_shard_nbytes=10**6, bucket_nbytes=1)
 FILES = {'config.json', 'model.safetensors', 'xhf_manifest.json'}

@@ -28,8 +28,6 @@ from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpe
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.writer import Writer
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 TO_FILES = [*WhoWrites]
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)

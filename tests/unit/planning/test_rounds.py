@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import ExportEntry, Portion, SavePlan, Spread, TensorSpec
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WORLD_SIZE = 4
 SPREADS = st.builds(Spread, st.integers(0, 200), st.integers(1, 80), st.integers(0, 300))
 

@@ -15,8 +15,6 @@ from tests.helpers.made_checkpoint import MadeCheckpoint
 from tests.helpers.read_checkpoint import open_checkpoint, read_all
 from xhf_hooks.errors import CheckpointError
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 MODEL = 'mp_rank_00_model_states.pt'
 HALF = torch.randn(6, 2).half()
 

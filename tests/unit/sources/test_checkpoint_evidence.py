@@ -15,8 +15,6 @@ from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 ONE_RUN = 'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
 BY_NAME = 'not verifiable: only the file names say which rank wrote which file'
 MODEL = 'mp_rank_00_model_states.pt'

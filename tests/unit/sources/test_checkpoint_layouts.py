@@ -10,8 +10,6 @@ import torch
 from tests.helpers.made_checkpoint import MadeCheckpoint, some_weights
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WEIGHTS = some_weights()
 TWO_GROUPS = [[n for n, t in WEIGHTS.items() if t.ndim > 1], [n for n, t in WEIGHTS.items() if t.ndim <= 1]]
 FROZEN = {'frozen.a': torch.randn(3, 3).half(), 'frozen.b': torch.randn(5).half(), 'frozen.c': torch.randn(1).half()}

@@ -16,8 +16,6 @@ import torch
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 from xhf_hooks.errors import CheckpointError
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WEIGHTS = {
     'embed.weight': torch.randn(13, 7, generator=torch.Generator().manual_seed(0)),
     'half': torch.randn(5, 3).bfloat16(),

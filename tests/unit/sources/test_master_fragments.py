@@ -6,14 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xhf_hooks.sources.master_fragments import spread_of_fragments
-
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
 
 
 class Ranks:

@@ -12,8 +12,6 @@ from xhf_hooks.planning.types import ExportEntry, Spread, TensorSpec
 from xhf_hooks.sources import read as module
 from xhf_hooks.sources.base import LocalShard
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 NUMEL = 1000
 
 

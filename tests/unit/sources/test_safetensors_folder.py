@@ -13,8 +13,6 @@ from tests.helpers.read_checkpoint import assert_same_tensors, read_all
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.safetensors_folder import SafetensorsSource
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 TENSORS = {'a': torch.randn(7, 3), 'b': torch.arange(5), 'c': torch.tensor(2.5, dtype=torch.float64)}
 
 

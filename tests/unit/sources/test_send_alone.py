@@ -8,8 +8,6 @@ from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo.llamas import odd_llama
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.mark.parametrize('in_background', [False, True])
 @pytest.mark.parametrize('writer', ['stream', 'parallel', 'gather'])

@@ -15,8 +15,6 @@ from tests.helpers.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file, zip_root
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 FORMATS = {'zip': {}, 'old': {'_use_new_zipfile_serialization': False}}
 DTYPES = [
     'bool',

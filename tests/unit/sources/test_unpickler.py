@@ -20,8 +20,6 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.checkpoint.unpickler import _CONSTRUCTORS, Inert, _Function, as_int
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def functions() -> dict:
     return {name: getattr(found, '_function', None) for name, found in _CONSTRUCTORS.items()}

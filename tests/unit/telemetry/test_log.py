@@ -10,8 +10,6 @@ import pytest
 
 from xhf_hooks.telemetry import Progress, RunLog, log_preparations, log_save
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 @pytest.fixture()
 def log(caplog):

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.verify.rounding import compare
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 FLOATS = ('F64', 'F32', 'BF16', 'F16')
 
 

@@ -16,8 +16,6 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
 from xhf_hooks.verify.models import open_models
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 WEIGHTS = 'model.safetensors'
 NAME = 'model.layers.1.mlp.up_proj.weight'
 

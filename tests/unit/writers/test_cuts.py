@@ -6,8 +6,6 @@ import pytest
 
 from xhf_hooks.writers.writer import PIECE_NBYTES, cuts
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 
 def pieces(data: memoryview, offset: int) -> list[memoryview]:
     return [data[start:end] for start, end in cuts(data.nbytes, offset)]

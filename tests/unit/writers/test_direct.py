@@ -17,8 +17,6 @@ from xhf_hooks import system
 from xhf_hooks.writers import direct
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 NBYTES = 40 * MB + 5000
 
 

@@ -15,8 +15,6 @@ import pytest
 from xhf_hooks import system
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 MB = 2**20
 
 

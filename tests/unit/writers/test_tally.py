@@ -20,8 +20,6 @@ from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, TensorSpec, W
 from xhf_hooks.writers.tally import Tally
 from xhf_hooks.writers.writer import Writer
 
-pytestmark = pytest.mark.modern_only  # it does not depend on the stack
-
 NBYTES = 5000
 LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)
 
