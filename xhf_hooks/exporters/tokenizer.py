@@ -41,13 +41,18 @@ def base_file(base_dir: str, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def load_tokenizer(base_dir: str, *, trust_remote_code: bool) -> Any | None:
-    """The base model's tokenizer; None if it has none. Runs on: rank 0."""
+def load_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
+    """The base model's tokenizer; None if it has none. Runs on: rank 0.
+
+    Args:
+        **options: Of ``from_pretrained``.
+    """
     if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(base_dir, trust_remote_code=trust_remote_code, local_files_only=True)
+    options = {**options, 'trust_remote_code': trust_remote_code, 'local_files_only': True}
+    return AutoTokenizer.from_pretrained(base_dir, **options)
 
 
 CONFIG, JSON, JINJA = 'tokenizer_config.json', 'tokenizer.json', 'chat_template.jinja'

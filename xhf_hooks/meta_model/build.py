@@ -19,7 +19,7 @@ from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.meta_model import peft_model, transformers_model
+from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.model import module_tensors, names_by_identity, quiet
 
@@ -114,8 +114,8 @@ def _of_xtuner(
             module.add_module(name, child)
     for option, name in _ADAPTERS.items():
         if isinstance(model.get(option), Mapping) and hasattr(module, name):
-            lora = peft_model.lora_config_of(model[option], where)
-            setattr(module, name, peft_model.adapt(getattr(module, name), lora))
+            lora = transformers_model.lora_config_of(model[option], where)
+            setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
     _add_the_rest(module, model, names)
     _freeze(module, model)
     return meta_model
@@ -145,7 +145,7 @@ def _of_transformers(
     with_adapter = [Path(one) for one in (given, folder) if one is not None and (Path(one) / _ADAPTER).is_file()]
     if with_adapter:
         place = with_adapter[0]
-        lora = peft_model.adapter_config_in(place)
+        lora = transformers_model.adapter_config_in(place)
         if given is None or place == Path(given):
             base = lora.base_model_name_or_path
         if not base:
@@ -154,7 +154,7 @@ def _of_transformers(
     meta_model = MetaModel(described_by, trust_remote_code)
     model: nn.Module = meta_model.built_from(str(base), 'the model')
     if lora is not None:
-        model = peft_model.adapt(model, lora)
+        model = transformers_model.adapt(model, lora)
     meta_model.module = _placed(model, _prefix(model, names, checkpoint, str(base)))
     return meta_model
 
@@ -183,29 +183,16 @@ def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection
 
 
 def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
-    """XTuner's own class: its code is exported with the weights.
+    """XTuner's own class: its code is exported with the weights."""
+    with transformers_model.refused_as(ConfigError, "a LLaVAModel needs xtuner's projector"), torch.device('meta'):
+        from xtuner.model.modules.projector import ProjectorConfig, ProjectorModel
 
-    Raises:
-        ConfigError: XTuner is not installed.
-    """
-    import pkgutil
-
-    owner = 'xtuner.model.modules.projector'
-    try:
-        config_class = pkgutil.resolve_name(f'{owner}:ProjectorConfig')
-        model_class = pkgutil.resolve_name(f'{owner}:ProjectorModel')
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"exporting a LLaVAModel needs xtuner's projector, which cannot be imported ({error}); convert where "
-            f'xtuner is installed'
-        ) from None
-    sizes = dict(
-        visual_hidden_size=module.visual_encoder.config.hidden_size,
-        llm_hidden_size=module.llm.config.hidden_size,
-        depth=model.get('projector_depth', 2),
-    )
-    with torch.device('meta'):
-        return model_class(config_class(**sizes))
+        sizes = dict(
+            visual_hidden_size=module.visual_encoder.config.hidden_size,
+            llm_hidden_size=module.llm.config.hidden_size,
+            depth=model.get('projector_depth', 2),
+        )
+        return ProjectorModel(ProjectorConfig(**sizes))
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:

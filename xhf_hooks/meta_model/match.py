@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,10 +53,12 @@ def match_checkpoint(
         if found is None:
             continue
         _require_equal(held, source, meta_model)
-        if found.shape != tuple(tensor.shape) and not (id(tensor) in embeddings and _has_other_rows(found, tensor)):
+        same_rows = found.shape[1:] == tuple(tensor.shape)[1:]
+        if found.shape != tuple(tensor.shape) and not (same_rows and id(tensor) in embeddings):
             other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
             continue
-        _become(tensor, found)
+        # In place, to keep ties by identity
+        tensor.data = torch.empty(found.shape, dtype=TORCH_DTYPES[found.dtype], device='meta')
         tensors.append(replace(found, name=names[0], aliases=tuple(names[1:])))
     notes = [*meta_model.notes]
     notes += _judge(meta_model, other_shape, [name for name in stored if name not in known])
@@ -79,21 +82,18 @@ def _from_bases(
         What was found, names of tensors whose base has no weights, and the folders that were opened.
     """
     found: dict[int, StoredTensor] = {}
-    lacking, folders = dict[int, str](), []
+    lacking, folders = list[str](), list[str]()
     for folder, names_of in meta_model.bases:
-        names_here = {one: names_of[one] for one in wanted if one in names_of and one not in found}
+        names_here = {one: names_of[one] for one in wanted if one in names_of}
         if not names_here or not Path(folder).is_dir():
             continue
         if not holds_weights(Path(folder)):
-            lacking |= {one: names[0] for one, names in names_here.items()}
+            lacking += [names[0] for names in names_here.values()]
             continue
         tensors = SafetensorsSource(Path(folder), dtype).tensors
         folders.append(folder)
-        for one, names in names_here.items():
-            name = next((name for name in names if name in tensors), None)
-            if name is not None:
-                found[one] = tensors[name]
-    return found, [name for one, name in lacking.items() if one not in found], folders
+        found |= {one: tensors[name] for one, names in names_here.items() for name in names if name in tensors}
+    return found, lacking, folders
 
 
 def _embeddings(module: nn.Module) -> set[int]:
@@ -101,19 +101,10 @@ def _embeddings(module: nn.Module) -> set[int]:
     found = set()
     for child in module.modules():
         for get in ('get_input_embeddings', 'get_output_embeddings'):
-            try:
-                layer = getattr(child, get, lambda: None)()
-            except (NotImplementedError, AttributeError):  # the model has no such embeddings
-                continue
-            for name in ('weight', 'bias'):
-                tensor = getattr(layer, name, None)
-                if isinstance(tensor, torch.Tensor):
-                    found.add(id(tensor))
+            with suppress(NotImplementedError, AttributeError):  # the model has no such embeddings
+                layer = getattr(child, get)()
+                found |= {id(getattr(layer, name, None)) for name in ('weight', 'bias')}
     return found
-
-
-def _has_other_rows(spec: StoredTensor, tensor: torch.Tensor) -> bool:
-    return len(spec.shape) == tensor.dim() and spec.shape[1:] == tuple(tensor.shape)[1:]
 
 
 def _require_equal(held: Sequence[StoredTensor], source: StoredSource, meta_model: MetaModel) -> None:
@@ -121,21 +112,11 @@ def _require_equal(held: Sequence[StoredTensor], source: StoredSource, meta_mode
     for other in held[1:]:
         both = [held[0].name, other.name]
         with source.gathered(both, wanted=both, use_fp32_master=False) as tensors:
-            one, two = (tensors[name] for name in both)
-            same = one.shape == two.shape and one.dtype == two.dtype
-            if same and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
-                continue
-        raise BaseModelError(
-            f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they '
-            f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
-        )
-
-
-def _become(tensor: torch.Tensor, spec: StoredTensor) -> None:
-    """Change shape and dtype in place, to keep ties by identity."""
-    dtype = TORCH_DTYPES[spec.dtype]
-    if tensor.dtype != dtype or tuple(tensor.shape) != spec.shape:
-        tensor.data = torch.empty(spec.shape, dtype=dtype, device='meta')
+            if not torch.equal(*(tensors[name].view(torch.uint8) for name in both)):
+                raise BaseModelError(
+                    f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they '
+                    f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
+                )
 
 
 def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str]) -> list[str]:

@@ -1,14 +1,21 @@
-"""Finds the config of a finished run: given by the user, in the checkpoint, or beside it."""
+"""Finds the config of a finished run, given by the user, in the checkpoint or beside it, and reads it.
+
+A config is never executed, and nothing is imported from it. Configs dumped by MMEngine consist of literals and
+``dict(...)``, with class names as dotted strings. Hand-written ones import names and refer to earlier fields: after
+``from transformers import AutoModelForCausalLM``, that name means ``'transformers.AutoModelForCausalLM'``. Any other
+expression becomes :class:`Unread`, which is an error only where the value is needed.
+"""
 
 from __future__ import annotations
 
+import ast
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import ConfigError
-from xhf_hooks.meta_model.parse_config import Unread, parse_config
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,6 @@ class RunConfig:
     def uses_deepspeed(self) -> bool:
         """Whether its checkpoints are written by MMEngine's DeepSpeedStrategy."""
         return _is_named(self.fields.get('strategy'), 'DeepSpeedStrategy')
-
-    def tokenizer_folder(self) -> str | None:
-        """The path or hub name of the run's tokenizer."""
-        tokenizer = self.fields.get('tokenizer')
-        path = tokenizer.get('pretrained_model_name_or_path') if isinstance(tokenizer, Mapping) else None
-        return path if isinstance(path, str) else None
 
 
 def _is_named(config: Any, name: str) -> bool:
@@ -101,3 +102,100 @@ def required(value: Any, what: str, where: str) -> Any:
     if value is None:
         raise ConfigError(f'{where}: {what} is missing; name the model that training started from with --base')
     return value
+
+
+@dataclass(frozen=True)
+class Unread:
+    """An expression that is not evaluated, and its line."""
+
+    text: str
+    line: int
+
+
+class _Imported(str):
+    """The dotted path of an imported name, as MMEngine dumps it."""
+
+
+def parse_config(text: str, where: str) -> dict[str, Any]:
+    """The config's fields.
+
+    Args:
+        where: Its file, for messages.
+
+    Raises:
+        ConfigError: It is not Python, or inherits from another config.
+    """
+    values = _Values()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # invalid escape sequences
+            tree = ast.parse(text)
+        for statement in tree.body:
+            values.read(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f'{where}: not a config: {type(error).__name__}: {str(error)[:200]}; give another with --config'
+        ) from None
+    if '_base_' in values.names:
+        raise ConfigError(
+            f'{where}: it inherits from another config, and base configs are not read; give --config the complete '
+            f'config that MMEngine dumped into the work_dir'
+        )
+    return {name: value for name, value in values.names.items() if not isinstance(value, _Imported)}
+
+
+class _Values(ast.NodeTransformer):
+    """Replaces each expression, from the inside out, by a constant with its value or with :class:`Unread`.
+
+    Attributes:
+        names: What each name means so far.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+
+    def read(self, node: ast.stmt) -> None:
+        """Read one statement. Names that it may change, other than by ``name = value``, become :class:`Unread`."""
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = f'{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
+            for alias in node.names:
+                name = alias.asname or alias.name.partition('.')[0]
+                self.names[name] = _Imported(module + alias.name if module or alias.asname else name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = self.visit(node.value).value
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):  # a field, even if its value is an imported name
+                    self.names[target.id] = str(value) if isinstance(value, _Imported) else value
+        elif not isinstance(node, ast.Expr):
+            stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+            self.names |= {inner.id: _unread(node) for inner in stored if not isinstance(inner.ctx, ast.Load)}
+
+    def visit(self, node: ast.AST) -> Any:
+        """The constant of an expression; what else there is, such as keywords, as it was."""
+        found = super().visit(node)
+        if not isinstance(node, ast.expr):
+            return found
+        try:
+            return ast.Constant(ast.literal_eval(found))
+        except (ValueError, TypeError):
+            return ast.Constant(_unread(node))  # type: ignore[arg-type]
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.names[node.id]) if node.id in self.names else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        owner = self.visit(node.value).value
+        return ast.Constant(_Imported(f'{owner}.{node.attr}')) if isinstance(owner, _Imported) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """``dict(...)`` and MMEngine's ``ConfigDict(...)``; ``dict({'a-b': 1})`` has keys that are no names."""
+        name = node.func.id if isinstance(node.func, ast.Name) else ''
+        if not str(self.names.get(name, name)).endswith(('dict', '.ConfigDict')):
+            return node
+        given = [self.visit(argument).value for argument in node.args]
+        named = {keyword.arg: self.visit(keyword.value).value for keyword in node.keywords}
+        return ast.Constant(dict(*given, **named))  # type: ignore[arg-type]
+
+
+def _unread(node: ast.AST) -> Unread:
+    return Unread(ast.unparse(node).partition('\n')[0][:80], getattr(node, 'lineno', 0))

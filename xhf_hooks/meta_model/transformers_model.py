@@ -1,23 +1,41 @@
-"""Builds a transformers model from a folder like ``from_pretrained``, but on the meta device and without weights."""
+"""Builds a model from a folder like transformers and peft, but on the meta device and without weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from xhf_hooks.errors import BaseModelError, DamagedError
+from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.tokenizer import base_file
 
 if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 #: Arguments of ``from_pretrained`` that are not fields of the config, or that an untrusted config must not set.
-_NOT_OF_THE_CONFIG = ('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path')
-_NEVER_RECORDED = ('quantization_config', 'architectures', 'use_cache')
-_CLEAR, _LONGEST = 20, 200  # characters of an error's text
+_NOT_OF_THE_CONFIG = (
+    *('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path'),
+    *('quantization_config', 'architectures', 'use_cache'),
+)
+
+
+@contextmanager
+def refused_as(kind: type[XhfError], what: str) -> Iterator[None]:
+    """Whatever a library raises in the block becomes an error of ours, in one line: their classes raise anything."""
+    try:
+        yield
+    except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is not an Exception
+        told = f'{type(error).__name__}: {" ".join(str(error).split())}'
+        remedy = '; if you trust that code, add --trust-remote-code' if 'trust_remote_code' in told else ''
+        raise kind(f'{what} ({told[:200]}){remedy}') from None
 
 
 def load_config(base: str, *, trust_remote_code: bool, why: str) -> PretrainedConfig:
@@ -31,22 +49,11 @@ def load_config(base: str, *, trust_remote_code: bool, why: str) -> PretrainedCo
     """
     from transformers import AutoConfig
 
-    try:
+    remedy = '--base has to name a folder with the model that training started from'
+    with refused_as(BaseModelError, f'{base} ({why}): no usable config.json; {remedy}'):
         if base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # its class may raise anything
-        remedy = '--base has to name a folder with the model that training started from'
-        if 'trust_remote_code' in str(error):
-            remedy = 'if you trust that code, add --trust-remote-code'
-        raise BaseModelError(f'{base} ({why}): no usable config.json ({in_one_line(error)}); {remedy}') from None
-
-
-def in_one_line(error: BaseException) -> str:
-    """A library's error message, shortened to one line; with the error's class if the text is very short."""
-    line = ' '.join(str(error).split())
-    line = line if len(line) > _CLEAR else f'{type(error).__name__}: {line}'.rstrip(': ')
-    return line if len(line) <= _LONGEST else f'{line[:_LONGEST]}...'
 
 
 def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
@@ -54,12 +61,12 @@ def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         known = hasattr(config, name) and not name.startswith('_')
         is_plain = isinstance(value, (str, int, float, bool, dict, list, type(None)))
-        if known and is_plain and name not in (*_NOT_OF_THE_CONFIG, *_NEVER_RECORDED):
+        if known and is_plain and name not in _NOT_OF_THE_CONFIG:
             setattr(config, name, value)
 
 
 def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the model on the meta device.
+    """Build the model on the meta device, with the base's generation config, as ``from_pretrained`` does.
 
     Args:
         auto_class: Auto class such as ``'AutoModelForCausalLM'``, or model class; None: the config's ``architectures``.
@@ -72,31 +79,22 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
 
     base = config._name_or_path
     name = auto_class or first_architecture(getattr(config, 'architectures', None))
-    kind = class_named(name, base, auto=auto_class is not None)
-    remote = trust_remote_code and getattr(config, 'auto_map', None)
+    kind = class_named(name)
+    remote = trust_remote_code and bool(getattr(config, 'auto_map', None))
     if kind is None and not remote:
         raise BaseModelError(
             f'{base}: its config.json names the architecture {str(name)[:80]!r}, which transformers '
             f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
         )
-    try:
-        with torch.device('meta'):
-            if kind is None:
-                auto = next((name for name in config.auto_map if name.startswith('AutoModel')), 'AutoModel')
-                model = getattr(transformers, auto).from_config(config, trust_remote_code=True)
-            elif hasattr(kind, 'from_config'):
-                model = kind.from_config(config, **({'trust_remote_code': True} if remote else {}))
-            else:
-                model = kind(config)
-            model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
+    with refused_as(DamagedError, f'{base}: building the model of config.json failed'), torch.device('meta'):
+        if kind is None:
+            kind = getattr(transformers, next((a for a in config.auto_map if a.startswith('AutoModel')), 'AutoModel'))
+        automatic = hasattr(kind, 'from_config')
+        model = kind.from_config(config, trust_remote_code=remote) if automatic else kind(config)
+        model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
-    except ImportError as error:
-        raise BaseModelError(
-            f'{base}: its model needs a package that is not installed ({in_one_line(error)})'
-        ) from None
-    except Exception as error:  # its class may raise anything
-        raise DamagedError(f'{base}: building the model of config.json failed ({in_one_line(error)})') from None
-    _use_generation_config(model, base)
+        if model.can_generate() and base_file(base, 'generation_config.json') is not None:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(base, local_files_only=True)
     return model
 
 
@@ -106,39 +104,74 @@ def first_architecture(architectures: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def class_named(name: str | None, base: str, *, auto: bool) -> Any | None:
-    """A model class of transformers; None if it has no such name.
-
-    Args:
-        auto: Accept auto classes, such as ``AutoModel``.
+def class_named(name: str | None) -> Any | None:
+    """The model class or auto class of this name in transformers; None if it has no such class.
 
     Raises:
         BaseModelError: It cannot be imported.
-        DamagedError: The name is not a model class.
     """
     import transformers
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     if name is None or not name.isidentifier():
         return None
-    try:
+    with refused_as(BaseModelError, f'{name[:80]} cannot be imported'):  # usually a missing package
         found = getattr(transformers, name, None)
-    except Exception as error:  # usually a missing package
-        raise BaseModelError(f'{base}: {name[:80]} cannot be imported ({in_one_line(error)})') from None
-    is_class = isinstance(found, type) and found is not transformers.PreTrainedModel
-    kinds = (transformers.PreTrainedModel, *((_BaseAutoModelClass,) if auto else ()))
-    if found is None or (is_class and issubclass(found, kinds)):
-        return found
-    raise DamagedError(f'{base}: {name[:80]!r} is not a model class of transformers; set architectures')
+    is_model = isinstance(found, type) and issubclass(found, (transformers.PreTrainedModel, _BaseAutoModelClass))
+    return found if is_model else None
 
 
-def _use_generation_config(model: PreTrainedModel, base: str) -> None:
-    """Load generation_config.json, as ``from_pretrained`` does."""
-    from transformers import GenerationConfig
+def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
+    """peft's LoraConfig from the options in a run's config.
 
-    if not model.can_generate() or not (Path(base).is_dir() and (Path(base) / 'generation_config.json').is_file()):
-        return
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(base, local_files_only=True)
-    except Exception as error:  # untrusted
-        raise DamagedError(f'{base}: no usable generation_config.json ({in_one_line(error)})') from None
+    Raises:
+        ConfigError: It is another kind of adapter, or peft refuses the options.
+    """
+    from peft import LoraConfig
+
+    kind = str(options.get('type', ''))
+    if kind.rpartition('.')[2] != 'LoraConfig':
+        raise ConfigError(f'{where}: lora has type {kind or "none"}; only LoraConfig can be converted')
+    with refused_as(ConfigError, f'{where}: peft refuses the options of lora'):
+        return LoraConfig(**{name: value for name, value in options.items() if name != 'type'})
+
+
+def adapter_config_in(folder: Path) -> PeftConfig:
+    """Read the ``adapter_config.json`` in a folder.
+
+    Raises:
+        ConfigError: peft cannot read it, or it is of another kind of adapter.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    with refused_as(ConfigError, f'{folder}/adapter_config.json: peft cannot read it'):
+        found = PeftConfig.from_pretrained(str(folder), local_files_only=True)
+    if not isinstance(found, LoraConfig):
+        raise ConfigError(f'{folder}/adapter_config.json: peft_type is {found.peft_type}; only LORA can be converted')
+    return found
+
+
+def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
+    """Add an untrained adapter to ``model``.
+
+    Without ``target_modules``, all linear layers but the head are adapted, as in XTuner (``find_all_linear_names`` in
+    ``model/utils.py``).
+
+    Raises:
+        ConfigError: peft cannot adapt this model as configured.
+    """
+    from peft import get_peft_model
+
+    wanted = copy.copy(lora)
+    wanted.inference_mode = False
+    if getattr(wanted, 'megatron_config', None) is not None:
+        wanted.megatron_config = None  # else peft imports the module that megatron_core names
+    if wanted.target_modules is None:
+        linear = {name.rpartition('.')[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        wanted.target_modules = linear - {'lm_head', 'output_layer'}
+    wanted.init_lora_weights = False  # there are no weights to initialise or decompose
+    with refused_as(ConfigError, f'peft cannot adapt a {type(model).__name__} as configured'), torch.device('meta'):
+        adapted = get_peft_model(model, wanted)
+    for config in adapted.peft_config.values():
+        config.init_lora_weights = lora.init_lora_weights
+    return adapted

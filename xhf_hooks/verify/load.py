@@ -66,7 +66,7 @@ def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, A
     import transformers
 
     name = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
-    model, told = (class_named(name, str(folder), auto=False) or transformers.AutoModelForCausalLM).from_pretrained(
+    model, told = (class_named(name) or transformers.AutoModelForCausalLM).from_pretrained(
         str(folder),
         torch_dtype='auto',
         local_files_only=True,

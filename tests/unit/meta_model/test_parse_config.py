@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xhf_hooks.errors import ConfigError
-from xhf_hooks.meta_model.parse_config import Unread, parse_config
+from xhf_hooks.meta_model.run_config import Unread, parse_config
 
 LAZY = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -19,8 +19,11 @@ from __future__ import annotations
 import copy
 import pkgutil
 import re
+import runpy
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import OptionError
@@ -144,21 +147,26 @@ def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any]) -> tuple[Any
     return copied, messages
 
 
-def tokenizer_for_run(tokenizer: Any | None, cfg: Mapping[str, Any]) -> tuple[Any | None, Sequence[int], Sequence[str]]:
+def tokenizer_for_run(
+    tokenizer: Any | None, cfg: Mapping[str, Any], *, may_import: bool = True
+) -> tuple[Any | None, Sequence[int], Sequence[str]]:
     """The tokenizer to write for a run with this config, the EOS token ids of answers, and log messages.
+
+    Args:
+        may_import: Whether to import a template that the config names, other than XTuner's.
 
     Raises:
         OptionError: The template does not exist, is ambiguous, or XTuner could not train with it.
     """
-    template = template_of_config(cfg)
+    template = template_of_config(cfg, may_import=may_import)
     if template is None or tokenizer is None:
         return tokenizer, (), ()
     tokenizer, messages = apply_to_tokenizer(tokenizer, template)
     return tokenizer, eos_token_ids(tokenizer, template), messages
 
 
-def template_of_config(cfg: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The prompt template in a run's config. Imports xtuner only if the config has the name of one.
+def template_of_config(cfg: Mapping[str, Any], *, may_import: bool = True) -> Mapping[str, Any] | None:
+    """The prompt template in a run's config.
 
     The template is that of the training data (``template_map_fn``) or, for prepared data, ``prompt_template``. None for
     raw text and for data that does not use a prompt template, such as preference pairs.
@@ -177,14 +185,14 @@ def template_of_config(cfg: Mapping[str, Any]) -> Mapping[str, Any] | None:
             map_fn = _value(part, 'template_map_fn')
             no_template |= map_fn is None
             if isinstance(map_fn, Mapping) and _value(map_fn, 'template') is not None:
-                used.append(_resolve(_value(map_fn, 'template')))
-    named = _value(cfg, 'prompt_template')
-    if not used:
-        return None if no_template or named is None else _resolve(named)
-    if all(template == used[0] for template in used):
+                used.append(_resolve(_value(map_fn, 'template'), may_import))
+    if used and all(template == used[0] for template in used):
         return used[0]
-    if named is not None and _resolve(named) in used:
-        return _resolve(named)  # the template of XTuner's EvaluateChatHook
+    named = _value(cfg, 'prompt_template')
+    if not used and (no_template or named is None):
+        return None
+    if named is not None and (not used or _resolve(named, may_import) in used):
+        return _resolve(named, may_import)  # the template of XTuner's EvaluateChatHook
     raise OptionError('prompt_template', 'one of those of the training data, which has several', named)
 
 
@@ -272,20 +280,28 @@ def _type_name(config: Mapping[str, Any]) -> str:
     return kind.rsplit('.', 1)[-1] if isinstance(kind, str) else getattr(kind, '__name__', '')
 
 
-def _resolve(value: Any) -> Mapping[str, Any]:
+def _resolve(value: Any, may_import: bool) -> Mapping[str, Any]:
     """A template, given itself or its name."""
     if isinstance(value, Mapping):
         return value
-    if not isinstance(value, str):
-        raise OptionError('prompt_template', 'the name of a template, or a mapping with INSTRUCTION', value)
-    owner, _, name = value.rpartition('.')
-    try:
-        if owner not in ('', 'PROMPT_TEMPLATE', *_XTUNERS):
-            return pkgutil.resolve_name(value)
-        from xtuner.utils import PROMPT_TEMPLATE
-    except (ImportError, AttributeError, ValueError) as error:
-        expected = f'a mapping, or something that can be imported, with xtuner installed ({error})'
-        raise OptionError('prompt_template', expected, value) from error
-    if name not in PROMPT_TEMPLATE:
-        raise OptionError('prompt_template', f'one of {sorted(PROMPT_TEMPLATE)}', value)
-    return PROMPT_TEMPLATE[name]
+    owner, _, name = str(value).rpartition('.')
+    expected = 'a mapping with INSTRUCTION'
+    if owner in ('', 'PROMPT_TEMPLATE', *_XTUNERS):
+        templates = _xtuners_templates()
+        if name in templates:
+            return templates[name]
+        expected = f'one of {sorted(templates)}, with xtuner installed'
+    elif may_import:
+        try:
+            return pkgutil.resolve_name(str(value))
+        except (ImportError, AttributeError, ValueError) as error:
+            expected = f'a mapping, or something that can be imported ({error})'
+    raise OptionError('prompt_template', expected, value)
+
+
+def _xtuners_templates() -> Mapping[str, Any]:
+    """XTuner's PROMPT_TEMPLATE, without the rest of XTuner, whose import takes many seconds."""
+    found = find_spec('xtuner')
+    places = (found.submodule_search_locations or ()) if found is not None else ()
+    files = [file for place in places if (file := Path(place, 'utils', 'templates.py')).is_file()]
+    return runpy.run_path(str(files[0]))['PROMPT_TEMPLATE'] if files else {}
