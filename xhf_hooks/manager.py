@@ -10,10 +10,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from xhf_hooks.background.on_saved import AfterSaves
+from xhf_hooks.background.each_save import EachSave
+from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_on_signal import SaveRequests
+from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
@@ -24,7 +26,6 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.places.target import SaveTarget
-from xhf_hooks.places.upload import uploads_of_run
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry import RunLog, log_preparations, log_save
@@ -33,26 +34,6 @@ from xhf_hooks.writers.choose import choose_store_writer, choose_writer
 
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0
-
-
-class Listener(Protocol):
-    """What a run does with each committed save, beside training: uploads, the command of ``on_saved``."""
-
-    name: str
-    #: Whether it is waited for even when training was interrupted.
-    must_finish: bool
-
-    def committed(self, target: SaveTarget, step: Step, collective: Collective) -> None:
-        """Called after each commit, in the thread that saves, before the next save to that target begins."""
-
-    def look(self) -> None:
-        """Called after each iteration."""
-
-    def wait(self, secs: float) -> bool:
-        """Wait until nothing is left to do; returns False if time ran out. Needs no other rank."""
-
-    def close(self) -> None:
-        """End what is in progress. Needs no other rank."""
 
 
 class RunFrontend:
@@ -111,7 +92,7 @@ class CheckpointManager:
     ) -> None:
         self._options, self._log, self._on_committed = options, log, on_committed
         self._after: Callable[[], None] | None = None  # for the save in flight
-        self._listeners: list[Listener] = []
+        self._listeners: list[EachSave[Any]] = []
         self._requests: SaveRequests | None = None
         self._deadline: float | None = None  # of exit_wait_secs
         self.saved_at: int | None = None
@@ -133,9 +114,11 @@ class CheckpointManager:
             else:
                 writer = choose_writer(log, options.writer, new_name(self.newest.final, 'shared'), self.collective)
             finals = [target.final for target in self._targets]
-            self._uploads = uploads_of_run(
-                options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
-            )
+            self._uploads = None
+            if options.upload_to is not None:
+                self._uploads = uploads_of_run(
+                    options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
+                )
             self._saver = Saver(
                 unwrapped,
                 options,
@@ -153,7 +136,7 @@ class CheckpointManager:
             with self.collective.stage('preflight'):
                 if options.on_saved is not None and self.collective.rank == 0:
                     run_dir = Path(run_dir).absolute()
-                    self._listeners.append(AfterSaves(options.on_saved, log, on_result, run_dir=run_dir))
+                    self._listeners.append(OnSaved(options.on_saved, log, on_result, run_dir=run_dir))
             for listener in self._listeners:
                 ending.callback(listener.close)
             self._ending = ending.pop_all()
@@ -192,7 +175,7 @@ class CheckpointManager:
                     for warning in saver.rehearse(self.newest):
                         self._log.warning(warning)
                 if self._uploads is not None:
-                    self._uploads.claim(self.collective.rank)
+                    self._uploads.claim()
             if options.async_save:
                 with self.collective.stage('preflight'):
                     reserved = saver.reserve_snapshot()
@@ -433,7 +416,7 @@ class CheckpointManager:
             other.close()
 
 
-def _end_forgotten(process: int, targets: Sequence[SaveTarget], listeners: Sequence[Listener]) -> None:
+def _end_forgotten(process: int, targets: Sequence[SaveTarget], listeners: Sequence[EachSave[Any]]) -> None:
     """Called by the garbage collector, in this process or in a forked child; returns at once."""
     if os.getpid() == process:
         for target in targets:

@@ -40,6 +40,7 @@ from xhf_hooks.planning.types import (
     Spread,
     Step,
     TensorSpec,
+    WrittenSave,
 )
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
@@ -332,14 +333,15 @@ class Saver:
                 **begun.facts,
             }
             tensors = tally.written() if is_rank0 else []
+            save = WrittenSave(plan, tensors, step, facts)
             if not target.is_shared:
                 with clock.stage('upload'):
-                    target.upload(plan, tensors, step, facts, self._options.verify, collective)
+                    target.upload(save, self._options.verify, collective)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     # Beside training, bytes are read back in this thread: none can be started while the process exits
                     threads = WorkerThreads(1) if collective is self._in_background else None
-                    target.commit(plan, tensors, step, facts, self._options.verify, threads)
+                    target.commit(save, self._options.verify, threads)
                     warnings += [*warn_of_non_finite(tensors), *target.warnings]
         except XhfError:
             if is_rank0:

@@ -225,7 +225,7 @@ def test_a_process_that_ends_finishes_its_save(how, tmp_path):
     pointer = json.loads((tmp_path / 'run' / 'stored' / 'hf_model.json').read_text())
     assert pointer['step']['number'] == ending_run.ENDS_AT - 1, 'it is uploaded, too'
     log = log_of(folder.parent)  # the command of the first save is ended, its supervisor perhaps while it starts
-    assert 'on_saved for hf_model, iter_1 failed' in log or 'on_saved for hf_model, iter_1 was skipped' in log
+    assert 'on_saved for hf_model, iter_1 failed' in log or 'on_saved for hf_model, iter_1 was cancelled' in log
     outputs = folder.parent / 'hf_model_on_saved'
     assert not (outputs / f'iter_{ending_run.ENDS_AT - 1}').exists(), 'no command starts while the save is awaited'
     assert [path.name for path in folder.parent.iterdir() if 'kept' in path.name] == []

@@ -70,8 +70,8 @@ def faults() -> dict[str, Any]:
 
 def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
     """A run of some saves. Runs on: all ranks."""
+    from xhf_hooks.background import upload as uploading
     from xhf_hooks.places import kept_folder
-    from xhf_hooks.places import upload as uploading
 
     def no_links(*args: Any, **options: Any) -> None:
         raise PermissionError('no links here')
@@ -80,7 +80,7 @@ def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
     if name == 'best':
         options.update(max_iters=4, scores=[0.5, 0.7])
     with (
-        mock.patch.object(uploading.StoreDestination, 'patience_secs', 5.0),
+        mock.patch.object(uploading.Uploads, 'patience_secs', 5.0),
         mock.patch.object(uploading, 'is_shared', lambda *args: False) if name == 'not_shared' else mock.MagicMock(),
         mock.patch.object(kept_folder.os, 'link', no_links) if name == 'no_links' else mock.MagicMock(),
     ):
@@ -98,14 +98,14 @@ def lost_rank(hook: dict[str, Any], work_dir: Path) -> str:
     """Rank 1 uploads nothing, as if its thread had died. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.places.upload import StoreDestination
+    from xhf_hooks.background.upload import Uploads
 
-    def never(*args: Any) -> str:
-        return ''
+    def never(*args: Any) -> None:
+        pass
 
     with (
-        mock.patch.object(StoreDestination, 'patience_secs', 1.0),
-        mock.patch.object(StoreDestination, 'upload', never) if dist.get_rank() == 1 else mock.MagicMock(),
+        mock.patch.object(Uploads, 'patience_secs', 1.0),
+        mock.patch.object(Uploads, 'work', never) if dist.get_rank() == 1 else mock.MagicMock(),
     ):
         return run(dict(hook={**EVERY, **hook}, stage=3, max_iters=2), work_dir)
 
@@ -133,7 +133,7 @@ def two_runs(hook: dict[str, Any], work_dir: Path) -> str:
     def claim_twice(self: stored.StoredSaves) -> None:
         claim(self)
         if not other:
-            other.append(stored.StoredSaves(self.store, self.name, 1, print))
+            other.append(stored.StoredSaves(self.url, self.name, 1, self._options))
             claim(other[0])
 
     with mock.patch.object(stored.StoredSaves, 'claim', claim_twice) if dist.get_rank() == 0 else mock.MagicMock():

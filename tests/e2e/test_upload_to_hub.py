@@ -9,11 +9,11 @@ import pytest
 
 from tests.helpers.hub_server import TOKEN, hub_server
 from tests.helpers.tiny_checkpoint import commit_one, iteration
+from xhf_hooks.background.upload import Uploads
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import StoreError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.hub import HubDestination
-from xhf_hooks.places.upload import RunUploads
+from xhf_hooks.places.hub import HubSaves
 from xhf_hooks.telemetry import RunLog
 
 
@@ -37,12 +37,12 @@ def run(hub, tmp_path, caplog):
     folders = {name: CheckpointFolder(tmp_path / name, 1) for name in ('hf_model', 'hf_model_best')}
     log = RunLog(logging.getLogger('uploads'), 'test')
     destinations = {
-        name: HubDestination('hf://org/name', name, is_first=name == 'hf_model', warn=log.warning) for name in folders
+        name: HubSaves('hf://org/name', name, is_first=name == 'hf_model', warn=log.warning) for name in folders
     }
-    uploads = RunUploads(destinations, log, is_shared=True)
+    uploads = Uploads(destinations, log)
     for folder in folders.values():
         folder.claim()
-    uploads.claim(0)
+    uploads.claim()
 
     def save(number, name='hf_model'):
         commit_one(folders[name], number)
@@ -95,11 +95,11 @@ def test_the_same_step_again_has_a_tag_of_its_own(hub, run):
 def test_refused_before_training(hub, monkeypatch):
     for url in ('hf://name', 'hf://org/name/folder'):
         with pytest.raises(StoreError, match='expected hf://organization/name'):
-            HubDestination(url, 'hf_model', is_first=True).claim()
+            HubSaves(url, 'hf_model', is_first=True).claim()
     hub.refuses = True
     with pytest.raises(StoreError, match=r'(?s)hf://org/name: cannot write.*token') as caught:
-        HubDestination('hf://org/name', 'hf_model', is_first=True).claim()
+        HubSaves('hf://org/name', 'hf_model', is_first=True).claim()
     assert TOKEN not in str(caught.value)
     monkeypatch.setattr('huggingface_hub.get_token', lambda: None)
     with pytest.raises(StoreError, match='there is no token for the Hub'):
-        HubDestination('hf://org/name', 'hf_model', is_first=True).claim()
+        HubSaves('hf://org/name', 'hf_model', is_first=True).claim()

@@ -9,7 +9,7 @@ from typing import Any
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, describe_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenTensor
+from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenSave, WrittenTensor
 from xhf_hooks.writers.writer import Writer
 
 N_TENSORS, N_ELEMENTS = 3, 5
@@ -39,7 +39,7 @@ def iteration(number: int) -> Step:
 def commit_one(folder: CheckpointFolder, number: int, **facts: Any) -> None:
     """Make a complete save of iteration ``number``."""
     plan = tiny_plan()
-    folder.commit(plan, stage(folder, plan, number), iteration(number), facts)
+    folder.commit(WrittenSave(plan, stage(folder, plan, number), iteration(number), facts))
 
 
 def content(path: Path) -> int:
@@ -66,8 +66,8 @@ def visible(parent: Path) -> dict[str, int]:
 def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """Make a complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
-    tensors = stage(folder, plan, number)
-    manifest = describe_folder(folder.staging, plan, tensors, iteration(number), {})
+    save = WrittenSave(plan, stage(folder, plan, number), iteration(number))
+    manifest = describe_folder(folder.staging, save, 0, '')
     (folder.staging / MANIFEST_NAME).write_bytes(manifest)
     path = folder.final.with_name(name)
     os.rename(folder.staging, path)

@@ -45,15 +45,15 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
     os.environ.update(CREDENTIALS)
     import logging
 
+    from xhf_hooks.background.upload import Uploads
     from xhf_hooks.errors import XhfError
     from xhf_hooks.manager import CheckpointManager
     from xhf_hooks.model import unwrap
     from xhf_hooks.options import RunOptions
-    from xhf_hooks.places.upload import StoreDestination
     from xhf_hooks.planning.types import Step
     from xhf_hooks.telemetry import RunLog
 
-    StoreDestination.patience_secs = 1.0
+    Uploads.patience_secs = 1.0
     join_group(rank, store)
     model = tiny_model(zero3=False)
     final, given = (url, {}) if option == 'out_dir' else (Path(work_dir) / 'hf_model', dict(upload_keep=1))

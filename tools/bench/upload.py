@@ -252,23 +252,23 @@ def _our_upload(
     """
     import logging
 
-    from xhf_hooks.places.objects import open_store
-    from xhf_hooks.places.upload import RunUploads, StoreDestination, UploadJob
+    from xhf_hooks.background.upload import UploadJob, Uploads
+    from xhf_hooks.places.store import StoredSaves
     from xhf_hooks.planning.types import Step
     from xhf_hooks.telemetry import RunLog
 
     log = RunLog(logging.getLogger('bench'), 'bench')
-    destination = StoreDestination(open_store(url, {'endpoint_url': endpoint}), 'hf_model', -1, log.warning)
+    destination = StoredSaves(url, 'hf_model', -1, {'endpoint_url': endpoint}, log.warning)
     destination.run = 'bench'  # rank 0 tells the others
-    uploads = RunUploads({'hf_model': destination}, log, is_shared=True)
-    uploads.claim(rank)
+    uploads = Uploads({'hf_model': destination}, log, rank, n_ranks)
+    uploads.claim()
 
     def begin() -> None:
-        uploads.add(UploadJob(1, 'hf_model', Step('iter', 1, 1), save, 'bench', rank, n_ranks))
+        uploads.add(UploadJob('hf_model', Step('iter', 1, 1), None, 1, save, 'bench'))
 
     def is_over(within_secs: float = 0.0) -> bool:
         over = uploads.wait(within_secs)
-        if over and rank == 0 and uploads.uploaded != [_SAVE]:
+        if over and rank == 0 and uploads.failed:
             raise RuntimeError(f'not uploaded: {uploads.failed}')
         return over
 

@@ -28,7 +28,7 @@ from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, m
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.sources.stored_source import StoredSource
 from xhf_hooks.writers.tally import warn_of_non_finite
@@ -222,7 +222,8 @@ class Conversion:
             on_progress=on_progress,
         )
         tensors = tally.written()
-        target.commit(self.plan, tensors, self.step, self._facts(), 'full' if self._options.verify else 'sizes')
+        save = WrittenSave(self.plan, tensors, self.step, self._facts())
+        target.commit(save, 'full' if self._options.verify else 'sizes')
         return [*warnings, *warn_of_non_finite(tensors), *target.warnings]
 
     def _facts(self) -> dict[str, Any]:

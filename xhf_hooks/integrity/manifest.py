@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,19 +14,22 @@ from typing import Any
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
-from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+from xhf_hooks.planning.types import SavePlan, Step, WrittenSave, WrittenTensor
 
 MANIFEST_NAME = 'xhf_manifest.json'
 FORMAT_VERSION = 2
 
 
-def describe_folder(
-    folder: Path, plan: SavePlan, tensors: Sequence[WrittenTensor], step: Step, facts: Mapping[str, Any]
-) -> bytes:
+def describe_folder(folder: Path, save: WrittenSave, number: int, run: str) -> bytes:
     """Complete a staging folder, which has all but indexes, and make its manifest. Runs on: rank 0.
 
     Weights are not read: their checksums were computed in memory before the write.
+
+    Args:
+        number: Counts commits under one final name, over all runs.
+        run: Random id of this run.
     """
+    plan, step = save.plan, save.step
     for name, index in plan.indexes.items():  # the shard of each tensor; a save in a single file has none
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
@@ -34,8 +37,9 @@ def describe_folder(
         'format_version': FORMAT_VERSION,
         'step': {'unit': step.unit, 'number': step.number},
         'iteration': step.iteration,
-        **facts,
-        'files': {**_describe_weights(plan, tensors), **_describe_others(folder, {f.name for f in plan.files})},
+        **save.facts,
+        'commit': {'number': number, 'run': run},
+        'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
     return (json.dumps(content, indent=1) + '\n').encode()
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,9 @@ from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, describe_folder, parse_manifest, read_commit
-from xhf_hooks.places.kept_folder import KeptFolder, exchange, look_up, new_name, others_in, set_apart
+from xhf_hooks.places.kept_folder import KeptSave, exchange, keep_folder, look_up, new_name, others_in, set_apart
 from xhf_hooks.places.lock import RunLock
-from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+from xhf_hooks.planning.types import Step, WrittenSave
 from xhf_hooks.threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -208,30 +208,13 @@ class CheckpointFolder:
             )
         return free
 
-    def upload(
-        self,
-        plan: SavePlan,
-        tensors: Sequence[WrittenTensor],
-        step: Step,
-        facts: Mapping[str, Any],
-        verify: str,
-        collective: Collective,
-    ) -> None:
+    def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
         """If each rank has its own folder, send its files to where :meth:`commit` finds them. Runs on: all ranks."""
 
-    def commit(
-        self,
-        plan: SavePlan,
-        tensors: Sequence[WrittenTensor],
-        step: Step,
-        facts: Mapping[str, Any],
-        verify: str = 'sizes',
-        threads: WorkerThreads | None = None,
-    ) -> None:
+    def commit(self, save: WrittenSave, verify: str = 'sizes', threads: WorkerThreads | None = None) -> None:
         """Check that the save is complete, make it the newest, and only then delete older ones.
 
         Args:
-            tensors: What all ranks have written.
             verify: With 'full', every byte is read back and compared with the checksums taken from memory.
             threads: Threads for reading back; None starts some.
 
@@ -240,13 +223,12 @@ class CheckpointFolder:
             OSError, StoreError: It cannot be committed; the previous save is still the newest.
         """
         staging = self.staging
-        for file in plan.files:
+        for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
         before = self._refuse_foreign()
         others = [before] if before else self._archives().values()
         number = 1 + max((commit.number for commit in others), default=0)
-        facts = {**facts, 'commit': {'number': number, 'run': self._run}}
-        manifest = describe_folder(staging, plan, tensors, step, facts)
+        manifest = describe_folder(staging, save, number, self._run)
         if self.fsync:
             for path in staging.rglob('*'):
                 _fsync(path)
@@ -255,17 +237,17 @@ class CheckpointFolder:
         (staging / MANIFEST_NAME).write_bytes(manifest)
         _fsync(staging / MANIFEST_NAME)
         _fsync(staging)
-        self._publish(step)
+        self._publish(save.step)
         with contextlib.suppress(OSError):
             self._delete_outdated()
 
-    def keep(self) -> KeptFolder:
+    def keep(self) -> KeptSave:
         """Keep the save that was just committed for readers. No save may be committed meanwhile.
 
         Raises:
             TargetError: It cannot be kept.
         """
-        return KeptFolder.keep(self.final)
+        return keep_folder(self.final)
 
     def newest_manifest(self) -> bytes | None:
         """The manifest of the newest save; None if there is none. Runs on: rank 0, after :meth:`claim`."""

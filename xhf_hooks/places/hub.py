@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.check import INDEX_SUFFIX, WEIGHTS_SUFFIX
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest
 from xhf_hooks.places.objects import again_if_it_fails, without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from xhf_hooks.places.upload import UploadJob
-
 PREFIX = 'hf://'
 
 
-class HubDestination:
-    """A destination that is a model repository of the Hub. huggingface_hub retries and resumes by itself.
+class HubSaves:
+    """The saves of one name in a model repository of the Hub, all from rank 0. huggingface_hub retries and resumes.
 
     Commits are atomic, so a branch holds the old or the new save. The newest save is on ``main``; saves of another name
     are on a branch of that name.
@@ -33,13 +32,12 @@ class HubDestination:
         warn: Called when a request fails and will be repeated.
     """
 
-    takes_from_all_ranks = False
     run = ''
 
     def __init__(
         self, url: str, name: str, *, is_first: bool, warn: Callable[[str], object] = lambda said: None
     ) -> None:
-        self.where, self._repository, self._name = url, url.removeprefix(PREFIX), name
+        self.url, self._repository, self._name = url, url.removeprefix(PREFIX), name
         self._branch, self._warn = 'main' if is_first else name, warn
         self._tags: set[str] = set()
 
@@ -48,9 +46,9 @@ class HubDestination:
         from huggingface_hub import get_token
 
         if get_token() is None:
-            raise StoreError(f'{self.where}: there is no token for the Hub; run "hf auth login", or set HF_TOKEN')
+            raise StoreError(f'{self.url}: there is no token for the Hub; run "hf auth login", or set HF_TOKEN')
         if self._repository.count('/') != 1:
-            raise StoreError(f'{self.where}: expected hf://organization/name; set upload_to to that')
+            raise StoreError(f'{self.url}: expected hf://organization/name; set upload_to to that')
         with self._told():
             api, probe = self._api(), f'xhf-probe-{uuid.uuid4().hex[:12]}'
             api.create_repo(self._repository, private=True, exist_ok=True)
@@ -69,27 +67,30 @@ class HubDestination:
     def release(self) -> None:
         """Does nothing: nothing is left to delete."""
 
-    def upload(self, job: UploadJob) -> str:
-        """Commit all files at once, remove other weights beside them, and tag the commit. Files of others stay."""
-        tag = name = f'{self._name}_{job.step.label}'
+    def publish(self, folder: Path, manifest: Manifest) -> str:
+        """Commit all files at once, remove other weights beside them, and tag the commit. Files of others stay.
+
+        Returns:
+            The tag.
+        """
+        tag = name = f'{self._name}_{manifest.step.label}'
         count = 1
         while tag in self._tags:
             count += 1
             tag = f'{name}_{count}'
         self._tags.add(tag)
-        again_if_it_fails(lambda: self._commit(job, tag), self._warn)
+        again_if_it_fails(lambda: self._commit(folder, [*manifest.files, MANIFEST_NAME], tag), self._warn)
         return tag
 
-    def _commit(self, job: UploadJob, tag: str) -> None:
+    def _commit(self, folder: Path, names: Collection[str], tag: str) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        names = [*job.manifest.files, MANIFEST_NAME]
         with self._told():
             api = self._api()
             there = api.list_repo_files(self._repository, revision=self._branch)
             # Loaders would mix weights with those of the new save, whoever wrote them; tags keep them
             old = [name for name in there if '/' not in name and name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX))]
-            added = [CommitOperationAdd(name, str(job.folder / name)) for name in names]
+            added = [CommitOperationAdd(name, str(folder / name)) for name in names]
             removed = [CommitOperationDelete(name) for name in old if name not in names]
             api.create_commit(self._repository, [*added, *removed], commit_message=tag, revision=self._branch)
             api.create_tag(self._repository, tag=tag, revision=self._branch, exist_ok=True)
@@ -105,4 +106,4 @@ class HubDestination:
             yield
         except Exception as error:
             said = without_secrets(f'{type(error).__name__}: {error}')
-            raise StoreError(f'{self.where}: cannot write: {said}; check upload_to and your token') from None
+            raise StoreError(f'{self.url}: cannot write: {said}; check upload_to and your token') from None

@@ -1,4 +1,4 @@
-"""Folders beside the final one: their names, how one takes the place of another, and saves kept for readers."""
+"""Saves kept for readers, and folders beside the final one: their names, how one takes the place of another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
@@ -79,45 +81,41 @@ def set_apart(folder: Path, names: Collection[str], place: Path) -> Path:
     return new
 
 
-class KeptFolder:
-    """A committed save under another name, which :meth:`release` removes. Runs on: rank 0; any process may read it.
-
-    :meth:`.CheckpointFolder.recover` removes those of killed runs. The disk space is freed when the kept folder is
-    released or when the save itself is deleted, whichever is later.
+@dataclass(frozen=True)
+class KeptSave:
+    """A committed save that is not deleted before it is released, for readers in any process.
 
     Attributes:
-        path: The folder. Its files are hard links, or copies where the file system has no links.
+        place: A folder of hard links, or of copies where the file system has no links; or a URL.
+        release: Call it from any thread. Does nothing the second time.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._process = os.getpid()
+    place: Path | str
+    release: Callable[[], object]
 
-    @classmethod
-    def keep(cls, folder: Path) -> KeptFolder:
-        """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile.
 
-        Raises:
-            TargetError: The folder is not a committed save, or its files cannot be kept.
-        """
-        commit = read_commit(folder)
-        if commit is None:
-            raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
-        path = new_name(folder, 'kept')
-        try:
-            for name in (*commit.files, MANIFEST_NAME):
-                (path / name).parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(folder / name, path / name)
-                except OSError:
-                    shutil.copyfile(folder / name, path / name)
-        except OSError as error:
-            shutil.rmtree(path, ignore_errors=True)
-            raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
-        return cls(path)
+def keep_folder(folder: Path) -> KeptSave:
+    """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile. Runs on: rank 0.
 
-    def release(self) -> None:
-        """Remove the folder. Does nothing the second time, or in a forked child."""
-        if self._process == os.getpid():
-            self._process = 0
-            shutil.rmtree(self.path, ignore_errors=True)
+    :meth:`.CheckpointFolder.recover` removes what killed runs kept. The disk space is freed when the kept folder is
+    released or when the save itself is deleted, whichever is later.
+
+    Raises:
+        TargetError: The folder is not a committed save, or its files cannot be kept.
+    """
+    commit = read_commit(folder)
+    if commit is None:
+        raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
+    path = new_name(folder, 'kept')
+    release = partial(shutil.rmtree, path, ignore_errors=True)
+    try:
+        for name in (*commit.files, MANIFEST_NAME):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(folder / name, path / name)
+            except OSError:
+                shutil.copyfile(folder / name, path / name)
+    except OSError as error:
+        release()
+        raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
+    return KeptSave(path, release)

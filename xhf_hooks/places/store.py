@@ -28,8 +28,9 @@ from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, describe_folder, parse_manifest
+from xhf_hooks.places.kept_folder import KeptSave
 from xhf_hooks.places.objects import Store, open_store
-from xhf_hooks.planning.types import SavePlan, Step, WrittenTensor
+from xhf_hooks.planning.types import WrittenSave
 from xhf_hooks.system import MemoryFolder
 from xhf_hooks.threads import WorkerThreads
 
@@ -68,18 +69,6 @@ class Pointer:
     unfinished: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StoredSave:
-    """A save in a store, for readers. The run that made it does not delete it until ``release``; other runs may.
-
-    Attributes:
-        release: Call it once, from any thread.
-    """
-
-    url: str
-    release: Callable[[], object] = lambda: None
-
-
 def pointer_key(name: str) -> str:
     """The key of the pointer for saves of this name, such as ``hf_model``."""
     return f'{name}.json'
@@ -113,22 +102,43 @@ class StoredSaves:
     """The saves of one name under one URL. Runs on: rank 0, one thread at a time.
 
     Args:
+        url: URL of the store.
         name: A name such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
-        warn: Called with what was found that is not ours.
+        options: Arguments for the store's library.
+        warn: Called at once when a request fails or gets no answer, and with what was found that is not ours.
 
     Attributes:
         run: Random id of this run.
     """
 
-    def __init__(self, store: Store, name: str, max_keep: int, warn: Callable[[str], object]) -> None:
-        self.store, self.name, self.max_keep = store, name, max_keep
+    #: The user's option with the URL, for messages.
+    option = 'upload_to'
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        max_keep: int,
+        options: Mapping[str, Any] | None = None,
+        warn: Callable[[str], object] = lambda said: None,
+    ) -> None:
+        self.url, self.name, self.max_keep = url, name, max_keep
         self.run = uuid.uuid4().hex
-        self._warn = warn
+        self._options, self._warn = options, warn
         self._pointer: Pointer | None = None  # None: not claimed
         self._taken: set[str] = set()  # not used again: an earlier run may still be writing there
         self._in_use: set[str] = set()  # readers remove from it at any time
         self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
+
+    @cached_property
+    def store(self) -> Store:
+        """The connection of this process. Runs on: any rank."""
+        return open_store(self.url, self._options, option=self.option, warn=self._warn)
+
+    def connect(self) -> None:
+        """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: other ranks."""
+        self.store.require_usable()
 
     def claim(self) -> None:
         """Before training, take over the place, and clean up after killed runs.
@@ -175,7 +185,7 @@ class StoredSaves:
         return [name for name, file in files.items() if sizes.get(name) != file.nbytes]
 
     def publish(self, prefix: str, manifest: bytes) -> None:
-        """Make a save whose files are all there the newest one. :meth:`clean` then deletes older ones.
+        """Make a save whose files are all there the newest one, and delete older ones.
 
         Raises:
             IncompleteError: A file is not there.
@@ -184,7 +194,7 @@ class StoredSaves:
         pointer, content = self._read(), parse_manifest(manifest, prefix)
         if missing := self.missing(prefix, content.files):
             raise IncompleteError(
-                f'{self.store.url}/{prefix}: the store does not have {counted(len(missing), "file")} with the right '
+                f'{self.url}/{prefix}: the store does not have {counted(len(missing), "file")} with the right '
                 f'size, although it acknowledged them: {some(missing)}'
             )
         self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
@@ -195,6 +205,10 @@ class StoredSaves:
         self._in_doubt = prefix
         self._write(self._without_outdated(pointer))
         self._in_doubt = None
+        try:
+            self.clean()
+        except StoreError as error:
+            self._warn(f'the save is complete, but older objects were not all deleted: {error}')
 
     def clean(self) -> None:
         """Delete the files of older saves, and of those that were begun and not published.
@@ -207,17 +221,12 @@ class StoredSaves:
             self.store.delete([f'{prefix}/{name}' for name in self._pointer.unfinished[prefix]])
             if left := self.store.sizes(prefix):
                 self._warn(
-                    f'{self.store.url}/{prefix}: {counted(len(left), "object")} there did not come from this package '
+                    f'{self.url}/{prefix}: {counted(len(left), "object")} there did not come from this package '
                     f'and will stay: {some(sorted(left))}'
                 )
         if due:
             found = self._read()
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
-
-    def keep(self, prefix: str) -> StoredSave:
-        """A published save, which is not deleted while it is in use. No save may be published meanwhile."""
-        self._in_use.add(prefix)
-        return StoredSave(f'{self.store.url}/{prefix}', partial(self._in_use.discard, prefix))
 
     def release(self) -> None:
         """At the end of the run, delete what readers had in use. Never raises: the next run deletes the rest."""
@@ -249,8 +258,8 @@ class StoredSaves:
         found = read_pointer(self.store, self.name) or self._pointer  # somebody may have deleted it
         if found.run != self.run:
             raise StoreError(
-                f'{self.store.url}/{pointer_key(self.name)}: another run saves here since {found.time}, so this run '
-                f'does not any more; set {self.store.option} to another place'
+                f'{self.url}/{pointer_key(self.name)}: another run saves here since {found.time}, so this run '
+                f'does not any more; set {self.option} to another place'
             )
         return found
 
@@ -286,20 +295,16 @@ def send_file(store: Store, prefix: str, name: str, path: Path, record: FileReco
         )
 
 
-class StoreFolder:
-    """The saves of one name under the URL of a store; the methods are those of :class:`.CheckpointFolder`.
+class StoreFolder(StoredSaves):
+    """Saves in a store alone; the methods are those of :class:`.CheckpointFolder`.
 
     Each rank writes its files to a scratch folder of its own, uploads them, and deletes the folder.
-
-    Args:
-        url: URL of the store.
-        options: Arguments for its library.
-        name: Name of the saves.
-        warn: Called at once when a request fails or gets no answer.
     """
 
+    option = 'out_dir'
     is_shared = False
     fsync = False  # scratch folders need not survive
+    warnings: Sequence[str] = ()
 
     def __init__(
         self,
@@ -309,51 +314,33 @@ class StoreFolder:
         name: str = NAME,
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
+        super().__init__(url, name, max_keep, options, warn)
         self.final: Any = f'{url}/{name}'  # where CheckpointFolder has a path
-        self.name, self.max_keep = name, max_keep
-        self.warnings: list[str] = []
-        self._url, self._options, self._warn = url, options, warn
-        self._saves: StoredSaves | None = None
         self._scratch: MemoryFolder | None = None
         self._prefix, self._manifest = '', b''
         self._number = 0  # of the last commit
 
-    @cached_property
-    def _store(self) -> Store:
-        """The connection of this process."""
-        return open_store(self._url, self._options, option='out_dir', warn=self._warn)
-
     @property
     def where(self) -> str:
-        return f'{self._url}/{self._prefix}'
+        return f'{self.url}/{self._prefix}'
 
     def beside(self, suffix: str) -> StoreFolder:
-        return StoreFolder(self._url, 1, self._options, f'{self.name}_{suffix}', self._warn)
-
-    def connect(self) -> None:
-        self._store.require_usable()
+        return StoreFolder(self.url, 1, self._options, f'{self.name}_{suffix}', self._warn)
 
     def claim(self) -> None:
-        saves = StoredSaves(self._store, self.name, self.max_keep, self.warnings.append)
-        saves.claim()
-        self._saves, newest = saves, saves.newest_manifest()
+        super().claim()
         with contextlib.suppress(DamagedError):
-            self._number = parse_manifest(newest or b'', self.final).number
-
-    def newest_manifest(self) -> bytes | None:
-        return self._saves.newest_manifest()
+            self._number = parse_manifest(self.newest_manifest() or b'', self.final).number
 
     def release(self) -> None:
         self.end_save()
-        if self._saves is not None:
-            self._saves.release()
+        super().release()
 
     def release_forgotten(self) -> None:
-        if self._saves is not None:  # a store may be slow to answer
+        if self._pointer is not None:  # a store may be slow to answer
             threading.Thread(target=self.release, name='xhf-store-release', daemon=True).start()
 
     def open_staging(self) -> Path:
-        self.warnings.clear()
         self.end_save()
         return self.place('')
 
@@ -365,49 +352,30 @@ class StoreFolder:
     def room(self, needed_nbytes: int = 0) -> int | None:
         return None
 
-    def upload(
-        self,
-        plan: SavePlan,
-        tensors: Sequence[WrittenTensor],
-        step: Step,
-        facts: Mapping[str, Any],
-        verify: str,
-        collective: Collective,
-    ) -> None:
+    def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
         begun, folder = None, self.place('')
         with collective.stage('upload'):
             if collective.rank == 0:
-                facts = {**facts, 'commit': {'number': self._number + 1, 'run': self._saves.run}}
-                self._manifest = describe_folder(folder, plan, tensors, step, facts)
+                self._manifest = describe_folder(folder, save, self._number + 1, self.run)
                 files = parse_manifest(self._manifest, self.final).files
                 records = {name: replace(file, tensors={}) for name, file in files.items()}
-                begun = self._saves.begin(step.label, [*records]), records
+                begun = self.begin(save.step.label, [*records]), records
         self._prefix, records = collective.broadcast(begun)
         with collective.stage('upload'):
-            own = {*plan.files_of(collective.rank)}
+            own = {*save.plan.files_of(collective.rank)}
             if collective.rank == 0:
-                own |= records.keys() - {file.name for file in plan.files}
+                own |= records.keys() - {file.name for file in save.plan.files}
             for name in sorted(own):
-                send_file(self._store, self._prefix, name, folder / name, records[name], read_back=verify == 'full')
+                send_file(self.store, self._prefix, name, folder / name, records[name], read_back=verify == 'full')
 
-    def commit(
-        self,
-        plan: SavePlan,
-        tensors: Sequence[WrittenTensor],
-        step: Step,
-        facts: Mapping[str, Any],
-        verify: str = 'sizes',
-        threads: WorkerThreads | None = None,
-    ) -> None:
-        self._saves.publish(self._prefix, self._manifest)
+    def commit(self, save: WrittenSave, verify: str = 'sizes', threads: WorkerThreads | None = None) -> None:
+        self.publish(self._prefix, self._manifest)
         self._number += 1
-        try:
-            self._saves.clean()
-        except StoreError as error:
-            self.warnings.append(f'the save is complete, but older objects were not all deleted: {error}')
 
-    def keep(self) -> StoredSave:
-        return self._saves.keep(self._prefix)
+    def keep(self) -> KeptSave:
+        """The run that made it does not delete it until it is released; other runs may."""
+        self._in_use.add(self._prefix)
+        return KeptSave(self.where, partial(self._in_use.discard, self._prefix))
 
     def abandon(self) -> None:
         self.end_save()

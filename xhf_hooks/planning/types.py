@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -390,6 +390,21 @@ class Step:
     @property
     def label(self) -> str:
         return f'{self.unit}_{self.number}'
+
+
+@dataclass(frozen=True)
+class WrittenSave:
+    """A save whose bytes are written but not committed.
+
+    Attributes:
+        tensors: What all ranks have written; on other ranks than rank 0, empty.
+        facts: Fields of the manifest.
+    """
+
+    plan: SavePlan
+    tensors: Sequence[WrittenTensor]
+    step: Step
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tests.helpers.tiny_checkpoint import commit_one, iteration
 from tests.unit.places.test_store_folder import folder as stored_folder  # noqa: F401
 from tests.unit.places.test_store_folder import newest, prefixes, save, url  # noqa: F401
 from xhf_hooks.background import on_saved
-from xhf_hooks.background.on_saved import AfterSaves, fill_in, numbers_in
+from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
 from xhf_hooks.options import PLACEHOLDERS
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -40,12 +40,11 @@ WAITS = (
 class Run:
     """Saves in a folder, each of which is looked at."""
 
-    def __init__(self, folder: Path, command: list[str], timeout_secs: float = HANG_SECS) -> None:
+    def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder, self.results = folder, list[tuple[int, dict[str, float]]]()
         self.targets: dict[str, CheckpointFolder] = {}
         log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
-        run_dir = folder / 'run'
-        self.after = AfterSaves(command, log, self._on_result, run_dir=run_dir, timeout_secs=timeout_secs)
+        self.after = OnSaved(command, log, self._on_result, run_dir=folder / 'run')
 
     def _on_result(self, step: Step, numbers: Any) -> None:
         self.results.append((step.iteration, numbers))
@@ -76,8 +75,8 @@ class Run:
 def run_of(tmp_path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
-    def make(command: list[str], timeout_secs: float = HANG_SECS) -> Run:
-        made.append(Run(tmp_path, command, timeout_secs))
+    def make(command: list[str]) -> Run:
+        made.append(Run(tmp_path, command))
         return made[-1]
 
     yield make
@@ -131,9 +130,9 @@ def test_the_newest_that_waits_is_next_and_errors_are_lines_in_the_log(waiting, 
     assert waiting.calls == [13, 16, 15]
     assert waiting.results == [(16, {'on_saved/hf_model/same': 16.0}), (15, {'on_saved/hf_model_best/same': 15.0})]
     for line in (
-        'hf_model, iter_14 was skipped: there is a newer save',
-        'hf_model, iter_15 was skipped: there is a newer save',
-        'gone, iter_17 was skipped: ',
+        'hf_model, iter_14 was cancelled: there is a newer save',
+        'hf_model, iter_15 was cancelled: there is a newer save',
+        'gone, iter_17 was cancelled: ',
         f'Its output is in {waiting.output(13) / "output.log"}',
     ):
         assert line in caplog.text
@@ -148,9 +147,8 @@ def test_close_ends_what_runs_and_drops_what_waits(waiting, caplog):
     waiting.save(3)  # of the background save that the end of training waits for
     waiting.after.close()
     assert waiting.kept == [] and waiting.calls == [1]
-    for line in ('iter_2 was skipped: training has ended', 'iter_3 was skipped: training has ended'):
-        assert line in caplog.text
-    assert re.search('iter_1 failed after .*: ended: training has ended', caplog.text)
+    for number in (1, 2, 3):
+        assert f'iter_{number} was cancelled: training has ended' in caplog.text
 
 
 def test_a_forked_child_leaves_it_alone(waiting, monkeypatch, tmp_path):
@@ -218,14 +216,16 @@ def test_output_is_appended_and_only_the_end_of_what_is_new_is_read(run_of):
 
 
 @pytest.mark.parametrize('how', ['it ends', 'out of time', 'training has ended'])
-def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog):
-    run = run_of([*FAMILY, str(tmp_path), '0' if how == 'it ends' else '10000'], 5.0 if how == 'out of time' else 600)
+def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog, monkeypatch):
+    monkeypatch.setattr(on_saved, 'MOST_SECS', 5.0 if how == 'out of time' else 600)
+    run = run_of([*FAMILY, str(tmp_path), '0' if how == 'it ends' else '10000'])
     run.save()
     if how == 'training has ended':
         until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
         run.after.close()
     assert run.after.wait(HANG_SECS) and run.kept == []
-    assert how == 'it ends' or f'ended: {how}' in caplog.text
+    said = {'it ends': '', 'out of time': 'killed by signal 9', 'training has ended': 'was cancelled: training has ended'}
+    assert said[how] in caplog.text
     assert members(tmp_path)
     until(lambda: alive(members(tmp_path)) == [])
 

@@ -16,6 +16,7 @@ from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.types import WrittenSave
 
 
 @pytest.fixture(params=['exchange', 'fallback'])
@@ -186,7 +187,7 @@ def test_incomplete_staging_is_refused(folder, tmp_path, damage):
     if damage == 'missing':
         path.unlink()
     with pytest.raises(IncompleteError, match=path.name):
-        folder.commit(plan, tensors, iteration(2), {})
+        folder.commit(WrittenSave(plan, tensors, iteration(2)))
     folder.abandon()
     assert visible(tmp_path) == {'hf_model': 1}
     assert hidden(tmp_path) == {'.hf_model.lock'}
@@ -203,10 +204,10 @@ def test_full_verification_finds_a_flipped_bit(folder, verify, found):
     content[-1] ^= 1
     path.write_bytes(content)
     if not found:
-        folder.commit(plan, tensors, iteration(2), {}, verify)
+        folder.commit(WrittenSave(plan, tensors, iteration(2)), verify)
         return
     with pytest.raises(IncompleteError, match=plan.files[1].name):
-        folder.commit(plan, tensors, iteration(2), {}, verify)
+        folder.commit(WrittenSave(plan, tensors, iteration(2)), verify)
     assert read_commit(folder.final).step == iteration(1)
     folder.abandon()
 

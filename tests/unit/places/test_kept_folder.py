@@ -44,11 +44,11 @@ def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_lin
     (folder.final / MANIFEST_NAME).write_text(json.dumps(manifest))
     (folder.final / 'notes.txt').write_text('of somebody else')
     kept = folder.keep()
-    assert os.path.samefile(kept.path / MANIFEST_NAME, folder.final / MANIFEST_NAME) == has_links
+    assert os.path.samefile(kept.place / MANIFEST_NAME, folder.final / MANIFEST_NAME) == has_links
     for number in (2, 3):
         commit_one(folder, number)
-    check_folder(kept.path, read_manifest(kept.path))
-    assert {p.relative_to(kept.path).as_posix() for p in kept.path.rglob('*') if p.is_file()} == {
+    check_folder(kept.place, read_manifest(kept.place))
+    assert {p.relative_to(kept.place).as_posix() for p in kept.place.rglob('*') if p.is_file()} == {
         *manifest['files'],
         MANIFEST_NAME,
     }

@@ -21,7 +21,7 @@ from xhf_hooks.integrity.manifest import FileRecord
 from xhf_hooks.places.objects import Store, checked_url, open_store, without_secrets
 from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer, send_file
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
 from xhf_hooks.system import MemoryFolder
 from xhf_hooks.writers.writer import Writer
 
@@ -42,27 +42,27 @@ def url():
 
 @pytest.fixture
 def folder(url):
-    made = StoreFolder(url, 2)
+    made = StoreFolder(url, 2, warn=(said := []).append)
+    made.said = said
     made.claim()
     yield made
     made.release()
 
 
 def upload(folder: StoreFolder, number: int, verify: str = 'sizes'):
-    """All but the commit."""
+    """All but the commit; returns what is to be committed."""
     staging, step = folder.open_staging(), Step('iter', number, number)
     (staging / 'config.json').write_text('{}')
     writer = Writer(1, fsync=False)
     writer.open(PLAN, staging, writer.create(PLAN, staging, owner=0))
     writer.write(Chunk(PLAN.placements[0], memoryview(bytes([number]) * 1000)))
-    tensors = writer.finish().written()
-    folder.upload(PLAN, tensors, step, {}, verify, Collective())
-    return tensors, step
+    written = WrittenSave(PLAN, writer.finish().written(), step)
+    folder.upload(written, verify, Collective())
+    return written
 
 
 def save(folder: StoreFolder, number: int) -> None:
-    tensors, step = upload(folder, number, 'full')
-    folder.commit(PLAN, tensors, step, {})
+    folder.commit(upload(folder, number, 'full'))
     folder.end_save()
 
 
@@ -97,7 +97,7 @@ def test_what_others_put_there_stays_and_is_told(folder, url):
     save(folder, 3)
     assert keys(url) >= {'hf_model_iter_1/eval_results.json', 'notes.txt'}
     assert store.sizes('hf_model_iter_1') == {'eval_results.json': 16}
-    assert len(folder.warnings) == 1 and 'eval_results.json' in folder.warnings[0]
+    assert len(folder.said) == 1 and 'eval_results.json' in folder.said[0]
 
 
 def test_a_prefix_in_use_is_not_used_again(folder, url):
@@ -114,12 +114,12 @@ def test_a_prefix_in_use_is_not_used_again(folder, url):
 @pytest.mark.parametrize('fault', ['missing', 'short'])
 def test_what_the_store_has_lost_is_not_committed(folder, url, fault):
     save(folder, 1)
-    tensors, step = upload(folder, 2)
+    written = upload(folder, 2)
     open_store(url).delete(['hf_model_iter_2/model.safetensors'])
     if fault == 'short':
         open_store(url).put('hf_model_iter_2/model.safetensors', b'short')
     with pytest.raises(IncompleteError, match=r'hf_model_iter_2: the store does not have 1 file.*model.safetensors'):
-        folder.commit(PLAN, tensors, step, {})
+        folder.commit(written)
     folder.abandon()
     assert newest(url) == 'hf_model_iter_1'
     save(folder, 3)
@@ -148,11 +148,11 @@ def test_bytes_that_the_disk_changed_are_not_uploaded(folder, url, tmp_path):
 def test_a_save_is_there_though_older_ones_cannot_be_deleted(folder, url, monkeypatch):
     for number in (1, 2):
         save(folder, number)
-    tensors, step = upload(folder, 3)
+    written = upload(folder, 3)
     with monkeypatch.context() as patch:
         patch.setattr(Store, 'delete', lambda *args: (_ for _ in ()).throw(StoreError('AccessDenied')))
-        folder.commit(PLAN, tensors, step, {})
-    assert 'AccessDenied' in folder.warnings[0] and newest(url) == 'hf_model_iter_3'
+        folder.commit(written)
+    assert 'AccessDenied' in folder.said[0] and newest(url) == 'hf_model_iter_3'
     save(folder, 4)
     assert prefixes(url) == {'hf_model_iter_3', 'hf_model_iter_4'}
 
@@ -160,7 +160,7 @@ def test_a_save_is_there_though_older_ones_cannot_be_deleted(folder, url, monkey
 @pytest.mark.parametrize('arrives', [True, False])
 def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
     save(folder, 1)
-    tensors, step = upload(folder, 2)
+    written = upload(folder, 2)
     put = Store.put
 
     def lose(self, key, data):
@@ -172,7 +172,7 @@ def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
     with monkeypatch.context() as patch:
         patch.setattr(Store, 'put', lose)
         with pytest.raises(StoreError, match='no answer'):
-            folder.commit(PLAN, tensors, step, {})
+            folder.commit(written)
         folder.abandon()
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
     assert {*open_store(url).sizes(newest(url))} == FILES
@@ -183,11 +183,11 @@ def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
 def test_of_two_runs_the_later_goes_on(folder, url):
     """Whoever they are, and whenever the first one notices."""
     save(folder, 1)
-    tensors, step = upload(folder, 2)
+    written = upload(folder, 2)
     later = StoreFolder(url, 2)
     later.claim()
     with pytest.raises(StoreError, match=r'another run saves here since 20.*set out_dir to another place'):
-        folder.commit(PLAN, tensors, step, {})
+        folder.commit(written)
     save(later, 2)
     with pytest.raises(AgreedError, match='another run saves here'):
         save(folder, 3)

@@ -24,7 +24,7 @@ from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec
+from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec, WrittenSave
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.writer import Writer
 
@@ -86,7 +86,7 @@ class Saved:
             rank.open(self.plan, folder.staging, made)
         self._write(ranks, dice)
         self.written = together([rank.finish() for rank in ranks]).written()
-        folder.commit(self.plan, self.written, Step('iter', 1, 1), {})
+        folder.commit(WrittenSave(self.plan, self.written, Step('iter', 1, 1)))
         self.path = folder.final
 
     def _write(self, ranks: list[Writer], dice: random.Random) -> None:

@@ -1,0 +1,198 @@
+"""``upload_to``: ranks share the upload of each committed save, in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.background.each_save import EachSave, Job
+from xhf_hooks.collective import Collective
+from xhf_hooks.errors import XhfError
+from xhf_hooks.format.text import counted, size_text
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from xhf_hooks.places.hub import PREFIX, HubSaves
+from xhf_hooks.places.kept_folder import new_name
+from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
+from xhf_hooks.places.target import SaveTarget
+from xhf_hooks.planning.types import Step
+from xhf_hooks.telemetry import RunLog
+from xhf_hooks.writers.choose import is_shared
+
+#: Seconds between looks at the store for what other ranks do.
+_LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
+
+
+@dataclass(eq=False)
+class UploadJob(Job):
+    """What this rank does for the upload of one save.
+
+    Attributes:
+        number: Number of the save, the same on all ranks; later saves have larger numbers.
+        folder: Holds its files until everything is uploaded.
+        run: The id of the run in the pointer, by which other ranks than rank 0 find the save in the store.
+    """
+
+    number: int
+    folder: Path
+    run: str
+
+
+class Uploads(EachSave[UploadJob]):
+    """The uploads of a run. Every method runs on all ranks.
+
+    Rank 0 waits for no other rank: it looks in the store for what others have uploaded, and uploads what does not
+    arrive itself, as that rank may have died or may not reach the store.
+
+    Args:
+        destinations: By name of the saves.
+        n_ranks: Number of ranks that share the files.
+
+    Attributes:
+        patience_secs: How long ranks wait for each other, or as long as their own files took if that is longer.
+    """
+
+    name, what, must_finish = 'uploads', 'the upload of', True
+    patience_secs = 30.0
+
+    def __init__(
+        self, destinations: Mapping[str, StoredSaves | HubSaves], log: RunLog, rank: int = 0, n_ranks: int = 1
+    ) -> None:
+        self._destinations, self._rank, self._n_ranks, self._number = destinations, rank, n_ranks, 0
+        super().__init__(log)
+
+    def claim(self) -> None:
+        """Check before training that uploads will work.
+
+        Raises:
+            StoreError: They will not. Ranks have not agreed on this error.
+        """
+        for number, destination in enumerate(self._destinations.values()):
+            if self._rank == 0:
+                destination.claim()
+            elif number == 0 and self._rank < self._n_ranks:
+                destination.connect()
+
+    def newest(self, name: str) -> tuple[bytes | None, str]:
+        """Manifest and URL of the newest save of that name there, if any. Runs on: rank 0.
+
+        Raises:
+            StoreError: The store cannot be read.
+        """
+        destination = self._destinations[name]
+        return destination.newest_manifest(), f'{destination.url}/{name}'
+
+    def committed(self, target: SaveTarget, step: Step, collective: Collective) -> None:
+        """Begin the upload of a committed save.
+
+        Raises:
+            RankLostError: A rank did not take part.
+        """
+        kept = self.keep(target, step) if self._rank == 0 else None
+        offer = None if kept is None else (Path(kept.place).name, self._destinations[target.name].run)
+        offer = collective.broadcast(offer)
+        self._number += 1
+        if offer is not None and self._rank < self._n_ranks:
+            folder = target.final.with_name(offer[0])  # other hosts may mount it elsewhere
+            # Other ranks do what the pointer says
+            self.add(UploadJob(target.name, step, kept, self._number, folder, offer[1]), replaces=self._rank == 0)
+
+    def work(self, job: UploadJob) -> None:
+        """Upload this rank's share of a save; rank 0 then makes the save visible."""
+        began, destination = time.monotonic(), self._destinations[job.name]
+        data = (job.folder / MANIFEST_NAME).read_bytes()
+        manifest = parse_manifest(data, str(job.folder))
+        if isinstance(destination, HubSaves):
+            prefix = destination.publish(job.folder, manifest)
+        elif self._rank == 0:
+            prefix = self._publish(destination, job, manifest, data)
+        else:
+            with contextlib.suppress(XhfError):  # rank 0 uploads what is missing, or tells why it cannot
+                self._help(destination, job, manifest)
+            return
+        size = size_text(sum(file.nbytes for file in manifest.files.values()))
+        took = f'{size} in {time.monotonic() - began:.1f} s'
+        self._log.info(f'uploaded {job.step.label} to {destination.url}/{prefix}: {took}')
+
+    def _closed(self) -> None:
+        if self._rank != 0:
+            return
+        if self.failed:
+            self._log.warning(f'not uploaded: {"; ".join(self.failed)}')
+        if not self._thread.is_alive():
+            for destination in self._destinations.values():
+                destination.release()
+
+    def _publish(self, saves: StoredSaves, job: UploadJob, manifest: Manifest, data: bytes) -> str:
+        """Returns the name of the save there."""
+        began, files = time.monotonic(), manifest.files
+        prefix = saves.begin(job.step.label, files, job.number)
+        self._send(saves, job, prefix, manifest, self._share(manifest))
+        own_secs = time.monotonic() - began
+        deadline, n_taken_over = time.monotonic() + max(self.patience_secs, own_secs), 0
+        while missing := saves.missing(prefix, files):
+            if time.monotonic() < deadline:
+                self.pause(min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS))
+            else:
+                n_taken_over += 1
+                self._send(saves, job, prefix, manifest, missing[-1:])
+        saves.publish(prefix, data)
+        if n_taken_over:
+            self._log.warning(f'uploaded {counted(n_taken_over, "file")} in place of other ranks')
+        return prefix
+
+    def _help(self, saves: StoredSaves, job: UploadJob, manifest: Manifest) -> None:
+        """Upload this rank's files once rank 0 has begun the save, unless that is over."""
+        deadline = time.monotonic() + self.patience_secs
+        while time.monotonic() < deadline:
+            pointer = read_pointer(saves.store, saves.name)
+            if pointer is not None and pointer.run == job.run and pointer.number >= job.number:
+                if pointer.number == job.number and pointer.writing is not None:
+                    self._send(saves, job, pointer.writing, manifest, self._share(manifest))
+                return
+            self.pause(5 * _LEAST_POLL_SECS)
+
+    def _share(self, manifest: Manifest) -> list[str]:
+        largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
+        return largest_first[self._rank :: self._n_ranks]
+
+    def _send(
+        self, saves: StoredSaves, job: UploadJob, prefix: str, manifest: Manifest, names: Sequence[str]
+    ) -> None:
+        for name in names:
+            self.pause()
+            send_file(saves.store, prefix, name, job.folder / name, manifest.files[name])
+
+
+def uploads_of_run(
+    url: str,
+    backend_args: Mapping[str, Any] | None,
+    max_keep: int,
+    finals: Sequence[Path],
+    collective: Collective,
+    log: RunLog,
+) -> Uploads:
+    """The uploads to a URL. Runs on: all ranks.
+
+    Args:
+        max_keep: How many uploaded saves to keep of those that are not the best.
+        finals: The folders of saves; the first is that of the newest save.
+
+    Raises:
+        AgreedError: Rank 0 cannot write into the folder.
+    """
+    destinations: dict[str, StoredSaves | HubSaves] = {}
+    is_hub, n_ranks = url.startswith(PREFIX), 1
+    for final in finals:
+        is_first = final == finals[0]
+        if is_hub:
+            destinations[final.name] = HubSaves(url, final.name, is_first=is_first, warn=log.warning)
+        else:
+            keep = max_keep if is_first else 1
+            destinations[final.name] = StoredSaves(url, final.name, keep, backend_args, log.warning)
+    if not is_hub and is_shared(new_name(finals[0], 'shared'), collective):
+        n_ranks = collective.world_size  # all of them see the folders
+    return Uploads(destinations, log, collective.rank, n_ranks)
