@@ -224,7 +224,7 @@ def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog, monkeypatch
         until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
         run.after.close()
     assert run.after.wait(HANG_SECS) and run.kept == []
-    said = {'it ends': '', 'out of time': 'killed by signal 9', 'training has ended': 'was cancelled: training has ended'}
+    said = {'it ends': '', 'out of time': 'killed by signal 9', 'training has ended': 'cancelled: training has ended'}
     assert said[how] in caplog.text
     assert members(tmp_path)
     until(lambda: alive(members(tmp_path)) == [])
