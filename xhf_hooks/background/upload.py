@@ -159,9 +159,7 @@ class Uploads(EachSave[UploadJob]):
         largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
         return largest_first[self._rank :: self._n_ranks]
 
-    def _send(
-        self, saves: StoredSaves, job: UploadJob, prefix: str, manifest: Manifest, names: Sequence[str]
-    ) -> None:
+    def _send(self, saves: StoredSaves, job: UploadJob, prefix: str, manifest: Manifest, names: Sequence[str]) -> None:
         for name in names:
             self.pause()
             send_file(saves.store, prefix, name, job.folder / name, manifest.files[name])
