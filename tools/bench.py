@@ -23,7 +23,7 @@ from typing import Any
 # For what bench shares with tests/helpers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import convert, out_dir, saves, upload
+from bench import convert, saves, stores
 from bench.charts import draw
 from bench.report import describe_machine, table
 
@@ -90,13 +90,13 @@ BENCHES = {
     ),
     'upload': Bench(
         'uploads to an object store by all ranks, compared with rank 0 alone',
-        upload.add_options,
-        upload.measure,
+        stores.add_upload_options,
+        stores.measure_upload,
     ),
     'out_dir': Bench(
         'saves to an object store without a disk, compared with an upload by rank 0',
-        out_dir.add_options,
-        out_dir.measure,
+        stores.add_out_dir_options,
+        stores.measure_out_dir,
     ),
     'convert': Bench(
         "conversion of a checkpoint, compared with other converters; needs XTuner's environment",

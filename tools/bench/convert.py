@@ -7,10 +7,8 @@ anonymous memory (RssAnon), sampled every 5 ms; the dry run shows the cost of im
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,22 +18,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import launch
 from bench.arguments import add_billions, add_number
-from bench.launch import torchrun
+from bench.launch import environment, run_worker
 from bench.progress import in_turns, tell_on_stderr
+from xhf_hooks.format.safetensors import build_header
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name('convert_worker.py')
 FLOOR = 'floor: copy what is read and written'
 DRY = 'xhf-convert --dry-run: imports and plan'
 OURS = 'xhf-convert'
 ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
 XTUNER = 'XTuner: convert pth_to_hf'
 _SAMPLE_SECS = 0.005
-#: Billions of parameters to (layers, optimizer). AdamW's states are two thirds of a checkpoint; no converter needs
-#: them, but some read them. The largest size uses SGD, with fp32 master weights only: 24 GB are too few for AdamW.
-SIZES = {0.01: (1, 'adamw'), 0.5: (8, 'adamw'), 1.5: (27, 'sgd')}
+#: Billions of parameters to the optimizer. AdamW's states are two thirds of a checkpoint; no converter needs them, but
+#: some read them. The largest size uses SGD, with fp32 master weights only: 24 GB are too few for AdamW.
+OPTIMIZERS = {0.05: 'AdamW', 0.5: 'AdamW', 1.5: 'SGD'}
 
 COPY = """
 import sys
@@ -65,56 +62,33 @@ model = dict(
 """
 
 
-def environment() -> dict[str, str]:
-    """The environment of every process: no GPU, no network, and xtuner importable with a CPU build of torch."""
-    python_path = [
-        str(ROOT),
-        str(ROOT / 'tests' / 'e2e' / 'xtuner_stack'),
-        *filter(None, [os.environ.get('PYTHONPATH')]),
-    ]
-    return launch.environment(PYTHONPATH=os.pathsep.join(python_path), HF_HUB_OFFLINE='1')
+def variables() -> dict[str, str]:
+    """For every process: no network, and xtuner importable with a CPU build of torch."""
+    stand_ins = str(ROOT / 'tests' / 'e2e' / 'xtuner_stack')
+    return {
+        'PYTHONPATH': os.pathsep.join(filter(None, [stand_ins, os.environ.get('PYTHONPATH')])),
+        'HF_HUB_OFFLINE': '1',
+    }
 
 
 def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
     """Make the checkpoint, a config, and a base model of zeros (which XTuner loads); returns their figures."""
-    command = [*torchrun(2), str(WORKER), '--billions', str(billions), '--folder', str(folder)]
-    finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    if finished.returncode:
-        sys.exit(f'{" ".join(command)} failed:\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}')
-    base = folder / 'base'
+    job = {'what': 'checkpoint', 'billions': billions, 'optimizer': OPTIMIZERS[billions], 'folder': str(folder)}
+    made = run_worker(2, job, folder, **variables())
+    base, numel = folder / 'base', made['parameters']
     (folder / 'config.py').write_text(CONFIG.format(base=str(base)))
     _save_tokenizer(base)
-    return _figures(folder, base)
-
-
-def _figures(folder: Path, base: Path) -> dict[str, Any]:
-    shapes = json.loads((folder / 'shapes.json').read_text())
-    numel = sum(map(_product, shapes.values()))
-    _save_zeros(base / 'model.safetensors', shapes)
+    _save_zeros(base / 'model.safetensors', made['shapes'])
     nbytes = sum(file.stat().st_size for file in (folder / 'iter_1.pth').iterdir())
     return {'parameters': numel, 'checkpoint_nbytes': nbytes, 'read_nbytes': 4 * numel, 'written_nbytes': 2 * numel}
 
 
 def _save_zeros(file: Path, shapes: Mapping[str, list[int]]) -> None:
     """Save bf16 weights that are zero, as a hole in the file."""
-    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
-    end = 0
-    for name, shape in shapes.items():
-        start = end
-        end = start + 2 * _product(shape)
-        header[name] = {'dtype': 'BF16', 'shape': shape, 'data_offsets': [start, end]}
-    text = json.dumps(header).encode()
-    text += b' ' * (-len(text) % 8)
+    header, entries = build_header([(name, 'BF16', tuple(shape)) for name, shape in shapes.items()])
     with file.open('wb') as out:
-        out.write(struct.pack('<Q', len(text)) + text)
-        out.truncate(8 + len(text) + end)
-
-
-def _product(shape: list[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
+        out.write(header)
+        out.truncate(entries[-1].end)
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -154,7 +128,7 @@ def measure_command(command: list[str], out: Path) -> dict[str, float]:
     started = time.perf_counter()
     peak = 0
     with (out.parent / 'output').open('wb') as output:
-        process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=environment(**variables()), cwd=ROOT, stdout=output, stderr=output)
         while process.poll() is None:
             peak = max(peak, _anonymous_nbytes(process.pid))
             time.sleep(_SAMPLE_SECS)
@@ -173,7 +147,7 @@ def _anonymous_nbytes(pid: int) -> int:
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add_billions(parser, [0.5, 1.5], SIZES)
+    add_billions(parser, [0.5, 1.5], OPTIMIZERS)
     add_number(parser, '--repeats', 5, 'measurements per table row')
 
 

@@ -20,7 +20,9 @@ _SMALL = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, nu
 MODELS: dict[float, dict[str, int]] = {
     0.05: dict(num_hidden_layers=6, **_SMALL),
     0.2: dict(num_hidden_layers=1, **_LARGE),
+    0.5: dict(num_hidden_layers=8, **_LARGE),
     0.8: dict(num_hidden_layers=14, **_LARGE),
+    1.5: dict(num_hidden_layers=27, **_LARGE),
     1.6: dict(num_hidden_layers=30, **_LARGE),
 }
 WORKER = Path(__file__).with_name('worker.py')
@@ -45,8 +47,11 @@ def environment(**variables: str) -> dict[str, str]:
     return extensions | os.environ | ours | variables
 
 
-def run_worker(n_ranks: int, job: dict[str, Any], out: Path) -> dict[str, Any]:
+def run_worker(n_ranks: int, job: dict[str, Any], out: Path, **variables: str) -> dict[str, Any]:
     """Launch worker.py for ``job`` and show its progress. Its files are below ``out``.
+
+    Args:
+        variables: Added to its environment.
 
     Returns:
         What it measured.
@@ -58,7 +63,7 @@ def run_worker(n_ranks: int, job: dict[str, Any], out: Path) -> dict[str, Any]:
         progress.touch()
         command = [*torchrun(n_ranks), str(WORKER), str(folder)]
         with (folder / 'output').open('w') as output, progress.open() as lines:
-            process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+            process = subprocess.Popen(command, env=environment(**variables), stdout=output, stderr=output)
             try:
                 while process.poll() is None:
                     for line in lines:

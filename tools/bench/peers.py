@@ -97,7 +97,7 @@ class DcpPeer:
             self._file_of[name] = 1 + before * n_files // total
             before += parameter.ds_numel
 
-    def on_every_rank(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         """As DCP's authors recommend: each rank makes some of the files. Runs on: all ranks."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
         from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
@@ -107,20 +107,6 @@ class DcpPeer:
         writer = HuggingFaceStorageWriter(str(sharded), self._file_of, save_distributed=True)
         save(self._state, storage_writer=writer)
         consolidate_safetensors_files_on_every_rank(str(sharded), str(folder), self._file_of, _DCP_THREADS)
-
-    def on_rank0(self, folder: Path) -> None:
-        """In one call: rank 0 makes all of the files. Runs on: all ranks."""
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-
-        folder.mkdir(parents=True, exist_ok=True)
-        writer = HuggingFaceStorageWriter(
-            str(folder),
-            self._file_of,
-            save_distributed=True,
-            enable_consolidation=True,
-            thread_count_consolidation=_DCP_THREADS,
-        )
-        save(self._state, storage_writer=writer)
 
 
 #: Peers by name; called with the engine and the folder on all ranks.

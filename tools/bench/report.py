@@ -13,7 +13,7 @@ from bench.ways import (
     ACCELERATE,
     ASYNC,
     BY,
-    FLOOR,
+    DCP,
     FLOOR_ALL,
     FLOOR_ALL_FSYNC,
     FLOOR_FSYNC,
@@ -45,7 +45,7 @@ def table(what: str, measured: dict[str, Any]) -> str:
         return whole[what](measured)
     if what == 'throttled':
         return '\n'.join(map(_throttled_table, measured['cases']))
-    tables = {'save': _save_table, 'floors': _floors_table, 'stall': _stall_table, 'convert': _convert_table}
+    tables = {'save': _save_table, 'floors': _save_table, 'stall': _stall_table, 'convert': _convert_table}
     table_of = tables[what]
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
@@ -65,7 +65,7 @@ def fastest(found: Figures) -> Figures:
         floor = way.partition(BY)[0]
         if floor not in best or figures['seconds'] < found[best[floor]]['seconds']:
             best[floor] = way
-    return {way: found[way] for way in best.values()}
+    return {floor: found[way] for floor, way in best.items()}
 
 
 def _rows(found: Figures, columns: list[Column]) -> list[str]:
@@ -85,44 +85,32 @@ def _figure(key: str, words: str) -> Callable[[str, dict[str, float]], str | Non
 
 def _save_table(size: dict[str, Any]) -> str:
     found = fastest(medians(size['runs']))
-    xtuner, floor = (found.get(way, {}).get('seconds') for way in (XTUNER, FLOOR))
+    xtuner = found.get(XTUNER, {}).get('seconds')
+
+    def of_the_floor(way: str, figures: dict[str, float]) -> str | None:
+        floor = found.get(_floor_of(way))
+        return f'{figures["seconds"] / floor["seconds"]:.1f}' if floor and way.startswith(OURS) else None
+
     columns: list[Column] = [
         ('seconds', _figure('seconds', '{:.2f}')),
         ("times faster than XTuner's hook", lambda _, f: f'{xtuner / f["seconds"]:.1f}' if xtuner else None),
-        ('times the floor', lambda _, f: f'{f["seconds"] / floor:.1f}' if floor else None),
+        ('times its floor', of_the_floor),
         ('extra memory, MB', _figure('peak_extra_mb', '{:.0f}')),
         ('sent to other ranks, MB', _figure('sent_mb', '{:.0f}')),
     ]
     return '\n'.join([f'{size_words(size)}:', '', *_rows(found, columns), ''])
 
 
-def _floors_table(size: dict[str, Any]) -> str:
-    measured = medians(size['runs'])
-    methods = {way.partition(BY)[0]: f', by {way.partition(BY)[2]}' for way in fastest(measured) if BY in way}
-    found = {way.partition(BY)[0]: figures for way, figures in fastest(measured).items()}
-
-    def floor_of(way: str) -> str:
-        if FSYNC_WORDS[True] in way:
-            return FLOOR_ALL_FSYNC if 'positional' in way or 'parallel' in way else FLOOR_FSYNC
-        return FLOOR_ALL if 'positional' in way else FLOOR_SENT
-
-    def words(floor: str) -> str:
-        return floor.removeprefix('floor: ') + methods.get(floor, '')
-
-    columns: list[Column] = [
-        ('seconds', _figure('seconds', '{:.2f}')),
-        ('times the floor', lambda way, f: f'{f["seconds"] / found[floor_of(way)]["seconds"]:.1f}'),
-        ('seconds of the floor', lambda way, _: f'{found[floor_of(way)]["seconds"]:.2f}'),
-        ('floor', lambda way, _: words(floor_of(way))),
-    ]
-    ours = {way: figures for way, figures in found.items() if way.startswith(OURS)}
-    return '\n'.join([f'{size_words(size)}:', '', *_rows(ours, columns), ''])
+def _floor_of(way: str) -> str:
+    """What moves as many bytes in the same way. The fastest method of each floor has no name of its own here."""
+    if FSYNC_WORDS[True] in way:
+        return FLOOR_ALL_FSYNC if 'positional' in way or 'parallel' in way else FLOOR_FSYNC
+    return FLOOR_ALL if 'positional' in way else FLOOR_SENT
 
 
 def summary(measured: dict[str, Any]) -> str:
     """The README's six rows of ``save``."""
     found = fastest(medians(measured['sizes'][0]['runs']))
-    dcp = min((way for way in found if way.startswith('PyTorch DCP')), key=lambda way: found[way]['seconds'])
     ours = [name_of_ours(writer, fsync=False) for writer in ('positional', 'parallel', 'stream')]
     xtuner = found[XTUNER]['seconds']
     columns: list[Column] = [
@@ -130,7 +118,7 @@ def summary(measured: dict[str, Any]) -> str:
         ("times faster than XTuner's hook", lambda _, f: f'{xtuner / f["seconds"]:.1f}'),
         ('extra memory, MB', _figure('peak_extra_mb', '{:.0f}')),
     ]
-    rows = _rows({way: found[way] for way in (*ours, XTUNER, ACCELERATE, dcp)}, columns)
+    rows = _rows({way: found[way] for way in (*ours, XTUNER, ACCELERATE, DCP)}, columns)
     return '\n'.join([*rows, ''])
 
 

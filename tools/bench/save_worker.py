@@ -15,7 +15,7 @@ from bench.measuring import measure, measure_last
 from bench.peers import PEERS, DcpPeer
 from bench.progress import in_turns
 from bench.throttle import limited_writes
-from bench.ways import DCP_ALL, DCP_RANK0, FLOOR_GATHER, FSYNC_WORDS, OURS
+from bench.ways import DCP, FLOOR_GATHER, FSYNC_WORDS, OURS
 from xhf_hooks.collective import Collective
 from xhf_hooks.model import unwrap
 from xhf_hooks.options import SaveOptions
@@ -63,9 +63,8 @@ class Ways:
     @contextmanager
     def way(self, name: str) -> Iterator[Callable[[Path], object]]:
         """Yields a way. What it needs besides the model is made and freed here, or it would count as others' memory."""
-        if name in (DCP_RANK0, DCP_ALL):
-            peer = DcpPeer(self._engine.module)
-            yield peer.on_rank0 if name == DCP_RANK0 else peer.on_every_rank
+        if name == DCP:
+            yield DcpPeer(self._engine.module).save
         elif name in PEERS:
             yield lambda folder: PEERS[name](self._engine, folder)
         elif name.startswith(OURS):

@@ -1,13 +1,19 @@
-"""Limits writes to the speed that a share gives one client."""
+"""Limits what a process writes or sends: the speed that a share gives one client, or an uplink."""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+#: Bytes handed to the kernel at once: with smaller pieces, waiting costs more than sending.
+_PIECE_NBYTES = 256 * 1024
+#: What the kernel sends while a process waits for a core: a fraction of Linux's largest send buffer (tcp_wmem).
+_BUFFER_NBYTES = 2**20
 
 
 class Throttle:
@@ -57,3 +63,32 @@ def limited_writes(nbytes_per_sec: float) -> Iterator[Throttle]:
     finally:
         for name, original in originals.items():
             setattr(os, name, original)
+
+
+@contextmanager
+def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
+    """Throttle everything that this process sends through Python's sockets, like an uplink."""
+    throttle = Throttle(nbytes_per_sec, _BUFFER_NBYTES)
+    send = socket.socket.send
+
+    def limited(self: socket.socket, data: Any, *flags: int) -> int:
+        sent = send(self, memoryview(data)[:_PIECE_NBYTES], *flags)
+        throttle.wrote(sent)
+        return sent
+
+    def limited_all(self: socket.socket, data: Any, *flags: int) -> None:
+        view = memoryview(data).cast('B')
+        while len(view):
+            view = view[limited(self, view, *flags) :]
+
+    def limited_messages(self: socket.socket, buffers: Sequence[Any], *args: Any) -> int:
+        return limited(self, next((buffer for buffer in buffers if len(buffer)), b''))
+
+    patched: dict[str, Any] = {'send': limited, 'sendall': limited_all, 'sendmsg': limited_messages}
+    for name, function in patched.items():
+        setattr(socket.socket, name, function)
+    try:
+        yield throttle
+    finally:
+        for name in patched:
+            delattr(socket.socket, name)

@@ -16,8 +16,7 @@ FLOOR_GATHER = 'floor: all_gather of as many bytes, nothing written'
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
 DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
-DCP_RANK0 = "PyTorch DCP: FSDP2's shards, consolidated on rank 0"
-DCP_ALL = "PyTorch DCP: FSDP2's shards, consolidated on every rank"
+DCP = "PyTorch DCP: FSDP2's shards, consolidated on every rank"
 #: Who writes what.
 WRITERS = ('positional', 'parallel', 'stream', 'gather')
 OURS = 'xhf_hooks '
@@ -39,8 +38,7 @@ def ways_to_save(writers: Sequence[str]) -> list[str]:
         XTUNER,
         DEEPSPEED,
         ACCELERATE,
-        DCP_RANK0,
-        DCP_ALL,
+        DCP,
         *(name_of_ours(writer, fsync) for fsync in (False, True) for writer in writers),
     ]
 

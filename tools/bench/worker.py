@@ -6,32 +6,51 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.convert_worker import Trained, bench_checkpoint
 from bench.launch import MODELS
-from bench.out_dir_worker import bench_out_dir
 from bench.save_worker import bench_save, bench_throttled
 from bench.stall_worker import bench_stall
+from bench.stores_worker import bench_out_dir, bench_training, bench_upload
 
-BENCHES = {'save': bench_save, 'throttled': bench_throttled, 'stall': bench_stall, 'out_dir': bench_out_dir}
+BENCHES = {
+    'checkpoint': bench_checkpoint,
+    'save': bench_save,
+    'throttled': bench_throttled,
+    'stall': bench_stall,
+    'upload': bench_upload,
+    'training': bench_training,
+    'out_dir': bench_out_dir,
+}
 
 
-def build_engine(billions: float) -> deepspeed.DeepSpeedEngine:
-    """A bf16 Llama at ZeRO-3 without an optimizer, so that models of this size fit a small machine."""
+def build_engine(job: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+    """A bf16 Llama at ZeRO-3: with an optimizer if the job names one, so that larger models fit a small machine."""
     config = {
         'train_micro_batch_size_per_gpu': 1,
         'bf16': {'enabled': True},
-        'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
+        'zero_optimization': {
+            'stage': 3,
+            'stage3_gather_16bit_weights_on_model_save': True,
+            'sub_group_size': int(1e8),
+        },
+        'zero_allow_untested_optimizer': True,
+        'zero_force_ds_cpu_optimizer': False,
     }
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=30000, **MODELS[billions]))
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    return engine
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=30000, **MODELS[job['billions']]))
+    if 'optimizer' not in job:
+        return deepspeed.initialize(model=model, config=config)[0]
+    model = Trained(model)
+    optimizer = getattr(torch.optim, job['optimizer'])(model.parameters(), lr=1e-5)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def main() -> None:
@@ -44,7 +63,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(line, file=progress)
 
-        engine = build_engine(job['billions'])
+        engine = build_engine(job)
         content = BENCHES[job['what']](engine, job, folder / 'saves' / 'hf_model', tell)
     if dist.get_rank() == 0:
         parameters = sum(p.ds_numel for p in engine.module.parameters())

@@ -1,0 +1,68 @@
+"""Launches the benchmarks of object stores: ``upload`` and ``out_dir``.
+
+Each rank's uplink is throttled. The server is ``rclone serve s3`` on this machine, in memory. Ranks and server share
+the processors, so with 8 ranks at 40 MB/s 2 cores are the limit, not the uplinks. The slowdown of training beside an
+upload is measured with one rank and a slow uplink, which leave the server a core.
+
+The server keeps no MD5 of an object, and would read the object again whenever a client asks about it. Real stores do
+not, and with ``--etag-hash ''`` neither does this one. It still computes the MD5 of each part, as they do.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import add_billions, add_number, add_ranks
+from bench.launch import MODELS, run_worker
+from tests.helpers.s3_servers import s3_server
+
+_SERVER_OPTIONS = ('--etag-hash', '')
+#: The model that trains beside an upload, in billions, and the number of uploads.
+_TRAINING_BILLIONS, _TRAINING_REPEATS = 0.05, 10
+
+
+def add_out_dir_options(parser: ArgumentParser) -> None:
+    add_ranks(parser, 8)
+    add_billions(parser, 0.8, MODELS)
+    add_number(parser, '--uplink', 40, 'upload rate of each rank in MB/s')
+    add_number(parser, '--repeats', 3, 'measurements per table row')
+
+
+def add_upload_options(parser: ArgumentParser) -> None:
+    add_out_dir_options(parser)
+    add_number(parser, '--training-uplink', 10, 'upload rate in MB/s while one rank trains')
+
+
+def measure_out_dir(args: Namespace) -> dict[str, Any]:
+    """Measure saves to a store.
+
+    Returns:
+        For every run, by way: seconds, bytes that rank 0 sent, and bytes then on the local disk.
+    """
+    return _run('out_dir', args.ranks, args.billions, args.uplink, args.repeats, args.out)
+
+
+def measure_upload(args: Namespace) -> dict[str, Any]:
+    """Measure uploads of a committed save, and training beside an upload.
+
+    Returns:
+        Seconds of every run, by way; for each upload beside training, the shares of iterations and of a core.
+    """
+    beside = _run('training', 1, _TRAINING_BILLIONS, args.training_uplink, _TRAINING_REPEATS, args.out)
+    return {**_run('upload', args.ranks, args.billions, args.uplink, args.repeats, args.out), 'training': beside}
+
+
+def _run(what: str, n_ranks: int, billions: float, uplink: int, repeats: int, out: Path) -> dict[str, Any]:
+    memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
+    prefixes = [f'run{number}/hf_model_iter_1' for number in range(2 * repeats)]
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as name,
+        s3_server('rclone', Path(name), prefixes=prefixes, options=_SERVER_OPTIONS) as server,
+    ):
+        case = {'billions': billions, 'repeats': repeats, 'uplink_nbytes_per_sec': uplink * 10**6}
+        job = {'what': what, **case, 'endpoint': server.url, 'objects': str(Path(name, 'objects'))}
+        return {'ranks': n_ranks, **case, **run_worker(n_ranks, job, out)}
