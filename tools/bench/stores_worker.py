@@ -20,10 +20,10 @@ from bench.save_worker import STEP, Tell, saver_of
 from bench.stall_worker import Training
 from bench.throttle import limited_sending
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS
+from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import StoreFolder
-from xhf_hooks.places.upload import uploads_of_run
 from xhf_hooks.telemetry import RunLog
 
 if TYPE_CHECKING:  # importing it prints a warning
@@ -122,7 +122,7 @@ class Upload:
         log = RunLog(logging.getLogger('bench'), 'bench')
         self._collective, self._target = Collective(), CheckpointFolder(folder, 1)
         self._uploads = uploads_of_run(url, store, -1, [folder], self._collective, log)
-        self._uploads.claim(self._collective.rank)
+        self._uploads.claim()
 
     def begin(self) -> None:
         self._uploads.committed(self._target, STEP, self._collective)
