@@ -21,14 +21,6 @@ class ZeroStageEnum(enum.IntEnum):
     weights = 3
 
 
-@dataclass
-class fragment_address:
-    """Like that of ``deepspeed.utils.tensor_fragment``."""
-
-    numel: int
-    start: int
-
-
 class DynamicLossScaler:
     """Like that of ``deepspeed.runtime.fp16.loss_scaler``."""
 
@@ -39,7 +31,7 @@ class DynamicLossScaler:
         self.dtype = torch.float16
 
 
-def some_weights(seed: int = 0, frozen: bool = True) -> dict[str, torch.Tensor]:
+def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     """fp32 master weights of odd shapes: fewer elements than ranks, a scalar, an empty tensor."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -60,7 +52,6 @@ class MadeCheckpoint:
         sub_group: At ZeRO-3, a rank's flat vector is cut after this many elements.
         frozen, buffers: Saved unchanged.
         step, skipped: Steps of the engine, and how many of them it skipped after an overflow.
-        optimizer_step: Steps of the optimizer; None: those that were not skipped.
     """
 
     masters: Mapping[str, torch.Tensor] = field(default_factory=some_weights)
@@ -75,9 +66,6 @@ class MadeCheckpoint:
     shared: Mapping[str, str] = field(default_factory=dict)
     step: int = 5
     skipped: int = 0
-    optimizer_step: int | None = None
-    lr: float = 1e-3
-    meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def as_trained(self) -> dict[str, torch.Tensor]:
@@ -122,25 +110,20 @@ class MadeCheckpoint:
             'mp_world_size': 1,
             'ds_config': self._config(),
             'ds_version': '0.19.8',
-            **({'meta': dict(self.meta)} if self.meta else {}),
         }
 
     def _optim_state(self, rank: int) -> dict[str, Any]:
-        step = torch.tensor(float(self.step - self.skipped if self.optimizer_step is None else self.optimizer_step))
-        settings = {'lr': self.lr, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.0}
-        steps = {'state': {0: {'step': step}}, 'param_groups': [settings for _ in self._names()]}
+        step = torch.tensor(float(self.step - self.skipped))
+        steps = {'state': {0: {'step': step}}, 'param_groups': [{'lr': 1e-3} for _ in self._names()]}
         state: dict[str, Any] = {'zero_stage': ZeroStageEnum(self.stage), 'partition_count': self.world_size}
         if self.stage == 3:
             slices = [self._slice(self.masters[name], rank) for group in self._names() for name in group]
             state |= {'fp32_flat_groups': list(torch.cat(slices).split(self.sub_group)), 'optimizer_state_dict': steps}
-            seen = [self._slice(torch.ones_like(self.masters[n]), rank, 0.0) for g in self._names() for n in g]
-            moments = torch.cat(seen).split(self.sub_group)
-            steps['state'] = {i: {'step': step, 'exp_avg_sq': moment} for i, moment in enumerate(moments)}
+            steps['state'] = {i: {'step': step} for i in range(len(state['fp32_flat_groups']))}
         else:
             parts, paddings = zip(*(self._partition(group, rank) for group in self._names()), strict=True)
             state |= {'single_partition_of_fp32_groups': list(parts), 'base_optimizer_state': steps}
             state |= {'partition_count': [self.world_size] * len(parts)}
-            state |= {'param_slice_mappings': [self._mapping(group, rank) for group in self._names()]}
             if self.alignment > 1:
                 state['param_alignment_paddings'] = list(paddings)
         state |= {'loss_scaler': DynamicLossScaler(self.step, self.skipped)}
@@ -148,18 +131,6 @@ class MadeCheckpoint:
 
     def _config(self) -> dict[str, Any]:
         return {'fp16': {'enabled': self.dtype == torch.float16}, 'zero_optimization': {'stage': self.stage}}
-
-    def _mapping(self, group: list[str], rank: int) -> dict[str, fragment_address]:
-        """Addresses of the rank's fragments as ``utils/mixed_precision_linkage.py`` counts, which ignores alignment."""
-        size = -(-sum(self.masters[name].numel() for name in group) // (2 * self.world_size)) * 2
-        found, position = {}, 0
-        for name in group:
-            end = position + self.masters[name].numel()
-            start, stop = max(position, rank * size), min(end, (rank + 1) * size)
-            if start < stop:
-                found[name] = fragment_address(stop - start, start - rank * size)
-            position = end
-        return found
 
     def _partition(self, group: list[str], rank: int) -> tuple[torch.Tensor, list[int]]:
         """Stage 1 and 2: the group as one vector, aligned to 2 * ranks; the last rank's padding is not saved."""
@@ -175,8 +146,8 @@ class MadeCheckpoint:
             mine = mine[: mine.numel() - (aligned.numel() - vector.numel())]
         return mine.clone(), paddings
 
-    def _slice(self, tensor: torch.Tensor, rank: int, padding: float = 88.0) -> torch.Tensor:
+    def _slice(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Stage 3: ceil(numel / ranks) elements, padded."""
         size = -(-tensor.numel() // self.world_size)
-        flat = torch.cat([tensor.reshape(-1), tensor.new_full((size * self.world_size - tensor.numel(),), padding)])
+        flat = torch.cat([tensor.reshape(-1), tensor.new_full((size * self.world_size - tensor.numel(),), 88.0)])
         return flat[rank * size : (rank + 1) * size].clone()

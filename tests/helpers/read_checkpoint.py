@@ -18,10 +18,7 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
 
 def read_all(source: CheckpointSource, *, use_fp32_master: bool = False) -> dict[str, torch.Tensor]:
-    """Every tensor under each of its names, in state-dict order, each read in two parts split at an odd offset.
-
-    Args:
-    """
+    """Every tensor under each of its names, in state-dict order, each read in two parts split at an odd offset."""
     import torch
 
     from xhf_hooks.format.dtypes import TORCH_DTYPES

@@ -137,10 +137,6 @@ def test_a_command_is_split_as_a_shell_does():
     assert HFCheckpointHook(on_saved=['a', 'b c']).on_saved == ('a', 'b c')
 
 
-def test_home_folder():
-    assert HFCheckpointHook('~/folder').out_dir == Path.home() / 'folder'
-
-
 @pytest.mark.parametrize('hook_type', ['HFCheckpointHook', HFCheckpointHook], ids=['name', 'class'])
 def test_built_by_mmengine(hook_type):
     hook = HOOKS.build(dict(type=hook_type, out_dir='folder', interval=3, by_epoch=False))
@@ -148,13 +144,6 @@ def test_built_by_mmengine(hook_type):
     assert hook.out_dir == Path('folder')
     with pytest.raises(ValueError, match='option interval'):
         HOOKS.build(dict(type=hook_type, interval=0))
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
-def test_dtype_of_torch_is_the_same_as_its_name(dtype):
-    by_name, by_type = HFCheckpointHook(dtype=dtype), HFCheckpointHook(dtype=getattr(torch, dtype))
-    assert by_name.dtype == by_type.dtype
-    assert by_name.dtype != HFCheckpointHook().dtype
 
 
 def test_runs_after_the_checkpoint_hook():

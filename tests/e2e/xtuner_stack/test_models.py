@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import around
+from tests.helpers.adapted import adapt, around, refusal
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import DECODER, NOISE_STD, build
-from xhf_hooks.exporters import (
-    RewardExporter,
-    ShardedMoeExporter,
-    exporter_for,
-)
+from xhf_hooks.exporters import LoraExporter, RewardExporter, ShardedMoeExporter, exporter_for
+from xhf_hooks.sources import source_for
 
 REWARD_TOKEN_ID = 130
 
@@ -198,11 +195,22 @@ def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank
     )
     assert_same_folder_tensors(tmp_path / 'expected', committed.path)
     assert max(len(group.reads) for bucket in plan.buckets for group in bucket.groups) == 1
+    in_slices, _ = save_folder(model, tmp_path / 'slices')
+    assert not in_slices.buckets
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'slices')
     config = json.loads((committed.path / 'config.json').read_text())
     assert not {'moe_implementation', 'expert_in_one_shard'} & set(config)
     assert config['architectures'] == [type(llm).__name__]
     if family is mixtral:
         assert_loads_clean(committed.path, MixtralForCausalLM)
+
+
+def test_adapter_of_sharded_experts():
+    model = adapt(mixtral(2))
+    exporter = exporter_for(model, None)
+    assert type(exporter) is LoraExporter
+    assert all('lora_' in entry.hf_name for entry in exporter.entries(source_for(model).specs(), None))
+    assert 'sharded experts is not supported; set lora to' in refusal(model, 'merge')
 
 
 def test_sharded_deepseek_v2_goes_out_with_the_bases_code(tmp_path):

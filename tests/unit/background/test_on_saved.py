@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import on_saved_family
-from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.ranks import HANG_SECS
 from tests.helpers.tiny_checkpoint import commit_one, iteration
 from tests.unit.places.test_store_folder import folder as stored_folder  # noqa: F401
 from tests.unit.places.test_store_folder import newest, prefixes, save, url  # noqa: F401
@@ -151,17 +151,6 @@ def test_close_ends_what_runs_and_drops_what_waits(waiting, caplog):
         assert f'iter_{number} was cancelled: training has ended' in caplog.text
 
 
-def test_a_forked_child_leaves_it_alone(waiting, monkeypatch, tmp_path):
-    waiting.save()
-    until(lambda: waiting.calls)
-    with monkeypatch.context() as child:
-        child.setattr(on_saved.os, 'getpid', lambda: -1)
-        waiting.after.close()
-    assert len(waiting.kept) == 1
-    (tmp_path / 'may_end').touch()
-    assert waiting.after.wait(HANG_SECS) and len(waiting.results) == 1
-
-
 def test_the_program_is_looked_for_before_training(run_of):
     with pytest.raises(OptionError, match=r"on_saved: expected a program .*'no_such_program'"):
         run_of(['no_such_program', 'x'])
@@ -202,19 +191,6 @@ def test_the_last_object_is_the_result(lines, numbers):
     assert numbers_in(lines) == numbers
 
 
-def test_output_is_appended_and_only_the_end_of_what_is_new_is_read(run_of):
-    script = 'import sys; print("e", file=sys.stderr); print("{\\"a\\": 1}"); sys.exit() if sys.argv[1] == "1" else 0; '
-    script += 'print("x" * 5_000_000, end="")'
-    run = run_of(python(script, '{step}'))
-    for number in (1, 2):
-        run.save(number)
-        assert run.after.wait(HANG_SECS)
-    run.save(1)
-    assert run.after.wait(HANG_SECS)
-    assert [number for number, _ in run.results] == [1, 1]
-    assert (run.output(1) / 'output.log').read_text().count('{"a": 1}\n') == 2
-
-
 @pytest.mark.parametrize('how', ['it ends', 'out of time', 'training has ended'])
 def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog, monkeypatch):
     monkeypatch.setattr(on_saved, 'MOST_SECS', 5.0 if how == 'out of time' else 600)
@@ -227,20 +203,6 @@ def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog, monkeypatch
     said = {'it ends': '', 'out of time': 'killed by signal 9', 'training has ended': 'cancelled: training has ended'}
     assert said[how] in caplog.text
     assert members(tmp_path)
-    until(lambda: alive(members(tmp_path)) == [])
-
-
-def _run_family(folder: Path) -> None:
-    run = Run(folder, [*FAMILY, str(folder), '10000'])
-    run.save()
-    run.after.wait(HANG_SECS)
-
-
-def test_nothing_is_left_when_the_run_is_killed(tmp_path):
-    rank = start_process(_run_family, tmp_path)
-    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
-    rank.kill()
-    rank.join()
     until(lambda: alive(members(tmp_path)) == [])
 
 

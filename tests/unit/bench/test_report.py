@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from bench.charts import CHARTS, draw, sections
-from bench.report import table
 
 ROOT = Path(__file__).parents[3]
 MEASURED = sorted((ROOT / 'docs' / 'bench').glob('*.json'))
@@ -48,25 +47,6 @@ def test_one_command_measures_all_that_is_quoted(command):
     assert {file.stem for file in (ROOT / 'docs' / 'bench').glob('*.svg')} == {file.stem for file in MEASURED}
 
 
-def test_all_runs_each_in_its_environment(command, tmp_path, monkeypatch):
-    python = tmp_path / 'env' / 'bin' / 'python'
-    python.parent.mkdir(parents=True)
-    python.touch()
-    launched: list[list[str]] = []
-
-    def launch(line: list[str], **_: object) -> None:
-        launched.append(line)
-
-    monkeypatch.setattr(command.subprocess, 'run', launch)
-    parser = command.make_parser()
-    args = parser.parse_args(['all', '--xtuner-env', str(tmp_path / 'env'), '--out', str(tmp_path)])
-    command.run_all(args)
-    pythons = {line[2]: line[0] for line in launched}
-    assert set(pythons) == set(command.BENCHES)
-    assert pythons.pop('convert') == str(python) and set(pythons.values()) == {sys.executable}
-    assert all(line[3:] == ['--out', str(tmp_path)] for line in launched)
-
-
 def test_a_chart_is_drawn(tmp_path):
     runs = {'theirs': [{'seconds': 8.0}], 'xhf_hooks stream': [{'seconds': 2.0, 'peak_extra_mb': 1.0}]}
     size = {'parameters': 10**8, 'nbytes': 2 * 10**8, 'runs': runs}
@@ -75,15 +55,3 @@ def test_a_chart_is_drawn(tmp_path):
         draw('save', measured, tmp_path / name)
     assert (tmp_path / 'a').read_bytes() == (tmp_path / 'b').read_bytes()
     assert {'8.00', '2.00', '1', '<cpu>, 2 cores', 'theirs', 'xhf_hooks stream'} <= words_of(tmp_path / 'a')
-
-
-def _run(seconds: float, **more: float) -> list[dict[str, float]]:
-    return [{'seconds': seconds, 'peak_extra_mb': 7.0, 'sent_mb': 50.0, **more}]
-
-
-def test_the_table_of_some_ways_alone():
-    """Without what the other columns compare with."""
-    size = {'parameters': 10**8, 'nbytes': 2 * 10**8, 'runs': {'xhf_hooks stream, without fsync': _run(2.0)}}
-    lines = table('save', {'sizes': [size]}).splitlines()
-    assert lines[2] == '| way | seconds | extra memory, MB | sent to other ranks, MB |'
-    assert lines[4] == '| xhf_hooks stream, without fsync | 2.00 | 7 | 50 |'

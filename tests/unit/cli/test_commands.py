@@ -48,15 +48,6 @@ def test_a_package_that_is_not_there(command, package, extra, capsys, monkeypatc
     assert line == f"xhf {command}: {name} is not installed: pip install 'xhf_hooks[{extra}]'"
 
 
-def test_other_missing_modules_are_faults(capsys, monkeypatch):
-    def lack(*_: object) -> None:
-        raise ModuleNotFoundError("No module named 'xhf_hooks.gone'", name='xhf_hooks.gone')
-
-    monkeypatch.setattr(convert, '_run', lack)
-    assert main(['convert', 'A', 'B']) == 1
-    assert 'Traceback' in capsys.readouterr().err
-
-
 def test_a_url_is_no_folder(capsys):
     with pytest.raises(SystemExit) as ended:
         main(['convert', 'run', 's3://bucket/run'])

@@ -24,9 +24,3 @@ def test_not_while_a_part_of_it_is_in_use(view):
     assert address(second) != where
     del part
     assert address(pool.take()) == where
-
-
-def test_who_takes_more_than_there_are_gets_more():
-    pool = BufferPool(NBYTES, 2)
-    taken = [pool.take() for _ in range(5)]
-    assert len({address(buffer) for buffer in taken}) == 5

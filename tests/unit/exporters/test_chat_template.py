@@ -139,19 +139,6 @@ def test_text_and_ids_are_those_of_training(name, dialogue_name, plain):
         assert ids == training_ids(messages, template, plain)
 
 
-READABLE = {
-    'default': '<s><|System|>:S\n<|User|>:a\n<|Bot|>:b</s>\n<s><|User|>:c\n<|Bot|>:d</s>\n',
-    'qwen_chat': '<s><|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
-    'b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n',
-}
-
-
-@pytest.mark.parametrize('name', READABLE)
-def test_text_as_one_reads_it(name, plain):
-    messages = dialogue('a', 'b', 'c', 'd', system='S')
-    assert chatting(plain, TEMPLATES[name]).apply_chat_template(messages, tokenize=False) == READABLE[name]
-
-
 @pytest.mark.parametrize('message', [dict(role='tool', content='x'), dict(role='user', content=[{'text': 'x'}])])
 def test_what_training_never_had_is_refused(message, plain):
     with pytest.raises(TemplateError, match=r'Roles are|must be text'):
@@ -217,12 +204,10 @@ MISTRAL, LLAMA = LITERALS['mistral'], LITERALS['llama3_chat']
 CONFIGS = [
     (run_config(factory(MISTRAL)), MISTRAL),
     (run_config(factory(f'{__name__}.MISTRAL')), MISTRAL),
-    (run_config(factory(MISTRAL), factory(MISTRAL)), MISTRAL),
     (run_config(factory(MISTRAL), None, prompt_template=LLAMA), MISTRAL),
     (run_config(factory(MISTRAL), factory(LLAMA), prompt_template=LLAMA), LLAMA),
     (run_config(kind='load_from_disk', prompt_template=LLAMA), LLAMA),
     (ConfigDict(train_dataset=dict(template_map_fn=factory(LLAMA))), LLAMA),
-    (run_config(None, prompt_template=LLAMA), None),
     (run_config(kind='build_preference_dataset', prompt_template=LLAMA), None),
     (ConfigDict(), None),
 ]

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tests.helpers.adapted import around
 from tests.helpers.zoo import build
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
+from xhf_hooks.exporters import exporter_for
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
@@ -58,12 +58,6 @@ def kinds(entries: list[ExportEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 # Finding the model
-
-
-def test_module_chooses(tmp_path):
-    critic = build('bert')
-    model = around(llm=build('llama'), deep=around(critic=critic))
-    assert kinds(entries_of(model, 'deep.critic')) == saved_tensors(critic, tmp_path)
 
 
 @pytest.mark.parametrize(('path', 'found'), [('nothing', 'NoneType'), ('head', 'Linear'), ('llm.lm_head', 'Linear')])
@@ -178,18 +172,3 @@ def test_which_one_is_asked():
 
 
 # The live model is read-only
-
-
-def test_live_model_is_untouched(tmp_path):
-    model = build('llama')
-    model.config.use_cache = False
-    model.config.vocab_size = 7
-    config, generation = model.config.to_dict(), model.generation_config.to_dict()
-    weights = {name: (t, t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
-    exporter = HuggingFaceExporter(model, None)
-    exporter.entries(source_for(model).specs(), 'F16')
-    exporter.write_hf_assets(tmp_path, None, ())
-    assert model.config.to_dict() == config
-    assert model.generation_config.to_dict() == generation
-    after = model.state_dict(keep_vars=True)
-    assert all(after[name] is tensor and torch.equal(tensor, copy) for name, (tensor, copy) in weights.items())

@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.tokenizer import base_file, load_tokenizer
+from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.sources import source_for
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -58,22 +58,6 @@ def tokenizer():
 # config.json
 
 
-@pytest.mark.parametrize(
-    ('trained', 'option', 'expected'),
-    [
-        (torch.float32, None, 'float32'),
-        (torch.bfloat16, None, 'bfloat16'),
-        (torch.bfloat16, 'F32', 'float32'),
-        (torch.float32, 'F16', 'float16'),
-    ],
-)
-def test_dtype_is_what_is_written(trained, option, expected, tmp_path):
-    written(tmp_path, build('llama').to(trained), dtype=option)
-    config = read_json(tmp_path / 'config.json')
-    assert dtype_of(config) == expected
-    assert config['architectures'] == ['LlamaForCausalLM']
-
-
 def test_dtype_of_parts(tmp_path):
     """A part's own dtype would win over the option when the folder is loaded."""
     model = build('llava')
@@ -84,23 +68,8 @@ def test_dtype_of_parts(tmp_path):
     assert {dtype_of(config), dtype_of(config['text_config']), dtype_of(config['vision_config'])} == {'bfloat16'}
 
 
-def test_architecture_is_the_trained_class_not_the_base(tmp_path):
-    model = with_base(build('llama'), tmp_path / 'base', architectures=['SomethingElse'])
-    model.config.architectures = ['SomethingElse']
-    written(tmp_path / 'found', model)
-    assert read_json(tmp_path / 'found' / 'config.json')['architectures'] == ['LlamaForCausalLM']
-
-
 def use_cache_written(folder: Path) -> bool:
     return AutoConfig.from_pretrained(folder).get_text_config().use_cache
-
-
-@pytest.mark.parametrize('family', ['llama', 'llava'])
-def test_use_cache_without_base_is_the_default_of_the_class(family, tmp_path):
-    model = build(family)
-    model.config.get_text_config().use_cache = False
-    written(tmp_path, model)
-    assert use_cache_written(tmp_path) is True
 
 
 @pytest.mark.parametrize('base', [True, False])
@@ -167,16 +136,6 @@ def test_invalid_generation_config_is_left_out(tmp_path):
 # Tokenizer and processor
 
 
-def test_tokenizer_with_chat_template(tokenizer, tmp_path):
-    before = copy.deepcopy(tokenizer.init_kwargs)
-    written(tmp_path, build('llama'), tokenizer=tokenizer)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded('a b c').input_ids == tokenizer('a b c').input_ids == [3, 4, 0]
-    message = [{'role': 'user', 'content': 'a'}]
-    assert loaded.apply_chat_template(message, tokenize=False) == 'user: a\n'
-    assert tokenizer.init_kwargs == before and tokenizer.chat_template == TEMPLATE
-
-
 def test_tokenizer_of_the_base(tokenizer, tmp_path):
     assert load_tokenizer('', trust_remote_code=False) is None
     model = with_base(build('llama'), tmp_path)
@@ -211,8 +170,3 @@ def test_processor_files_come_from_the_base(tokenizer, tmp_path):
     (tmp_path / 'base' / 'preprocessor_config.json').write_text('"base"')
     written(tmp_path / 'found', model, tokenizer=Processor())
     assert read_json(tmp_path / 'found' / 'preprocessor_config.json') == 'own'
-
-
-@pytest.mark.parametrize('base', ['', 'no/such/folder/at all', 'xhf-nobody/has-this'])
-def test_base_file_of_nothing(base):
-    assert base_file(base, 'config.json') is None

@@ -53,28 +53,6 @@ def test_kept_in_fp32_as_by_from_pretrained(family, dtype, tmp_path):
     assert config_dtype(tmp_path / 'hf_model') == config_dtype(expected) == dtype
 
 
-@pytest.mark.modern_only
-@pytest.mark.parametrize('trained', ['float32', 'bfloat16'])
-def test_deepseek_v3_keeps_its_bias_whatever_the_dtype_of_training(trained, tmp_path):
-    """DeepSpeed casts buffers, too; a bias that was rounded in training is widened."""
-    model = build('deepseek_v3').to(getattr(torch, trained))
-    save_hf(model, tmp_path / 'hf_model', dtype='bfloat16')
-    kept = fp32_names(tmp_path / 'hf_model')
-    assert kept == fp32_names(reference('deepseek_v3', 'bfloat16', tmp_path))
-    if not kept and transformers.__version__.startswith('4.'):  # its from_pretrained keeps parameters, but no buffers
-        return
-    assert kept == {'model.layers.1.mlp.gate.e_score_correction_bias'}
-    found = folder_tensors(tmp_path / 'hf_model')[next(iter(kept))]
-    assert torch.equal(found, model.model.layers[1].mlp.gate.e_score_correction_bias.float())
-
-
-def test_float32_and_the_dtype_of_training_are_as_before(tmp_path):
-    save_hf(build('t5').half(), tmp_path / 'trained')
-    assert set(dtypes_of(tmp_path / 'trained').values()) == {torch.float16}
-    save_hf(build('t5').half(), tmp_path / 'wide', dtype='float32')
-    assert set(dtypes_of(tmp_path / 'wide').values()) == {torch.float32}
-
-
 # dtype='base'
 
 
@@ -134,18 +112,15 @@ def test_what_the_base_lacks_is_as_most_of_it(tmp_path):
     assert found['model.norm.weight'] == torch.float32
 
 
-@pytest.mark.parametrize('lora', ['merge', 'both', 'adapter'])
-def test_lora(lora, tmp_path):
+def test_lora(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     base = mixed_base(tmp_path / 'base')
     model = get_peft_model(loaded(base), LoraConfig(r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'))
-    save_hf(model, tmp_path / 'hf_model', dtype='base', lora=lora)
-    if lora != 'adapter':
-        assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
-    if lora != 'merge':
-        adapter = tmp_path / 'hf_model' / ('adapter' if lora == 'both' else '') / 'adapter_model.safetensors'
-        assert {tensor.dtype for tensor in load_file(adapter).values()} == {torch.float32}  # as in training
+    save_hf(model, tmp_path / 'hf_model', dtype='base', lora='both')
+    assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
+    adapter = load_file(tmp_path / 'hf_model/adapter/adapter_model.safetensors')
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}  # as in training
 
 
 def test_hub_cache(tmp_path, monkeypatch):
@@ -163,17 +138,8 @@ def test_hub_cache(tmp_path, monkeypatch):
     assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
 
 
-def no_base(model: Any, base: Path) -> None:
-    model.config._name_or_path = ''
-
-
 def no_safetensors(model: Any, base: Path) -> None:
     (base / 'model.safetensors').rename(base / 'pytorch_model.bin')
-
-
-def a_shard_is_missing(model: Any, base: Path) -> None:
-    (base / INDEX).write_text(json.dumps({'weight_map': {'lm_head.weight': 'model-00001-of-00002.safetensors'}}))
-    (base / 'model.safetensors').unlink()
 
 
 def quantized(model: Any, base: Path) -> None:
@@ -187,9 +153,7 @@ def another_model(model: Any, base: Path) -> None:
 
 
 WRONG = {
-    no_base: r"since the base model '' has no model\.safetensors",
     no_safetensors: r"since the base model '.*/base' has no model\.safetensors",
-    a_shard_is_missing: r"/base' has no model-00001-of-00002\.safetensors",
     quantized: r'lm_head\.weight is quantized \(F8_E4M3\)',
     another_model: r'has no tensor of the trained model by name',
 }
@@ -206,13 +170,8 @@ def test_bases_that_cannot_say_it(spoil, tmp_path):
     assert not (tmp_path / 'hf_model').exists()
 
 
-def test_convert_refuses_a_base_without_safetensors(tmp_path, capsys):
-    from xhf_hooks.cli.convert import main
-
+def test_convert(tmp_path):
     base = mixed_base(tmp_path / 'base')
     torch.save(loaded(base).state_dict(), tmp_path / 'model.pth')
     out = convert(tmp_path / 'model.pth', tmp_path / 'out', '--base', base, '--dtype', 'base')
     assert dtypes_of(out) == dtypes_of(base)
-    (base / 'model.safetensors').unlink()
-    assert main([str(tmp_path / 'model.pth'), str(tmp_path / 'other'), '--base', str(base), '--dtype', 'base']) == 2
-    assert 'option dtype: expected another one, since the base model' in capsys.readouterr().err

@@ -81,11 +81,3 @@ def test_a_field_that_is_there_is_not_replaced(tmp_path):
     model.config.rope_theta = 7.0  # transformers 5 ignores it
     (warning,) = written(tmp_path, model)
     assert config_fields(tmp_path)['rope_theta'] == 7.0 and 'ignores rope_parameters' in warning
-
-
-@pytest.mark.parametrize('family', ['gpt2', 'bert'])
-def test_without_rope_nothing_is_added(family, tmp_path):
-    model = build(family)
-    model.save_pretrained(tmp_path / 'expected')
-    assert written(tmp_path / 'found', model) == []
-    assert (tmp_path / 'found/config.json').read_bytes() == (tmp_path / 'expected/config.json').read_bytes()

@@ -31,9 +31,3 @@ def test_pieces_larger_than_four_gigabytes():
         step *= 2
     assert whole == checksum.combine(0, whole, size)
     assert checksum.combine(checksum.crc32(b'a'), whole, size) != checksum.combine(checksum.crc32(b'b'), whole, size)
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_hexadecimal_and_back(crc):
-    text = checksum.to_hex(crc)
-    assert len(text) == 8 and checksum.from_hex(text) == crc

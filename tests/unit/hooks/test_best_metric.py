@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import numpy as np
 import pytest
 import torch
 from mmengine.logging import MessageHub
 
-from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.errors import OptionError
 from xhf_hooks.hooks.best import BestMetric, BestSave
 
 
@@ -60,21 +59,6 @@ def test_auto_without_a_rule_for_the_first_result_is_an_error_of_ours(hub):
         BestMetric('auto', None).improved({'strange': 1.0}, hub)
 
 
-def test_auto_with_a_rule(hub):
-    best = BestMetric('auto', 'less')
-    assert best_after_each(best, hub, [{'strange': 2}, {'strange': 3}, {'strange': 1}]) == [
-        {'strange': 2},
-        {},
-        {'strange': 1},
-    ]
-
-
-def test_several_metrics_are_judged_apart(hub):
-    best = BestMetric(['acc', 'loss'], ['greater', 'less'])
-    results = [{'acc': 1, 'loss': 5}, {'acc': 2, 'loss': 6}, {'acc': 1, 'loss': 4}, {'acc': 0, 'loss': 9}]
-    assert best_after_each(best, hub, results) == [{'acc': 1, 'loss': 5}, {'acc': 2}, {'loss': 4}, {}]
-
-
 def test_suffixes():
     assert BestMetric('coco/bbox_mAP', None).suffix('coco/bbox_mAP') == 'best'
     several = BestMetric(['coco/bbox_mAP', 'loss'], None)
@@ -96,20 +80,6 @@ def test_a_save_that_failed_is_not_remembered(hub):
     assert best.improved({'acc': 2}, hub) == {}
 
 
-@pytest.mark.parametrize('score', [3.5, torch.tensor(3.5)], ids=['float', 'tensor'])
-def test_resume(score, hub, tmp_path):
-    """Through what MMEngine's checkpoints carry: Runner.save_checkpoint pickles hub.state_dict()."""
-    best = BestMetric(['acc', 'loss'], None)
-    best_after_each(best, hub, [{'acc': score, 'loss': 1.0}])
-    state = pickle.loads(pickle.dumps(hub.state_dict()))
-
-    resumed_hub = MessageHub('xhf-resumed')
-    resumed_hub.load_state_dict(state)
-    resumed = BestMetric(['acc', 'loss'], None)
-    results = [{'acc': 3.0, 'loss': 2.0}, {'acc': 4.0, 'loss': 0.5}]
-    assert best_after_each(resumed, resumed_hub, results) == [{}, {'acc': 4.0, 'loss': 0.5}]
-
-
 def test_scores_of_the_checkpoint_hook_are_another_matter(hub):
     """CheckpointHook may track the same metric in the same hub under its own key."""
     hub.update_info('best_score', 100.0)
@@ -122,32 +92,3 @@ def test_a_score_comes_back_from_the_manifest(score):
     """Strict JSON has no infinities."""
     manifest = json.dumps(BestMetric('acc', None).facts('acc', score), allow_nan=False).encode()
     assert BestSave.described_by(manifest, 'hf_best') == BestSave('hf_best', 'acc', float(score), None)
-
-
-@pytest.mark.parametrize(
-    'text', ['', '[]', '{}', '{"best": 5}', '{"best": {"metric": "acc", "score": "nan"}}', '[' * 10**5]
-)
-def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(text, hub):
-    earlier = [BestSave.described_by(text.encode(), 'hf_best', 'best')]
-    with pytest.raises(TargetError, match='hf_best has no recorded score'):
-        BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub)
-    hub.update_info('hf_checkpoint_best_score_acc', 2.5)
-    assert BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 2.5000']
-
-
-@pytest.mark.parametrize('save_best', ['acc', 'auto'])
-def test_a_save_by_another_metric_is_not_replaced(save_best, hub):
-    best, earlier = BestMetric(save_best, None), [BestSave('hf_best', 'loss', 1.0, 'best')]
-    with pytest.raises(TargetError, match="hf_best holds the best save by 'loss'"):
-        best.begin('s3://bucket/hf', earlier, hub)
-        best.improved({'acc': 1.0}, hub)
-
-
-def test_the_best_of_all_places_and_the_hub_is_to_be_beaten(hub):
-    best = BestMetric('acc', None)
-    hub.update_info('hf_checkpoint_best_score_acc', 2.5)
-    earlier = [BestSave('hf_best', 'acc', 2.0, 'best'), BestSave('s3://bucket/hf_best', 'acc', 3.0, 'best')]
-    earlier += [BestSave('earlier_run', 'acc', 1.0, None), BestSave('earlier_run', 'loss', 9.0, None)]
-    assert best.begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 3.0000']
-    assert best.improved({'acc': 2.7}, hub) == {}
-    assert best.improved({'acc': 3.1}, hub) == {'acc': 3.1}

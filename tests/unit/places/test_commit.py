@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import zlib
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, iteration, stage, tiny_plan, visible
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
@@ -68,31 +67,6 @@ def test_an_empty_folder_under_the_final_name_is_fine(tmp_path, both_ways):
     assert hidden(tmp_path) == {'.hf_model.lock'}
 
 
-def test_a_reader_never_finds_the_name_missing(folder):
-    """Polls as fast as it can while 25 commits replace each other."""
-    commit_one(folder, 1)
-    manifest = folder.final / MANIFEST_NAME
-    stop, misses, polls = threading.Event(), [], [0]
-
-    def poll() -> None:
-        while not stop.is_set():
-            polls[0] += 1
-            if not manifest.exists():
-                misses.append(polls[0])
-
-    reader = threading.Thread(target=poll)
-    reader.start()
-    try:
-        for number in range(2, 27):
-            commit_one(folder, number)
-    finally:
-        stop.set()
-        reader.join()
-    assert polls[0] > 25
-    assert misses == []
-    assert content(folder.final) == 26
-
-
 @pytest.mark.parametrize(
     ('max_keep', 'expected'),
     [
@@ -127,19 +101,6 @@ def test_going_back_keeps_what_was_committed_last(tmp_path, both_ways):
     for number in (31, 32, 33):
         commit_one(folder, number)
     assert visible(tmp_path) == {'hf_model': 33, 'hf_model_iter_31': 31, 'hf_model_iter_32': 32}
-
-
-def test_commits_are_counted_over_runs(tmp_path):
-    found = []
-    for max_keep in (1, 2):
-        folder = claimed(tmp_path / 'hf_model', max_keep)
-        for number in (5, 3):
-            commit_one(folder, number)
-            found.append(json.loads((folder.final / MANIFEST_NAME).read_text())['commit'])
-        folder.release()
-    assert [commit['number'] for commit in found] == [1, 2, 3, 4]
-    runs = [commit['run'] for commit in found]
-    assert runs[0] == runs[1] != runs[2] == runs[3]
 
 
 @pytest.mark.parametrize('max_keep', [1, 2])

@@ -8,7 +8,6 @@ import os
 import pytest
 
 from tests.helpers.tiny_checkpoint import commit_one, content, visible
-from xhf_hooks.errors import TargetError
 from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
@@ -81,13 +80,3 @@ def test_other_timestamps_are_swept(tmp_path):
     sweep_dead_runs(tmp_path, 'hf_model')
     assert kept_names(tmp_path / '20261122_000000') == [], 'of a run that has ended'
     assert len(kept_names(tmp_path / '20261122_000001')) == 1, 'of a live run'
-
-
-def test_what_is_not_whole_is_refused(folder, tmp_path):
-    with pytest.raises(TargetError, match='not a complete save'):
-        folder.keep()
-    commit_one(folder, 1)
-    next(folder.final.glob('*.safetensors')).unlink()
-    with pytest.raises(TargetError, match='cannot be kept'):
-        folder.keep()
-    assert kept_names(tmp_path) == []

@@ -145,18 +145,6 @@ def test_bytes_that_the_disk_changed_are_not_uploaded(folder, url, tmp_path):
     assert keys(url) == {'hf_model.json'}
 
 
-def test_a_save_is_there_though_older_ones_cannot_be_deleted(folder, url, monkeypatch):
-    for number in (1, 2):
-        save(folder, number)
-    written = upload(folder, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, 'delete', lambda *args: (_ for _ in ()).throw(StoreError('AccessDenied')))
-        folder.commit(written)
-    assert 'AccessDenied' in folder.said[0] and newest(url) == 'hf_model_iter_3'
-    save(folder, 4)
-    assert prefixes(url) == {'hf_model_iter_3', 'hf_model_iter_4'}
-
-
 @pytest.mark.parametrize('arrives', [True, False])
 def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
     save(folder, 1)
@@ -269,35 +257,6 @@ def test_a_store_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
     with pytest.raises(StoreError, match=r'does not answer within 0.2 s'):
         store.put_file('key', tmp_path / 'file')
     assert time.monotonic() - began > 3 * 0.45
-
-
-def test_a_request_is_sent_again(url, monkeypatch):
-    said, fails = [], [OSError('SlowDown'), OSError('cut')]
-    store = open_store(url, warn=said.append)
-    pipe = store._fs.pipe_file
-
-    def fail(*args):
-        if fails:
-            raise fails.pop()
-        pipe(*args)
-
-    monkeypatch.setattr(store._fs, 'pipe_file', fail)
-    store.put('key', b'data')
-    assert store.get('key', 1, 3) == b'at' and len(said) == 2 and 'SlowDown' in said[1]
-    fails[:] = [OSError('https://a/b?X-Signature=secret')] * 3
-    with pytest.raises(StoreError, match=r'key: cannot write: OSError: https://a/b. Check upload_to'):
-        store.put('key', b'data')
-
-
-def test_objects_in_files(tmp_path):
-    store = open_store(tmp_path.as_uri())
-    store.require_usable()
-    store.put('sub/ä &?.bin', b'123')
-    (tmp_path / 'from').write_bytes(b'4567')
-    store.put_file('new/deep.bin', tmp_path / 'from')
-    assert store.sizes('sub') == {'ä &?.bin': 3} and store.sizes('new') == {'deep.bin': 4} and store.sizes('none') == {}
-    store.delete(['sub/ä &?.bin', 'none'])
-    assert store.get('sub/ä &?.bin') is None and [*(tmp_path / 'sub').iterdir()] == []
 
 
 @pytest.mark.parametrize('url', ['bucket/run', 's3://', 's3://key:secret@bucket', 's3://bucket/a?X-Signature=b', 3])

@@ -68,43 +68,29 @@ def fewer(state: dict[str, Any], key: str) -> None:
     groups[0] = groups[0][:-2].clone()
 
 
-FLAT12, FLAT3 = 'single_partition_of_fp32_groups', 'fp32_flat_groups'
+FLAT = 'single_partition_of_fp32_groups'
 #: Stage, what is done to the folder, the file that the message names, part of the message.
 CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
-    'rank missing': (1, remove(optim(1)), optim(1), 'missing'),
-    'last rank missing': (1, remove(optim(2)), optim(2), 'missing'),
-    'rank missing at 3': (3, remove(optim(2)), optim(2), 'missing'),
     'model file of a rank missing': (3, remove(model3(1)), model3(1), 'missing'),
-    'last rank missing at 3': (3, lambda f: (remove(optim(2))(f), remove(model3(2))(f)), optim(2), 'missing'),
     'model file missing': (1, remove(MODEL), 'model_states.pt', 'is missing'),
     'all optimizer files missing': (3, lambda f: [remove(optim(r))(f) for r in range(3)], model3(0), 'copy them'),
     'truncated': (3, cut(optim(1), 0.7), optim(1), 'truncated'),
-    'truncated model file': (1, cut(MODEL, 0.5), MODEL, 'truncated'),
     'empty': (1, cut(optim(0), 0), optim(0), 'empty file'),
-    'a web page': (1, text(optim(1)), optim(1), 'not a file of torch.save'),
     'another world size': (1, from_another(optim(1), world_size=2), optim(1), 'number of ranks 2'),
     'a rank too many': (1, lambda f: shutil.copy(f / optim(2), f / optim(3)), optim(3), 'left over from another run'),
     'another step': (1, from_another(optim(1), step=6), optim(1), 'optimizer step 6'),
     'another step at 3': (3, from_another(optim(2), step=6), optim(2), 'optimizer step 6'),
-    'another model file at 3': (3, from_another(model3(2), step=6), model3(2), 'global_steps 6'),
     'another stage': (1, from_another(optim(1), stage=2), optim(1), 'ZeRO stage 2'),
     'leftovers of stage 3': (1, from_another(model3(0), stage=3), MODEL, 'files of several runs'),
-    'another precision': (
-        1, lambda f: shutil.copy(f / optim(0), f / f'bf16_{optim(0)}'), optim(0), 'files of several runs'),
     'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(0), 'ends within'),
     'other shape at 3': (3, edit(model3(0), lambda s: shapes(s, 'b.weight', (99,))), model3(1), 'shapes of parameters'),
     'same size, other shape': (1, edit(MODEL, lambda s: shapes(s, 'a.weight', (3, 5))), MODEL, 'another one in'),
-    'too few elements': (1, edit(optim(2), lambda s: fewer(s, FLAT12)), optim(0), 'ends within'),
-    'uneven ranks': (1, edit(optim(1), lambda s: fewer(s, FLAT12)), optim(0), 'has parts of sizes'),
-    'too few elements at 3': (3, edit(optim(1), lambda s: fewer(s, FLAT3)), optim(1), 'elements, expect'),
-    'short frozen slice': (
-        3, edit(model3(1), lambda s: s['frozen_param_fragments'].update(frozen=HALF[0])), model3(1), 'elements'),
+    'uneven ranks': (1, edit(optim(1), lambda s: fewer(s, FLAT)), optim(0), 'has parts of sizes'),
     'lost frozen slice': (
         3, edit(model3(1), lambda s: s['frozen_param_fragments'].clear()), model3(1), 'lacks the frozen'),
     'no fp32 weights': (
-        1, edit(optim(0), lambda s: s['optimizer_state_dict'].pop(FLAT12)), optim(0), 'not an optimizer file'),
+        1, edit(optim(0), lambda s: s['optimizer_state_dict'].pop(FLAT)), optim(0), 'not an optimizer file'),
     'unknown stage': (1, edit(optim(0), lambda s: s['optimizer_state_dict'].update(zero_stage=7)), optim(0), 'unknown'),
-    'optimizer of torch': (1, edit(optim(0), lambda s: s.clear()), optim(0), 'not an optimizer file'),
     'another model file': (1, edit(MODEL, lambda s: s.pop('buffer_names')), MODEL, 'not a model file'),
     'tensor parallel': (1, edit(MODEL, lambda s: s.update(mp_world_size=2)), MODEL, 'tensor parallelism'),
     'experts of AutoEP': (1, edit(MODEL, lambda s: s.update(ds_autoep_layers=[{'a': 1}])), MODEL, 'expert parallelism'),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
 ONE_RUN = 'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
 BY_NAME = 'not verifiable: only the file names say which rank wrote which file'
-MODEL = 'mp_rank_00_model_states.pt'
 FROZEN = {'frozen': torch.randn(6, 2).half()}
 
 
@@ -33,22 +31,6 @@ def swap(folder: Path, one: str, other: str) -> None:
     (folder / one).rename(folder / 'x')
     (folder / other).rename(folder / one)
     (folder / 'x').rename(folder / other)
-
-
-def edit(folder: Path, pattern: str, change: Callable[[dict[str, Any]], Any], *, nameless: bool = False) -> None:
-    """Load and save files, as a script of a user might."""
-    for file in folder.glob(pattern):
-        state = torch.load(file, weights_only=False)
-        change(state)
-        if nameless:
-            with file.open('wb') as stream:
-                torch.save(state, stream)
-        else:
-            torch.save(state, file)
-
-
-def forget_names(folder: Path) -> None:
-    edit(folder, '*.pt', lambda state: None, nameless=True)
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -113,20 +95,3 @@ def test_optimizer_files_of_an_earlier_step_are_told_of(tmp_path, stage):
     assert f'the optimizer of {optim(0)} has made 5 steps, ' in source.unproven[-1]
     assert source.unproven[-1].endswith('otherwise put the files of one save together')
     assert_same_tensors(read_all(source, use_fp32_master=True), dict(earlier.masters))
-
-
-@pytest.mark.parametrize('stage', [1, 3])
-def test_what_is_not_recorded_is_no_error_but_told(tmp_path, stage):
-    made = MadeCheckpoint(stage=stage, world_size=2)
-    folder = made.write(tmp_path / 'x')
-
-    def forget(state: dict[str, Any]) -> None:
-        del state['ds_config']
-        if 'optimizer_state_dict' in state:
-            base = state['optimizer_state_dict']['optimizer_state_dict' if stage == 3 else 'base_optimizer_state']
-            base['state'] = {}
-
-    edit(folder, '*.pt', forget)
-    source = open_checkpoint(folder)
-    assert_same_tensors(read_all(source), made.as_trained)
-    assert 'the iteration of the fp32 weights' in source.unproven[-1]

@@ -22,6 +22,7 @@ WEIGHTS = {
     'scalar': torch.tensor(3.0),
     'ids': torch.arange(9),
     'flag': torch.tensor([True, False]),
+    'none': torch.empty(0, 4),
 }
 
 
@@ -43,20 +44,14 @@ def whole(tmp_path_factory):
 def test_gives_back_what_went_in(tmp_path, options, around):
     state: dict[str, Any] = dict(WEIGHTS)
     for name in reversed(around):
-        state = {name: state, 'optimizer': {'state': {'w': {'exp_avg': torch.ones(2)}}}, 'step': torch.tensor(5)}
+        state = {
+            name: {**state, 'note': 'text'},
+            'optimizer': {'state': {'w': {'exp_avg': torch.ones(2)}}},
+            'step': torch.tensor(5),
+        }
     source = open_checkpoint(save(state, tmp_path / 'state', **options))
     assert_same_tensors(read_all(source), WEIGHTS)
     assert not any(spec.has_master for spec in source.specs())
-
-
-def test_what_is_no_tensor_stays_behind(tmp_path):
-    state = {'model': {**WEIGHTS, 'extra_state': {'a': 1}, 'note': 'text'}, 'epoch': 3}
-    assert_same_tensors(read_all(open_checkpoint(save(state, tmp_path / 'state'))), WEIGHTS)
-
-
-def test_empty_tensors(tmp_path):
-    state = {'w': torch.ones(2), 'none': torch.empty(0, 4)}
-    assert_same_tensors(read_all(open_checkpoint(save(state, tmp_path / 'state'))), state)
 
 
 @pytest.mark.parametrize(('state', 'words'), {
@@ -108,18 +103,12 @@ class Runs:
 
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     'a file elsewhere': (lambda m: setattr(info_of(m), 'relative_path', '../x.distcp'), r"stored in '\.\./x\.distcp'"),
-    'an absolute file': (lambda m: setattr(info_of(m), 'relative_path', '/etc/passwd'), "is stored in '/etc/passwd'"),
     'extensions': (lambda m: setattr(info_of(m), 'transform_descriptors', ['zstd']), 'with storage extensions'),
     'behind the end': (lambda m: setattr(info_of(m), 'offset', 10**15), 'truncated: expected'),
     'the place of another': (share_a_place, 'are not the chunk of half'),
-    'no place': (lambda m: m.storage_data.clear(), 'not an index of torch.distributed.checkpoint'),
-    'another shape': (lambda m: setattr(tensor_of(m), 'size', torch.Size((13, 8))), 'expected complete rows|elements'),
     'rows that are missing': (lambda m: setattr(tensor_of(m), 'size', torch.Size((14, 7))), 'not those of its shape'),
-    'no chunks': (lambda m: tensor_of(m).chunks.clear(), 'not those of its shape'),
     'columns': (split_in_columns, "not the chunk of embed.weight|expected complete rows"),
-    'another type': (lambda m: setattr(tensor_of(m).properties, 'dtype', torch.int32), 'are not the chunk of embed'),
     'no index': (lambda m: {'a': 1}, 'not an index of torch.distributed.checkpoint'),
-    'no tensors': (lambda m: m.state_dict_metadata.clear(), 'holds no model'),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,15 +18,11 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.rank = world_size, 0
         self.brought: dict[str, Any] = {}
-        self.errors: list[Exception] = []
 
     def all_reduce(self, values: Any, operation: str, stage: str) -> Any:
         merge = {'MIN': np.minimum, 'MAX': np.maximum}[operation]
         self.brought[operation] = merge(values, self.brought.get(operation, values))
         return self.brought[operation]
-
-    def remember(self, stage: str, error: Exception) -> None:
-        self.errors.append(error)
 
 
 def fragments(sizes: list[int], world_size: int) -> list[list[range]]:
@@ -63,12 +58,3 @@ def test_all_fragments_follow(sizes, world_size):
     for rank, own in enumerate(of_rank):
         for i, held in enumerate(own):
             assert spreads[f'w{i}'].held_by(rank) == held, (rank, i)
-    assert ranks.errors == []
-
-
-def test_a_rank_that_cannot_tell_takes_part_and_remembers():
-    ranks = Ranks(2)
-    tensors = {'w': torch.nn.Parameter(torch.ones(3))}  # without a mapping
-    spread_of_fragments(tensors, ranks)
-    assert len(ranks.brought) == 2
-    assert [type(error) for error in ranks.errors] == [AttributeError]

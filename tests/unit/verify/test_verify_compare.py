@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -71,11 +70,6 @@ def test_a_hidden_cast_is_found(model, tmp_path):
     assert all(tensor.ulp_of == 'F32' and tensor.found.max_ulps > 100 for tensor in found.tensors)
 
 
-def test_both_16_bit_types_of_one_model(model, tmp_path):
-    one = changed(model, tmp_path / 'a', cast=torch.bfloat16)
-    assert compared(one, changed(model, tmp_path / 'b', cast=torch.float16)).verdict == ROUNDING
-
-
 def bump(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.view(-1)
     flat[7] = torch.nextafter(flat[7], torch.tensor(9.0, dtype=tensor.dtype))
@@ -91,20 +85,6 @@ def test_one_unit_in_one_element_is_a_difference(model, tmp_path, options):
     assert worst.name == NAME and worst.verdict == DIFFERENT
     if not options:
         assert (worst.found.n_differ, worst.found.max_ulps) == (1, 1.0)
-
-
-def test_the_numbers_and_their_order(model, tmp_path):
-    edit = tmp_path / 'b'
-    changed(model, edit, edit=lambda tensor: tensor + 0.25)
-    tensors = load_file(edit / WEIGHTS)
-    tensors['lm_head.weight'] += 4.0
-    save_file(tensors, edit / WEIGHTS)
-    found = compared(model, edit)
-    assert [tensor.name for tensor in found.tensors[:2]] == ['lm_head.weight', NAME]
-    before, after = load_file(model / WEIGHTS)[NAME].double(), tensors[NAME].double()
-    assert found.as_json()['tensors'][1]['max_abs'] == pytest.approx(float((after - before).abs().max()), rel=1e-6)
-    assert found.as_json()['tensors'][1]['mean_abs'] == pytest.approx(float((after - before).abs().mean()), rel=1e-5)
-    assert found.tensors[1].found.n_differ == after.numel()
 
 
 def test_missing_extra_and_other_shapes(model, tmp_path):
@@ -193,10 +173,3 @@ def test_experts_that_are_made_of_one_tensor(tmp_path):
     torch.save({f'llm.{name}': tensor for name, tensor in model.state_dict().items()}, tmp_path / 'weights.pth')
     found = compared(tmp_path / 'model', tmp_path / 'weights.pth')
     assert found.verdict == IDENTICAL and len(found.tensors) == len(load_file(tmp_path / 'model' / WEIGHTS))
-
-
-def test_the_json_is_json(model, tmp_path):
-    edit = changed(model, tmp_path / 'b', edit=lambda tensor: tensor * float('inf'))
-    content = json.loads(json.dumps(compared(model, edit).as_json(), allow_nan=False))
-    assert content['same'] is False and content['counts'][DIFFERENT] == 1
-    assert content['tensors'][0]['name'] == NAME and content['tensors'][0]['max_ulps'] == 'inf'

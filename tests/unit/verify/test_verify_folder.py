@@ -16,11 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.model_folder import flip, manifest_of, save_model, write_manifest
-from xhf_hooks.errors import CheckpointError, DamagedError, IncompleteError
+from xhf_hooks.errors import DamagedError
 from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.checksums import sum_file
-from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.integrity.report import Report
 from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
@@ -113,8 +111,6 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'the text of a header': (
         *(replaced(SHARDS[0], b'"format":"pt"', b'"format":"tf"'), 'checksums', (SHARDS[0], 'outside of its tensors')),
     ),
-    'a shard that is gone': (lambda folder: (folder / SHARDS[0]).unlink(), 'files', (SHARDS[0], 'missing')),
-    'a config that is gone': (lambda folder: (folder / 'config.json').unlink(), 'files', ('config.json', 'missing')),
     'a file that is cut off': (
         *(lambda folder: os.truncate(folder / SHARDS[0], 5000), 'files', (SHARDS[0], 'found 5000')),
     ),
@@ -123,13 +119,11 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'values known not to be finite': (
         of_manifest('files', SHARDS[0], 'tensors', EMBED, 'non_finite', value=5), 'values', (EMBED, '(5)'),
     ),
-    'an empty manifest': (written(MANIFEST, ''), 'manifest', ()),
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
     'a manifest of the future': (of_manifest('format_version', value=3), 'manifest', ('upgrade',)),
-    'a checksum of other kind': (of_manifest('files', SHARDS[0], 'crc32', value=5), 'manifest', ()),
     **{
         f'a manifest that names {name!r}': (named_in_manifest(name), 'manifest', ('inside the folder',))
-        for name in ('../evil', '/etc/passwd', 'a/../../b', 'a\0b')
+        for name in ('/etc/passwd', 'a/../../b')
     },
 }  # fmt: skip
 
@@ -185,22 +179,15 @@ def raw(data: bytes) -> Callable[[Path], None]:
 #: Damage that shows without a manifest; the check that finds it.
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     'index: another file': (of_name(SHARDS[1]), 'index'),
-    'index: a file that is not there': (of_name('model-00003-of-00002.safetensors'), 'index'),
     'index: a file outside': (of_name(f'../model/{SHARDS[0]}'), 'index'),
     'index: a tensor that is not named': (of_index(lambda content: content['weight_map'].pop(EMBED)), 'index'),
-    'index: total_size': (of_index(lambda content: content['metadata'].update(total_size=1)), 'index'),
     'index: gone': (lambda folder: (folder / INDEX).unlink(), 'index'),
     'index: a single file beside it': (lambda folder: shutil.copy(folder / SHARDS[0], folder / WEIGHTS), 'index'),
     'a tensor in two shards': (lambda folder: shutil.copy(folder / SHARDS[0], folder / SHARDS[1]), 'index'),
-    'header: empty file': (raw(b''), 'headers'),
     'header: longer than the file': (raw(struct.pack('<Q', 2**63) + b'{}'), 'headers'),
-    'header: no JSON': (raw(struct.pack('<Q', 2) + b'{x'), 'headers'),
-    'header: nested too deeply': (raw(struct.pack('<Q', 10**5) + b'{"a":' * 20_000), 'headers'),
     'header: a tensor less': (of_header(lambda header: header.pop(EMBED) and None), 'headers'),
-    'header: a field is missing': (of_header(lambda header: header[EMBED].pop('dtype') and None), 'headers'),
     'header: an unknown dtype': (of_tensor(dtype='F31'), 'headers'),
     'header: another shape': (of_tensor(shape=[5]), 'headers'),
-    'header: a negative shape': (of_tensor(shape=[-1, -5]), 'headers'),
     'header: offsets that overlap': (of_tensor(data_offsets=[4, 18484]), 'headers'),
 }  # fmt: skip
 
@@ -255,29 +242,3 @@ def test_folders_in_a_folder(originals, tmp_path):
     assert_problem(verify_folder(whole), 'checksums', f'llm/{SHARDS[0]}')
     (whole / 'llm' / INDEX).unlink()
     assert_problem(verify_folder(whole), 'index', f'llm/{SHARDS[0]}')
-
-
-def test_what_holds_nothing_to_check(tmp_path, originals):
-    for path in (tmp_path / 'none', tmp_path, originals / 'one' / WEIGHTS):
-        with pytest.raises(CheckpointError):
-            verify_folder(path)
-
-
-def test_a_folder_around_several(originals, tmp_path):
-    """A work_dir is not a model: the user is told which there are."""
-    shutil.copytree(originals / 'one', tmp_path / 'run' / 'hf_model')
-    write_manifest(tmp_path / 'run' / 'hf_model')
-    with pytest.raises(CheckpointError, match='hf_model'):
-        verify_folder(tmp_path)
-
-
-def test_the_check_of_a_save(folder):
-    """Before the manifest is written."""
-    manifest = read_manifest(folder)
-    (folder / MANIFEST).unlink()
-    check_folder(folder, manifest)
-    for at, words in ((-1, r'tensors? changed: '), (20, 'differs from what was saved')):
-        flip(folder / SHARDS[0], at)
-        with pytest.raises(IncompleteError, match=words):
-            check_folder(folder, manifest)
-        flip(folder / SHARDS[0], at)

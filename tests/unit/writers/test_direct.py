@@ -92,14 +92,3 @@ def test_what_is_refused_goes_through_it(tmp_path, number, n_accepted):
         found = written(tmp_path / 'file', content, 24)
     assert found == expected(content, 24)
     assert len(calls) == n_accepted + 1
-
-
-def test_an_error_of_the_disk_is_raised(tmp_path):
-    content, number = content_at(0), errno.EIO
-    create_file(tmp_path / 'file', b'', NBYTES)
-    file = OutputFile(tmp_path / 'file', direct=True)
-    failing = mock.patch('os.pwrite', side_effect=OSError(number, os.strerror(number)))
-    with failing, pytest.raises(OSError, match=os.strerror(number)):
-        file.write(content, 0)
-    assert not fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
-    file.close()

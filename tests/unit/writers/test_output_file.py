@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
-import os
 import random
 import threading
 from functools import cache
@@ -85,15 +84,6 @@ def cached_nbytes(path):
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages) == 0
         return sum(page & 1 for page in pages) * mmap.PAGESIZE
-
-
-def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(system.sync_file_range, 'function', answer(errno.EIO))
-    create_file(tmp_path / 'file', b'', 40 * MB)
-    file = OutputFile(tmp_path / 'file')
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        file.write(memoryview(bytes(40 * MB)), 0)
-    file.close()
 
 
 def test_existing_file_is_refused(tmp_path):
