@@ -41,6 +41,16 @@ def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def optim(rank: int) -> str:
+    """The file of a rank's optimizer."""
+    return f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'
+
+
+def model3(rank: int) -> str:
+    """The file of a rank's model at ZeRO-3."""
+    return f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt'
+
+
 @dataclass
 class MadeCheckpoint:
     """The contents of a checkpoint and how to save them.
@@ -77,9 +87,9 @@ class MadeCheckpoint:
         """Write the files into ``folder``."""
         folder.mkdir(parents=True)
         for rank in range(self.world_size):
-            torch.save(self._optim_state(rank), folder / f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt')
+            torch.save(self._optim_state(rank), folder / optim(rank))
             if self.stage == 3:
-                torch.save(self._model_state(rank), folder / f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt')
+                torch.save(self._model_state(rank), folder / model3(rank))
         if self.stage < 3:
             torch.save(self._model_state(0), folder / 'mp_rank_00_model_states.pt')
         return folder

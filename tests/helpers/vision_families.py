@@ -20,6 +20,20 @@ _TIED = {**_LLAVA, 'text_config': {**_LLAMA, 'tie_word_embeddings': True}, 'tie_
 _GRID = {'image_grid_pinpoints': [[8, 8], [8, 16]]}
 _QWEN_VL = MODELS['qwen2_vl'][2]
 _QWEN_TOKENS = {name: value for name, value in _QWEN_VL.items() if name.endswith('token_id')}
+_QWEN_TOWER = {
+    'depth': 2,
+    'hidden_size': 40,
+    'out_hidden_size': 40,
+    'intermediate_size': 77,
+    'num_heads': 4,
+    'patch_size': 4,
+}
+_PALIGEMMA = {
+    'text_config': {**ODD_DECODER, 'model_type': 'gemma'},
+    'vision_config': {**_SIGLIP, 'projection_dim': 35},
+    'projection_dim': 35,
+    'image_token_index': 130,
+}
 _IDEFICS = {'vision_config': VISION_TOWER, 'text_config': _LLAMA, 'image_token_id': 130, 'scale_factor': 2}
 
 VISION: Models = {
@@ -40,16 +54,7 @@ VISION: Models = {
         'Qwen2_5_VLConfig',
         {
             **_QWEN_VL,
-            'vision_config': {
-                'depth': 2,
-                'hidden_size': 40,
-                'out_hidden_size': 40,
-                'intermediate_size': 77,
-                'num_heads': 4,
-                'patch_size': 4,
-                'window_size': 16,
-                'fullatt_block_indexes': [1],
-            },
+            'vision_config': {**_QWEN_TOWER, 'window_size': 16, 'fullatt_block_indexes': [1]},
         },
     ),
     'qwen3_vl': (
@@ -61,43 +66,19 @@ VISION: Models = {
                 'head_dim': 10,
                 'rope_scaling': {'rope_type': 'default', 'mrope_section': [1, 2, 2]},
             },
-            'vision_config': {
-                'depth': 2,
-                'hidden_size': 40,
-                'out_hidden_size': 40,
-                'intermediate_size': 77,
-                'num_heads': 4,
-                'patch_size': 4,
-                'num_position_embeddings': 16,
-                'deepstack_visual_indexes': [0],
-            },
+            'vision_config': {**_QWEN_TOWER, 'num_position_embeddings': 16, 'deepstack_visual_indexes': [0]},
             **_QWEN_TOKENS,
         },
     ),
     'paligemma': (
         'PaliGemmaForConditionalGeneration',
         'PaliGemmaConfig',
-        {
-            'text_config': {**ODD_DECODER, 'model_type': 'gemma'},
-            'vision_config': {**_SIGLIP, 'projection_dim': 35},
-            'projection_dim': 35,
-            'image_token_index': 130,
-            'image_token_id': 130,
-        },
+        {**_PALIGEMMA, 'image_token_id': 130},
     ),
     'colpali': (
         'ColPaliForRetrieval',
         'ColPaliConfig',
-        {
-            'vlm_config': {
-                'model_type': 'paligemma',
-                'text_config': {**ODD_DECODER, 'model_type': 'gemma'},
-                'vision_config': {**_SIGLIP, 'projection_dim': 35},
-                'projection_dim': 35,
-                'image_token_index': 130,
-            },
-            'embedding_dim': 21,
-        },
+        {'vlm_config': {**_PALIGEMMA, 'model_type': 'paligemma'}, 'embedding_dim': 21},
     ),
     'internvl': (
         'InternVLForConditionalGeneration',

@@ -63,16 +63,12 @@ BAD_COMBINATIONS = [
 
 GOOD = [
     {},
-    dict(out_dir='folder'),
     dict(out_dir=Path('~/folder')),
     dict(interval=500, by_epoch=False, save_last=False),
-    dict(save_best='auto'),
-    dict(save_best='acc', interval=-1, save_last=False),
     dict(save_best=['acc', 'loss'], rule=['greater', 'less']),
     dict(max_keep_ckpts=-1),
     dict(module='llm.model', ema=False),
     dict(writer='positional', async_save=True, exit_wait_secs=0),
-    dict(save_on_signal='SIGUSR1'),
     dict(save_on_signal=['SIGTERM', 'SIGINT', 'SIGTERM']),
     dict(on_saved='lm_eval --model_args pretrained={path}'),
     dict(on_saved=['sh', '-c', 'echo "${HOME}" | awk \'{print}\'']),
@@ -80,8 +76,6 @@ GOOD = [
     dict(upload_to='s3://bucket/run', upload_keep=3, backend_args=dict(endpoint_url='http://host')),
     dict(out_dir='s3://bucket/run', max_keep_ckpts=2, backend_args=dict(endpoint_url='http://host')),
     dict(upload_to='hf://org/name'),
-    dict(lora='merge', llava_format='huggingface'),
-    dict(tokenizer='folder'),
     dict(tokenizer=dict(type='transformers.AutoTokenizer.from_pretrained')),
     dict(dtype='bfloat16', max_shard_size=10**9, bucket_size='64MiB', on_error='raise'),
 ]

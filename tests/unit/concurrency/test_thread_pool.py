@@ -15,11 +15,6 @@ def threads(request):
         yield threads
 
 
-def test_results(threads):
-    for _ in range(2):
-        assert sorted(threads.run(lambda n=n: n for n in range(100))) == list(range(100))
-
-
 def test_an_error_ends_it_when_the_jobs_that_run_have_ended():
     threads = WorkerThreads(3)
     running, may_end, ended = threading.Event(), threading.Event(), []

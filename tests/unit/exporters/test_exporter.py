@@ -57,9 +57,6 @@ def kinds(entries: list[ExportEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {entry.hf_name: (entry.shape, entry.dtype) for entry in entries}
 
 
-# Finding the model
-
-
 @pytest.mark.parametrize(('path', 'found'), [('nothing', 'NoneType'), ('head', 'Linear'), ('llm.lm_head', 'Linear')])
 def test_module_names_no_hugging_face_model(path, found):
     model = around(llm=build('llama'), critic=build('bert'), head=nn.Linear(2, 2))
@@ -79,9 +76,6 @@ def test_names_outside_are_neither_cut_nor_exported(tmp_path):
     exporter = exporter_for(model, None)
     exporter.entries(source_for(model).specs(), None)
     assert set(exporter.left_out) == {f'{m}.{p}' for m in ('llm_extra', 'projector') for p in ('weight', 'bias')}
-
-
-# Tied weights and dtypes
 
 
 def test_tied_to_a_weight_outside_the_exported_model():
@@ -130,15 +124,6 @@ def test_only_floats_are_cast(dtype):
     }
 
 
-# What from_pretrained would not load
-
-
-def with_change(change) -> nn.Module:
-    model = build('llama')
-    change(model)
-    return around(llm=model)
-
-
 def extended(model: nn.Module) -> None:
     model.extra = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(9)])
 
@@ -160,8 +145,10 @@ def injected(model: nn.Module) -> None:
     ],
 )
 def test_a_model_that_would_not_load(change, said):
+    model = build('llama')
+    change(model)
     with pytest.raises(ModelError, match=said):
-        entries_of(with_change(change))
+        entries_of(around(llm=model))
 
 
 def test_which_one_is_asked():
@@ -169,6 +156,3 @@ def test_which_one_is_asked():
         exporter_for(around(actor=build('llama'), critic=build('bert')), None)
     with pytest.raises(ModelError, match=r"no exporter accepts Module.*\['head'\].*option module"):
         exporter_for(around(head=nn.Linear(2, 2)), None)
-
-
-# The live model is read-only

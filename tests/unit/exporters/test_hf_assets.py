@@ -68,16 +68,12 @@ def test_dtype_of_parts(tmp_path):
     assert {dtype_of(config), dtype_of(config['text_config']), dtype_of(config['vision_config'])} == {'bfloat16'}
 
 
-def use_cache_written(folder: Path) -> bool:
-    return AutoConfig.from_pretrained(folder).get_text_config().use_cache
-
-
 @pytest.mark.parametrize('base', [True, False])
 def test_use_cache_as_the_base_had_it(base, tmp_path):
     model = with_base(build('llama'), tmp_path / 'base', use_cache=base)
     model.config.use_cache = False
     written(tmp_path / 'found', model)
-    assert use_cache_written(tmp_path / 'found') is base
+    assert AutoConfig.from_pretrained(tmp_path / 'found').use_cache is base
 
 
 def test_vocab_size_is_that_of_the_embedding(tmp_path):
@@ -91,10 +87,6 @@ def test_vocab_size_is_that_of_the_embedding(tmp_path):
 # generation_config.json
 
 
-def load_generation(folder: Path) -> GenerationConfig:
-    return GenerationConfig.from_pretrained(folder)
-
-
 def test_sampling_options_without_sampling_are_repaired(tmp_path):
     """The base models of many published fine-tunes have this; save_pretrained raises on it."""
     model = build('llama')
@@ -104,7 +96,7 @@ def test_sampling_options_without_sampling_are_repaired(tmp_path):
         copy.deepcopy(model.generation_config).save_pretrained(tmp_path / 'refused')
     (warning,) = written(tmp_path / 'found', model)
     assert 'do_sample was set to True' in warning and 'temperature' in warning
-    found = load_generation(tmp_path / 'found')
+    found = GenerationConfig.from_pretrained(tmp_path / 'found')
     assert (found.do_sample, found.temperature) == (True, 0.5)
     assert model.generation_config.to_dict() == before
 
@@ -115,7 +107,7 @@ def test_the_generation_config_that_ms_swift_keeps(tmp_path):
     model.origin_generation_config = GenerationConfig(do_sample=True, temperature=0.5, eos_token_id=2)
     model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=64, eos_token_id=2)
     assert written(tmp_path, model) == []
-    found = load_generation(tmp_path)
+    found = GenerationConfig.from_pretrained(tmp_path)
     assert (found.do_sample, found.temperature, found.max_new_tokens, found.eos_token_id) == (True, 0.5, None, 2)
     assert (model.generation_config.do_sample, model.origin_generation_config.eos_token_id) == (False, 2)
 

@@ -62,12 +62,6 @@ def mixed_base(folder: Path, family: str = 'llama', *, wide: str = 'norm', max_s
     for file in folder.glob('*.safetensors'):
         tensors = {name: t.float() if wide in name else t for name, t in load_file(file).items()}
         save_file(tensors, file, metadata={'format': 'pt'})
-    if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text())
-        index['metadata']['total_size'] = sum(
-            t.nbytes for f in folder.glob('*.safetensors') for t in load_file(f).values()
-        )
-        (folder / INDEX).write_text(json.dumps(index))
     return folder
 
 

@@ -11,20 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.made_checkpoint import MadeCheckpoint
+from tests.helpers.made_checkpoint import MadeCheckpoint, model3, optim
 from tests.helpers.read_checkpoint import open_checkpoint, read_all
 from xhf_hooks.errors import CheckpointError
 
 MODEL = 'mp_rank_00_model_states.pt'
 HALF = torch.randn(6, 2).half()
-
-
-def optim(rank: int) -> str:
-    return f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'
-
-
-def model3(rank: int) -> str:
-    return f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt'
 
 
 def remove(name: str) -> Callable[[Path], None]:

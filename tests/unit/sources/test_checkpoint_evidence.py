@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.made_checkpoint import MadeCheckpoint, some_weights
+from tests.helpers.made_checkpoint import MadeCheckpoint, model3, optim, some_weights
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
@@ -17,14 +17,6 @@ from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 ONE_RUN = 'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
 BY_NAME = 'not verifiable: only the file names say which rank wrote which file'
 FROZEN = {'frozen': torch.randn(6, 2).half()}
-
-
-def optim(rank: int) -> str:
-    return f'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'
-
-
-def model3(rank: int) -> str:
-    return f'zero_pp_rank_{rank}_mp_rank_00_model_states.pt'
 
 
 def swap(folder: Path, one: str, other: str) -> None:
