@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from xhf_hooks.exporters.hf_assets import base_dir_of, is_remote_code
+from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, TensorSpec
 
@@ -27,7 +29,6 @@ class Exporter(ABC):
     Only its ``combine`` functions see tensors; everything else works on specs.
 
     Attributes:
-        base_dir: Folder or hub name that the model was loaded from; '' if unknown.
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
         notes: Messages for the log.
         combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
@@ -35,7 +36,7 @@ class Exporter(ABC):
     """
 
     options: tuple[str, ...] = ()
-    base_dir: str = ''
+    _model: Any = None  # the transformers model whose base has the tokenizer and other files
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     combine_nbytes: int = 0
@@ -63,9 +64,14 @@ class Exporter(ABC):
         """``total_parameters`` for the index file, by folder if there are several; None omits the field."""
         return None
 
-    @abstractmethod
+    @property
+    def base_dir(self) -> str:
+        """Folder or hub name that the model was loaded from; '' if unknown."""
+        return '' if self._model is None else base_dir_of(self._model)
+
     def base_tokenizer(self) -> Any | None:
-        """The base model's tokenizer; None if it has none. Runs on: rank 0."""
+        """The base model's tokenizer; None if it has none. Its code is trusted if the model's was. Runs on: rank 0."""
+        return load_tokenizer(self.base_dir, trust_remote_code=self._model is not None and is_remote_code(self._model))
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
@@ -105,9 +111,6 @@ class CompositeExporter(Exporter):
     @property
     def n_parameters(self) -> Mapping[str, Any]:
         return {folder: part.n_parameters for folder, part in self.parts.items()}
-
-    def base_tokenizer(self) -> Any | None:
-        return next(iter(self.parts.values())).base_tokenizer()
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = []

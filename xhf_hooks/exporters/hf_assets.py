@@ -1,17 +1,22 @@
-"""Writes all files of a Hugging Face folder except the weights. Never edits objects of the live model."""
+"""Writes all files of a Hugging Face folder except the weights. Never edits objects of the live model.
+
+transformers 5 writes RoPE as ``rope_parameters``. transformers 4 ignores that, and computes with its default without a
+word. So config.json gets the older names, too, if the installed class proves them: it must read the same RoPE from them
+alone, and the same config from the file with them as without them.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.tokenizer import base_file, load_tokenizer, write_tokenizer
-from xhf_hooks.exporters.transformers_4_fields import add_transformers_4_fields
+from xhf_hooks.exporters.tokenizer import base_file, write_tokenizer
+from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 
@@ -20,44 +25,40 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
 
+_ROPE = 'rope_parameters'
+#: Types that transformers 4 computes (``ROPE_INIT_FUNCTIONS`` in ``modeling_rope_utils.py`` of 4.57). Others are
+#: transformers 5's names for what is fixed in an older class.
+_SCALINGS = ('linear', 'dynamic', 'yarn', 'longrope', 'llama3')
+_SECTIONS = ('mrope', 'default')  # Qwen2-VL: its older and its present name
+_FIELDS_BESIDE = ('rope_theta', 'partial_rotary_factor')
 
-def exported_config(
-    model: PreTrainedModel, dtype: str | None, embedding_rows: int | None, base_dir: str
-) -> PretrainedConfig:
+
+def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) -> PretrainedConfig:
     """A copy of the model's config that describes the written model.
 
     Training often sets ``use_cache`` to False; the copy has the base model's value.
 
     Args:
         dtype: Safetensors dtype that floats are cast to; None: the training dtype.
-        embedding_rows: The copy's ``vocab_size``; None keeps the model's.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [model_class(model).__name__]
     dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
     written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
     setattr(config, dtype_option, str(written).removeprefix('torch.'))
-    parts = [part for part in vars(config).values() if hasattr(part, 'model_type')]  # configs of submodels
-    if dtype is not None:
-        for part in parts:
-            if getattr(part, dtype_option, None) is not None:
-                setattr(part, dtype_option, getattr(config, dtype_option))
+    for part in vars(config).values() if dtype is not None else ():
+        if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
+            setattr(part, dtype_option, getattr(config, dtype_option))
     text = config.get_text_config()
-    if embedding_rows is not None and getattr(text, 'vocab_size', embedding_rows) != embedding_rows:
-        text.vocab_size = embedding_rows
     if getattr(text, 'use_cache', None) is False:
         text.use_cache = _base_use_cache(text, base_dir)
     return config
 
 
 def _base_use_cache(config: PretrainedConfig, base_dir: str) -> bool:
+    path = base_file(base_dir, 'config.json')
+    base = {} if path is None else strict_json.read(path)
     default = getattr(type(config)(), 'use_cache', True)
-    if not base_dir:
-        return default
-    try:
-        base, _ = type(config).get_config_dict(base_dir, local_files_only=True)
-    except (OSError, ValueError):
-        return default
     return base.get('use_cache', base.get('text_config', {}).get('use_cache', default))
 
 
@@ -87,13 +88,20 @@ def write(
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, eos_token_ids)
     if tokenizer is not None:
-        try:
-            warnings += write_tokenizer(folder, tokenizer, base_dir)
-        except UnicodeEncodeError as error:  # an unpaired surrogate: valid in JSON, not in UTF-8
-            raise ModelError(f'{base_dir}: its tokenizer has text that cannot be encoded ({error.reason})') from None
-    replaced = getattr(tokenizer, 'chat_template', None) not in (None, _base_chat_template(base_dir))
-    _copy_processor_files(folder, base_dir, with_template=not replaced)
+        warnings += write_tokenizer(folder, tokenizer, base_dir)
+    names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
+    if names and getattr(tokenizer, 'chat_template', None) in (None, _base_chat_template(base_dir)):
+        names.append('chat_template.json')  # a processor's, transformers < 5; it would override one that was replaced
+    for name in names:
+        path = base_file(base_dir, name)
+        if path is not None and not (folder / name).exists():
+            shutil.copyfile(path, folder / name)
     return warnings
+
+
+def base_dir_of(model: PreTrainedModel) -> str:
+    """Folder or hub name that the model was loaded from; '' if unknown."""
+    return getattr(model.config, '_name_or_path', '') or ''
 
 
 def is_remote_code(model: PreTrainedModel) -> bool:
@@ -128,30 +136,12 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
         return jinja.read_text(encoding='utf-8')
     path = base_file(base_dir, 'tokenizer_config.json')
-    try:
-        config = {} if path is None else json.loads(path.read_text(encoding='utf-8'))
-        template = config.get('chat_template')
-        return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # untrusted files
-        return None
-
-
-def _copy_processor_files(folder: Path, base_dir: str, *, with_template: bool) -> None:
-    names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
-    if names and with_template:  # if the template was replaced, the processor's would override it
-        names.append('chat_template.json')  # a processor's template, transformers < 5
-    for name in names:
-        path = base_file(base_dir, name)
-        if path is not None and not (folder / name).exists():
-            shutil.copyfile(path, folder / name)
+    template = None if path is None else strict_json.read(path).get('chat_template')
+    return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
 def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0.
-
-    Raises:
-        ModelError: The tokenizer has too many tokens.
-    """
+    """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0."""
     if embedding_rows is None or not hasattr(tokenizer, '__len__'):
         return
     if len(tokenizer) > embedding_rows:
@@ -161,11 +151,79 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> Non
         )
 
 
-def base_dir_of(model: PreTrainedModel) -> str:
-    """Folder or hub name that the model was loaded from; '' if unknown."""
-    return getattr(model.config, '_name_or_path', '') or ''
+def add_transformers_4_fields(folder: Path, config: PretrainedConfig) -> list[str]:
+    """Add RoPE in the words of transformers 4 to the config.json that ``config`` was saved to. Runs on: rank 0.
+
+    Returns:
+        A warning for each RoPE that cannot be described to transformers 4.
+    """
+    path = folder / 'config.json'
+    content = strict_json.read(path)
+    with_rope = [found for found in _parts('', config, content) if isinstance(found[2].get(_ROPE), dict)]
+    warnings = []
+    for name, part, fields in with_rope:
+        older = next((found for found in _descriptions(part, fields) if _is_proven(part, fields, found)), None)
+        if older is None:
+            warnings.append(
+                f'config.json: transformers 4 ignores {name}{_ROPE}, and nothing that it reads describes this RoPE of '
+                f'{type(part).__name__}: there, the model computes something else'
+            )
+        fields.update({field: value for field, value in (older or {}).items() if field not in fields})
+    if with_rope:
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
+    return warnings
 
 
-def base_tokenizer_of(model: PreTrainedModel) -> Any | None:
-    """The base model's tokenizer. Its custom code is trusted if the model's was. Runs on: rank 0."""
-    return load_tokenizer(base_dir_of(model), trust_remote_code=is_remote_code(model))
+def _parts(
+    name: str, config: PretrainedConfig, fields: dict[str, Any]
+) -> Iterator[tuple[str, PretrainedConfig, dict[str, Any]]]:
+    """The config and its parts, each with its fields in config.json."""
+    from transformers import PretrainedConfig
+
+    yield name, config, fields
+    for key, value in fields.items():
+        part = getattr(config, key, None)
+        if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+            yield from _parts(f'{name}{key}.', part, value)
+
+
+def _descriptions(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What to add, in the words of the classes of transformers 4."""
+    rope = fields[_ROPE]
+    if isinstance(rope.get('full_attention'), dict) and isinstance(rope.get('sliding_attention'), dict):
+        full, sliding = rope['full_attention'], rope['sliding_attention']
+        base, local = {'rope_theta': full.get('rope_theta')}, sliding.get('rope_theta')
+        yield {**base, 'rope_local_base_freq': local, **_scaling(config, full)}  # Gemma 3
+        yield {'global_rope_theta': full.get('rope_theta'), 'local_rope_theta': local}  # ModernBERT
+        yield {**base, **_scaling(config, full)}  # OLMo 3
+    theta, share = rope.get('rope_theta'), rope.get('partial_rotary_factor')
+    yield {'rope_theta': theta, **({} if share is None else {'partial_rotary_factor': share}), **_scaling(config, rope)}
+    yield {'rotary_emb_base': theta, 'rotary_pct': share, **_scaling(config, rope)}  # GPT-NeoX
+    yield {'rope_theta': theta, **_scaling(config, rope)}  # the share is fixed in the class
+
+
+def _scaling(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_scaling``, if there is one."""
+    kind, named = rope.get('rope_type', 'default'), rope.get('type')
+    own = (*_FIELDS_BESIDE, 'rope_type', 'type')
+    rest = {name: value for name, value in rope.items() if name not in own and not hasattr(config, name)}
+    if kind == 'longrope' and named is not None:
+        return {'rope_scaling': {'type': named, **rest}}  # Phi-3 knows only this name, and no further field
+    if kind in _SCALINGS or (kind == 'default' and rest):
+        older = {'type': named} if named == kind or (named, kind) == _SECTIONS else {}
+        return {'rope_scaling': {**older, 'rope_type': kind, **rest}}
+    return {}
+
+
+def _is_proven(config: PretrainedConfig, fields: Mapping[str, Any], older: Mapping[str, Any]) -> bool:
+    both = {**older, **fields}
+    try:
+        expected = _as_read(config, fields)
+        alone = _as_read(config, {name: value for name, value in both.items() if name != _ROPE})
+        return _as_read(config, both) == expected and alone[_ROPE] == expected[_ROPE]
+    except Exception:  # classes may be custom code, and refuse with any error
+        return False
+
+
+def _as_read(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return type(config).from_dict(copy.deepcopy(dict(fields))).to_dict()

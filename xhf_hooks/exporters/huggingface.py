@@ -55,7 +55,6 @@ class HuggingFaceExporter(Exporter):
         self._computed: dict[str, ComputedTensor] = {}  # by the source name of the replaced tensor
         self._reference: PreTrainedModel | None = None
         self._config: PretrainedConfig | None = None
-        self.base_dir = hf_assets.base_dir_of(self._model)
         _require_not_quantized(self._model)
 
     @classmethod
@@ -67,6 +66,11 @@ class HuggingFaceExporter(Exporter):
         base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
         self._config = self._exported_config(own, dtype if base is None else base.of_model)
         self._reference = self._build_reference(self._config)
+        embedding = input_embedding(self._reference)
+        rows = [own[n].shape[0] for n, tensor in module_tensors(self._reference) if tensor is embedding and n in own]
+        if rows and rows[0] != embedding.shape[0]:  # training resized it; mllama's has more rows than vocab_size
+            self._config.get_text_config().vocab_size = rows[0]
+            self._reference = self._build_reference(self._config)
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
             del own[alias]
@@ -94,20 +98,14 @@ class HuggingFaceExporter(Exporter):
         is_written = 'total_parameters' in inspect.getsource(PreTrainedModel.save_pretrained)
         return self._reference.num_parameters() if is_written else None
 
-    def base_tokenizer(self) -> Any | None:
-        return hf_assets.base_tokenizer_of(self._model)
-
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         return self._write_hf_assets_of(self._model, folder, tokenizer, eos_token_ids)
 
     def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        vocab_size = getattr(self._config.get_text_config(), 'vocab_size', None)
         embedding = input_embedding(self._reference)
-        if vocab_size is not None and embedding is not None:
-            vocab_size = max(vocab_size, embedding.shape[0])
-        hf_assets.require_vocabulary(tokenizer, vocab_size)
+        hf_assets.require_vocabulary(tokenizer, None if embedding is None else embedding.shape[0])
         return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -117,16 +115,7 @@ class HuggingFaceExporter(Exporter):
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        rows = self._embedding_rows(own)
-        return hf_assets.exported_config(self._model, dtype, rows if self._is_resized(rows) else None, self.base_dir)
-
-    def _is_resized(self, rows: int | None) -> bool:
-        """Whether the input embedding has other rows than the config says; mllama's has more than ``vocab_size``."""
-        config = self._model.config
-        if rows is None or getattr(config.get_text_config(), 'vocab_size', rows) == rows:
-            return False
-        embedding = input_embedding(build_on_meta(model_class(self._model), config))
-        return embedding is None or embedding.shape[0] != rows
+        return hf_assets.exported_config(self._model, dtype, self.base_dir)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""
@@ -139,13 +128,6 @@ class HuggingFaceExporter(Exporter):
         if conversions is not None:
             reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
         return reference
-
-    def _embedding_rows(self, own: dict[str, TensorSpec]) -> int | None:
-        weight = input_embedding(self._model)
-        names = (name for name, tensor in module_tensors(self._model) if tensor is weight)
-        live_name = '.'.join(filter(None, (self._path, next(names, None))))
-        rows = (spec.shape[0] for spec in own.values() if live_name in (spec.name, *spec.aliases))
-        return next(rows, None)
 
     def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
         return convert_specs(self._reference, own)

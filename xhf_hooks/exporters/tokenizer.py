@@ -13,13 +13,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.exporters import Exporter
 from xhf_hooks.registry import build_from_config
 from xhf_hooks.system import MemoryFolder
+
+if TYPE_CHECKING:
+    from xhf_hooks.exporters.base import Exporter
 
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
 

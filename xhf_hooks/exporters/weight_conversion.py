@@ -140,39 +140,24 @@ def _groups(
     outputs: Mapping[str, _TracedTensor],
 ) -> dict[str, ConversionGroup]:
     """Groups by HF name, for outputs that were computed rather than just renamed."""
-    computed = {
-        hf_name: tensor.sources
-        for hf_name, tensor in outputs.items()
-        if len(tensor.sources) != 1 or tensor is not inputs[next(iter(tensor.sources))]
-    }
+    computed: dict[frozenset[str], list[str]] = {}  # names of outputs by what they are made of
+    for hf_name, tensor in outputs.items():
+        if len(tensor.sources) != 1 or tensor is not inputs[next(iter(tensor.sources))]:
+            computed.setdefault(tensor.sources, []).append(hf_name)
+    all_sources = frozenset[str]().union(*computed)
+    if sum(map(len, computed)) > len(all_sources):  # some share an input
+        computed = {all_sources: [hf_name for hf_names in computed.values() for hf_name in hf_names]}
     groups = {}
-    for sources, hf_names in _connected(computed):
+    for sources, hf_names in computed.items():
         group = ConversionGroup(
             model,
             {name: spec for name, spec in specs.items() if name in sources},
             {hf_name: tuple(outputs[hf_name].shape) for hf_name in hf_names},
         )
-        group(
-            {spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()}
-        )  # raises unless the group can be converted alone
+        # Raises unless the group can be converted alone
+        group({spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()})
         groups.update(dict.fromkeys(hf_names, group))
     return groups
-
-
-def _connected(computed: Mapping[str, frozenset[str]]) -> list[tuple[set[str], list[str]]]:
-    """Sets of outputs that share sources, as (all sources, names)."""
-    sets: list[tuple[set[str], list[str]]] = []
-    set_of: dict[str, tuple[set[str], list[str]]] = {}
-    for hf_name, sources in computed.items():
-        merged: tuple[set[str], list[str]] = (set(sources), [])
-        for old in {id(set_of[s]): set_of[s] for s in sources if s in set_of}.values():
-            merged[0].update(old[0])
-            merged[1].extend(old[1])
-            sets.remove(old)
-        merged[1].append(hf_name)
-        sets.append(merged)
-        set_of.update(dict.fromkeys(merged[0], merged))
-    return sets
 
 
 class _TracedTensor(torch.Tensor):

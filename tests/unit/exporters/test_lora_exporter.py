@@ -205,8 +205,8 @@ UNMERGEABLE = {
     'tied': (dict(target_modules=['embed_tokens']), 'is tied to a layer'),
     'both_of_tied': (dict(target_modules=['embed_tokens', 'lm_head']), 'is tied to a layer'),
     'trainable_tokens': (dict(trainable_token_indices=[1, 2]), 'TrainableTokensWrapper is not supported'),
-    'mica': (dict(init_lora_weights='mica'), 'MiCALinearVariant is not supported'),
-    'lora_bias': (dict(lora_bias=True), 'with lora_bias is not supported'),
+    'mica': (dict(init_lora_weights='mica'), 'Linear is not supported as configured'),
+    'lora_bias': (dict(lora_bias=True), 'Linear is not supported as configured'),
 }
 
 

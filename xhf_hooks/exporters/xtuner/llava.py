@@ -20,8 +20,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, ComputedTensor
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
-from xhf_hooks.exporters.lora import ADAPTER_FOLDER, MergedExporter, base_path
-from xhf_hooks.exporters.lora_adapter import AdapterExporter, adapters_in
+from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter, MergedExporter, adapters_in, base_path
 from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import TensorSpec
@@ -90,8 +89,7 @@ class LlavaExporter(CompositeExporter):
         if self.tokenizer_folder is None:
             notes.append('the llm and its tokenizer are not written')
         self.notes = tuple(notes)
-        self._llm = adapted['llm'].get_base_model() if 'llm' in adapted else model.llm
-        self.base_dir = hf_assets.base_dir_of(self._llm)
+        self._model = adapted['llm'].get_base_model() if 'llm' in adapted else model.llm
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -103,9 +101,6 @@ class LlavaExporter(CompositeExporter):
             isinstance(children.get(name), PreTrainedModel) or (name in adapted and name != 'projector')
             for name in _FOLDERS
         )
-
-    def base_tokenizer(self) -> Any | None:
-        return hf_assets.base_tokenizer_of(self._llm)
 
 
 def _whole(model: nn.Module, name: str, adapted: Mapping[str, PeftModel]) -> HuggingFaceExporter:

@@ -18,8 +18,7 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
 from xhf_hooks.exporters.huggingface import build_on_meta, pretrained_in, quantization_of
-from xhf_hooks.exporters.lora import LoraExporter, MergedExporter
-from xhf_hooks.exporters.lora_adapter import ADAPTER_FILES, AdapterExporter, adapters_in
+from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter, MergedExporter, adapters_in
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -100,7 +99,7 @@ class RewardExporter(LoraExporter):
             raise OptionError('lora', f'None, because {BACKBONE} has no adapter', lora)
         else:
             self.parts = {'': _HeadedExporter(model, BACKBONE, {}, self._reward_token_id)}
-            self.base_dir = self.parts[''].base_dir
+            self._model = self.parts['']._model
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
