@@ -7,7 +7,6 @@ each tensor the dtype that it has in the base model's own files.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections import Counter
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from xhf_hooks.errors import DamagedError, OptionError
+from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.hf_assets import base_file
+from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.model import quiet
@@ -91,7 +91,7 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
         raise _cannot_tell(f'{base_dir} has no tensor in any of {_WRITABLE}')
     ((most, _),) = elements.most_common(1)
     config = base_file(base_dir, 'config.json')
-    content = {} if config is None else json.loads(config.read_text(encoding='utf-8'))
+    content = {} if config is None else strict_json.read(config)
     named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
     return BaseDtypes(base_dir, of_tensor, most, named if named in _WRITABLE else most)
 
@@ -99,10 +99,7 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
 def _files(base_dir: str) -> list[Path]:
     names, index = [_WHOLE], base_file(base_dir, _INDEX)
     if base_file(base_dir, _WHOLE) is None and index is not None:
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f'{index}: cannot be read ({error})') from None
+        names = sorted(set(strict_json.read(index)['weight_map'].values()))
     files = {name: base_file(base_dir, name) for name in names}
     missing = [name for name, path in files.items() if path is None]
     if missing:

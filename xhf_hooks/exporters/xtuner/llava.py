@@ -22,7 +22,7 @@ from xhf_hooks.exporters.base import CompositeExporter, ComputedTensor
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter, MergedExporter, adapters_in, base_path
 from xhf_hooks.exporters.tokenizer import base_file
-from xhf_hooks.model import model_class
+from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -159,28 +159,19 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         the first of the two tokens gets the last row.)
         """
         own = dict(self._own['llm'])
-        names = self._embedding_names()
+        llm = self._parts['llm']._build_reference(self._model.config)
+        embeddings = [module for module in (llm.get_input_embeddings(), llm.get_output_embeddings()) if module]
+        with_rows = {id(tensor) for module in embeddings for tensor in module.parameters()}
+        names = [name for name, tensor in module_tensors(llm) if id(tensor) in with_rows]
         rows = own[names[0]].shape[0]
         tokenizer = self.base_tokenizer()
         needed = rows + 2 if tokenizer is None else max(with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
             return rows, own
         wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
-        for name in names:
-            spec = own[name]
-            made = self._computed.get(spec.name)
-            if not isinstance(made, _ResizedEmbedding):  # a tied tensor is resized once
-                self._computed[spec.name] = _ResizedEmbedding(spec.name, wanted, made)
-            own[name] = replace(spec, shape=(wanted, *spec.shape[1:]))
-        return wanted, own
-
-    def _embedding_names(self) -> list[str]:
-        """Names of the llm's tensors with a row per token, the input embedding first."""
-        llm = build_on_meta(model_class(self._model), self._model.config)
-        embeddings = [llm.get_input_embeddings(), llm.get_output_embeddings()]
-        tensors = {id(t): None for module in embeddings if module is not None for t in module.parameters()}
-        found = {name: id(t) for name, t in llm.named_parameters(remove_duplicate=False) if id(t) in tensors}
-        return sorted(found, key=lambda name: [*tensors].index(found[name]))
+        for source in {own[name].name: None for name in names}:  # a tied tensor is resized once
+            self._computed[source] = _ResizedEmbedding(source, wanted, self._computed.get(source))
+        return wanted, own | {name: replace(own[name], shape=(wanted, *own[name].shape[1:])) for name in names}
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> LlavaConfig:
         from transformers import LlavaConfig

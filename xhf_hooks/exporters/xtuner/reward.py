@@ -46,7 +46,14 @@ def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
         if hasattr(own_code, name):
             return getattr(own_code, name)
     if 'InternLM2' in kind.__name__:
-        return _xtuners_internlm2(kind)
+        try:
+            import xtuner.tools.model_converters.modeling_internlm2_reward.modeling_internlm2 as of_xtuner
+        except ImportError as error:
+            raise ModelError(
+                f"{kind.__name__} needs XTuner's InternLM2ForRewardModel, which cannot be imported ({error}), or a "
+                f'base model that has one, such as internlm2-1_8b-reward'
+            ) from error
+        return of_xtuner.InternLM2ForRewardModel
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     name = f'{kind.__name__.removesuffix("Model")}ForSequenceClassification'
@@ -57,17 +64,6 @@ def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:
         f'classifier for {type(config).__name__}, and {kind.__module__} has neither {name} nor a ...ForRewardModel in '
         f'auto_map. Set module to {BACKBONE!r} to save only the backbone, or register an exporter'
     )
-
-
-def _xtuners_internlm2(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    try:
-        from xtuner.tools.model_converters.modeling_internlm2_reward.modeling_internlm2 import InternLM2ForRewardModel
-    except ImportError as error:
-        raise ModelError(
-            f'{kind.__name__} has no InternLM2ForRewardModel in the auto_map of its base model, and that of XTuner '
-            f'cannot be imported ({error}); start from a base model that has one, such as internlm2-1_8b-reward'
-        ) from error
-    return InternLM2ForRewardModel
 
 
 def head_of(kind: type[PreTrainedModel]) -> str:

@@ -83,7 +83,8 @@ class ShardedMoeExporter(HuggingFaceExporter):
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = super().write_hf_assets(folder, tokenizer, eos_token_ids)
-        return warnings + self._copy_code(folder)
+        self._copy_code(folder)
+        return warnings
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         from transformers import CONFIG_MAPPING
@@ -143,20 +144,14 @@ class ShardedMoeExporter(HuggingFaceExporter):
         first, shape = int(found['shard']) * n_experts, (rows // len(parts), columns)
         return [(f'{found["experts"]}.{first + i}.{part}.weight', shape) for i in range(n_experts) for part in parts]
 
-    def _copy_code(self, folder: Path) -> list[str]:
+    def _copy_code(self, folder: Path) -> None:
         """Copy the base model's custom code, if transformers does not have the model."""
         code = getattr(self._config, 'auto_map', None) or {}
         files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
-        missing = []
         for name in sorted(files):
             path = base_file(self.base_dir, name)
-            if path is None:
-                missing.append(name)
-            elif not (folder / name).exists():
+            if path is not None and not (folder / name).exists():
                 shutil.copyfile(path, folder / name)
-        if not missing:
-            return []
-        return [f'{missing} in auto_map of config.json are missing in the base model {self.base_dir!r}']
 
 
 def is_sharded_moe(model: nn.Module) -> bool:
