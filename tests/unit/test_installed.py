@@ -49,14 +49,6 @@ def test_the_commands_tell_it(has, capsys, command, tmp_path):
     assert 'expected torch 2.4 or newer, found torch 2.3.0' in line
 
 
-def test_what_a_frontend_does_not_need_may_be_old_or_missing(has):
-    has(torch='2.4.0a0+07cecf4168.nv24.05', transformers='4.46.0.dev0', mmengine='0.9.0')
-    installed.require_usable('torch', 'transformers')
-    with pytest.raises(InstalledError, match='mmengine'):
-        installed.require_usable('torch', 'mmengine')
-    installed.require_usable('deepspeed')
-
-
 def test_a_tested_set_is_not_told(has):
     for versions in installed.TESTED:
         has(**versions)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from unittest import mock
 
 import pytest
 
 from xhf_hooks.background.save_on_signal import SaveRequests
-from xhf_hooks.errors import XhfError
 from xhf_hooks.telemetry import RunLog
 
 
@@ -60,18 +58,3 @@ def test_a_forked_child_ends_as_ever():
             signal.raise_signal(signal.SIGTERM)
     assert not requests.is_due(at_once=True)
     requests.close()
-
-
-def test_training_outside_of_the_main_thread_is_refused():
-    found: list[Exception] = []
-
-    def build() -> None:
-        try:
-            requests_of('SIGTERM')
-        except XhfError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=build)
-    thread.start()
-    thread.join()
-    assert len(found) == 1 and 'main thread' in str(found[0])

@@ -38,7 +38,6 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     'a layer too many': ({'num_hidden_layers': 3}, 'tensors that the checkpoint lacks (model.layers.2.'),
     'a layer too few': ({'num_hidden_layers': 1}, 'the checkpoint has tensors that the model of'),
     'another width': ({'intermediate_size': 96}, 'differ: model.layers.0.mlp'),
-    'both': ({'num_hidden_layers': 3, 'intermediate_size': 96}, 'differ: model.layers.0.mlp'),
 }
 
 

@@ -33,10 +33,3 @@ def test_an_error_ends_it_when_the_jobs_that_run_have_ended():
         list(threads.run([slow, failing]))
     assert ended == [1]
     assert list(threads.run([lambda: 5])) == [5]
-
-
-def test_a_reader_that_stops_early(threads):
-    results = threads.run(lambda n=n: n for n in range(1000))
-    next(results)
-    results.close()
-    assert list(threads.run([lambda: 'next'])) == ['next']

@@ -76,14 +76,6 @@ def test_use_cache_as_the_base_had_it(base, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / 'found').use_cache is base
 
 
-def test_vocab_size_is_that_of_the_embedding(tmp_path):
-    model = build('llama')
-    model.resize_token_embeddings(140)
-    model.config.vocab_size = 131
-    written(tmp_path, model)
-    assert read_json(tmp_path / 'config.json')['vocab_size'] == 140
-
-
 # generation_config.json
 
 

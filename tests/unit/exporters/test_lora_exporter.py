@@ -192,18 +192,17 @@ def test_other_adapters():
     assert "{'default': 'LORA', 'other': 'LORA'}" in refusal(two)
 
 
-def test_quantized_base():
-    model = adapted('llama')
-    model.get_base_model().quantization_method = 'bitsandbytes'  # what HfQuantizer.preprocess_model sets
-    for lora in ('merge', 'both'):
-        found = refusal(model, lora)
-        assert 'quantized (bitsandbytes)' in found and "set lora to 'adapter'" in found
-    exporter_for(model, None).entries(source_for(model).specs(), None)
+def test_a_base_that_nothing_can_be_merged_into():
+    quantized, merged = adapted('llama'), adapted('llama')
+    quantized.get_base_model().quantization_method = 'bitsandbytes'  # what HfQuantizer.preprocess_model sets
+    merged.merge_adapter()
+    assert 'quantized (bitsandbytes)' in refusal(quantized, 'merge')
+    assert 'already merged into the live model' in refusal(merged, 'merge')
+    exporter_for(quantized, None).entries(source_for(quantized).specs(), None)  # the adapter alone
 
 
 UNMERGEABLE = {
     'tied': (dict(target_modules=['embed_tokens']), 'is tied to a layer'),
-    'both_of_tied': (dict(target_modules=['embed_tokens', 'lm_head']), 'is tied to a layer'),
     'trainable_tokens': (dict(trainable_token_indices=[1, 2]), 'TrainableTokensWrapper is not supported'),
     'mica': (dict(init_lora_weights='mica'), 'Linear is not supported as configured'),
     'lora_bias': (dict(lora_bias=True), 'Linear is not supported as configured'),
@@ -225,9 +224,3 @@ def test_unmergeable(kind, tmp_path):
 def test_adapted_expert_parameters():
     lora = dict(target_modules=[], target_parameters=['experts.gate_up_proj'], task_type='CAUSAL_LM')
     assert 'ParamWrapper is not supported' in refusal(adapted('qwen3_moe', **lora), 'merge')
-
-
-def test_merged_live():
-    model = adapted('llama')
-    model.merge_adapter()
-    assert 'already merged into the live model' in refusal(model, 'merge')

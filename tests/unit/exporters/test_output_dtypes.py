@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.converted import convert
 from tests.helpers.zoo import available, build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
@@ -162,10 +161,3 @@ def test_bases_that_cannot_say_it(spoil, tmp_path):
         save_hf(model, tmp_path / 'hf_model', dtype='base')
     assert 'option dtype: ' in str(caught.value)
     assert not (tmp_path / 'hf_model').exists()
-
-
-def test_convert(tmp_path):
-    base = mixed_base(tmp_path / 'base')
-    torch.save(loaded(base).state_dict(), tmp_path / 'model.pth')
-    out = convert(tmp_path / 'model.pth', tmp_path / 'out', '--base', base, '--dtype', 'base')
-    assert dtypes_of(out) == dtypes_of(base)

@@ -91,3 +91,13 @@ def test_digest_differs():
 def test_digest_covers_the_index():
     sharded = dict(shard=16)
     assert plan_of(BASE, **sharded, n_parameters=8).digest != plan_of(BASE, **sharded, n_parameters=9).digest
+
+
+def test_small_slices_of_very_many_ranks_are_gathered():
+    specs = [spec('norm', 4096, dtype='BF16'), spec('weight', 4096 * 4096, dtype='BF16')]
+    for world_size, gathered in ((8, []), (1024, ['norm'])):
+        spread = {spec.name: Spread(spec.shape[0], -(-spec.shape[0] // world_size)) for spec in specs}
+        plan = plan_of(specs, spread=spread)
+        assert [group.reads[0].name for group in plan.gathered] == gathered
+        pieces = sum(len(p.spread.holders) for at_once in plan.rounds for p in at_once.portions if p.number == 0)
+        assert pieces <= plan.nbytes / 4096 + 16 * len(specs)

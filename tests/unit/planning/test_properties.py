@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from safetensors import deserialize
 
 from tests.helpers.assert_intact import assert_whole
 from tests.unit.writers.test_tally import together
+from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
@@ -31,17 +31,6 @@ TO_FILES = [*WhoWrites]
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
 TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=30)
-#: Largest exponent field of the float types, all bits of which are set in NaN and infinity: (integer type, mask).
-EXPONENTS = {
-    'F8_E4M3': ('u1', 0x7F),  # has no infinity and one NaN
-    'F8_E5M2': ('u1', 0x7C),
-    'F8_E8M0': ('u1', 0xFF),
-    'F16': ('<u2', 0x7C00),
-    'BF16': ('<u2', 0x7F80),
-    'F32': ('<u4', 0x7F800000),
-    'C64': ('<u4', 0x7F800000),
-    'F64': ('<u8', 0x7FF << 52),
-}
 
 
 class Saved:
@@ -182,7 +171,7 @@ def check(saved: Saved, tensors: dict[str, tuple[tuple[int, ...], str]], shard_n
     for tensor in saved.written:
         data = saved.data[tensor.placement.hf_name]
         assert tensor.crc32 == zlib.crc32(data)
-        assert tensor.non_finite == _count_non_finite(data, tensor.placement.dtype)
+        assert tensor.non_finite == count_non_finite(memoryview(data), tensor.placement.dtype)
 
 
 def _check_layout(content: bytes, shard_nbytes: int) -> None:
@@ -194,14 +183,6 @@ def _check_layout(content: bytes, shard_nbytes: int) -> None:
     assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
     assert all(start % DTYPE_NBYTES[dtype] == 0 for start, _, dtype in spans)
     assert len(content) - data_start <= shard_nbytes or sum(start < end for start, end, _ in spans) == 1
-
-
-def _count_non_finite(data: bytes, dtype: str) -> int:
-    if dtype not in EXPONENTS:
-        return 0
-    integers, mask = EXPONENTS[dtype]
-    bits = np.frombuffer(data, integers)
-    return int((bits & bits.dtype.type(mask) == mask).sum())
 
 
 @given(

@@ -62,13 +62,6 @@ def test_layout_of_deepspeed(tmp_path):
     assert found(tmp_path / 'global_step200') == ('deepspeed', 'global_step200')
 
 
-def test_trainer_and_axolotl(tmp_path):
-    zero2(tmp_path / 'checkpoint-500/global_step500')
-    put(tmp_path / 'checkpoint-500', 'model.safetensors', 'config.json', 'rng_state_0.pth', 'trainer_state.json')
-    (tmp_path / 'checkpoint-500/latest').write_text('global_step500')
-    assert found(tmp_path / 'checkpoint-500') == ('trainer', 'global_step500')
-
-
 def test_accelerate(tmp_path):
     zero2(tmp_path / 'pytorch_model')
     put(tmp_path, 'random_states_0.pkl', 'scheduler.bin', 'zero_to_fp32.py')
@@ -118,17 +111,6 @@ def test_fsdp_of_accelerate_and_trainer(tmp_path):
     assert found(folder) == found(folder / 'pytorch_model_fsdp_0') == ('dcp', 'pytorch_model_fsdp_0')
     whole = put(tmp_path / 'state', 'pytorch_model_fsdp.bin', 'optimizer.bin', 'random_states_0.pkl')
     assert found(whole) == ('file', 'pytorch_model_fsdp.bin')
-
-
-def test_universal(tmp_path):
-    folder = put(tmp_path / 'global_step5_universal', 'zero/a.weight/fp32.pt', 'zero/optimizer_state.pt')
-    put(folder, 'mp_rank_00_model_states.pt')
-    (tmp_path / 'latest_universal').write_text(folder.name)
-    assert found(tmp_path) == found(folder) == ('universal', folder.name)
-    assert find_checkpoint(folder).parameter_files == {'a.weight': folder / 'zero/a.weight/fp32.pt'}
-    zero3(tmp_path / 'global_step5')  # what it was made of, as long as that is there
-    (tmp_path / 'latest').write_text('global_step5')
-    assert found(tmp_path) == ('deepspeed', 'global_step5')
 
 
 @pytest.mark.parametrize('text', ['gone', '../elsewhere', '/no/such', '', 'x' * 9999])
