@@ -250,7 +250,8 @@ def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
         assert_same_files(out, log_dir / folder)
         manifest = json.loads((out / 'xhf_manifest.json').read_text())
         assert manifest['weights'] == 'averaged'
-        assert verify([str(log_dir / folder), str(log_dir.parent / checkpoint)]) == 0
+        hook = str(log_dir / folder)
+        assert verify([hook, str(log_dir.parent / checkpoint), '--base', hook]) == 0
         capsys.readouterr()
 
 
@@ -265,9 +266,9 @@ def test_conversion_gives_the_live_ones_on_request(finished, tmp_path, capsys):
     assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
     averaged = convert(checkpoint, tmp_path / 'averaged', '--base', expected)
     assert differing(folder_tensors(averaged), folder_tensors(live))
-    assert verify([str(expected), str(checkpoint)]) == 0, 'the live ones of the checkpoint'
+    assert verify([str(expected), str(checkpoint), '--base', str(expected)]) == 0, 'the live ones of the checkpoint'
     assert 'the live ones are compared' in capsys.readouterr().out
-    assert verify([str(averaged), str(checkpoint)]) == 0
+    assert verify([str(averaged), str(checkpoint), '--base', str(expected)]) == 0
 
 
 def test_conversion_of_a_deepspeed_run_tells_that_the_average_is_not_there(finished, tmp_path, capsys):

@@ -86,11 +86,11 @@ def test_what_it_says_of_itself(wheel):
 
 
 def test_convert_verify_and_inspect(bare, checkpoint, tmp_path):
-    out = tmp_path / 'out'
+    out, base = tmp_path / 'out', checkpoint.parent / 'model'
     for words in (
-        ['xhf-convert', checkpoint, out, '--base', checkpoint.parent / 'model', '--verify'],
+        ['xhf-convert', checkpoint, out, '--base', base, '--verify'],
         ['xhf-verify', out],
-        ['xhf', 'verify', out, checkpoint],
+        ['xhf', 'verify', out, checkpoint, '--base', base],
         ['xhf', 'inspect', out],
     ):
         done = call(bare, *words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from xhf_hooks.sources.checkpoint import CheckpointSource
+    from xhf_hooks.sources.stored_tensors import StoredTensor
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
@@ -19,20 +21,22 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
 def read_all(source: CheckpointSource, *, use_fp32_master: bool = False) -> dict[str, torch.Tensor]:
     """Every tensor under each of its names, in state-dict order, each read in two parts split at an odd offset."""
+    return read_tensors(source.tensors.values(), use_fp32_master)
+
+
+def read_tensors(stored: Iterable[StoredTensor], use_fp32_master: bool = False) -> dict[str, torch.Tensor]:
     import torch
 
     from xhf_hooks.format.dtypes import TORCH_DTYPES
 
     tensors: dict[str, torch.Tensor] = {}
-    for spec in source.specs():
-        dtype = 'F32' if use_fp32_master and spec.has_master else spec.dtype
-        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype])
-        data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b'')
-        cut = tensor.numel() // 3
+    for one in stored:
+        dtype = 'F32' if use_fp32_master and one.spec.has_master else one.dtype
+        tensor = torch.empty(one.shape, dtype=TORCH_DTYPES[dtype])
+        flat, cut = tensor.view(-1), tensor.numel() // 3
         for start, end in ((0, cut), (cut, tensor.numel())):
-            part = data[start * tensor.element_size() : end * tensor.element_size()]
-            source.read_into(spec.name, start, part, dtype, use_fp32_master=use_fp32_master)
-        tensors.update(dict.fromkeys((spec.name, *spec.aliases), tensor))
+            one.read_into(start, flat[start:end], use_fp32_master=use_fp32_master)
+        tensors.update(dict.fromkeys((one.name, *one.aliases), tensor))
     return tensors
 
 

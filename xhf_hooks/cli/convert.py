@@ -89,7 +89,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--max-shard-size',
         dest='max_shard_nbytes',
-        type=_nbytes,
+        type=parse_size,
         default='5GB',
         metavar='SIZE',
         help="largest size of a weight file, as in save_pretrained; default: '5GB'",
@@ -124,7 +124,6 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     if args.dry_run:
         say(f'would write to {args.out}')
         return DONE
-    conversion.load_tokenizer()
     with progress('converting') as on_progress:
         committed = conversion.run(args.out, on_progress)
     _warn(committed.warnings, prog)
@@ -147,12 +146,3 @@ def _warn(warnings: Sequence[str], prog: str) -> None:
 def _require_new(out: Path, overwrite: bool) -> None:
     if not overwrite and (out.is_symlink() or out.exists()) and not (out.is_dir() and not any(out.iterdir())):
         raise TargetError(f'{out} exists; name another folder, or add --overwrite')
-
-
-def _nbytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected a size such as '5GB' or a number of bytes, found {text!r}"
-        ) from None

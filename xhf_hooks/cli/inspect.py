@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from xhf_hooks.cli.output import CommandParser, complain, explain, say
-from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
+from xhf_hooks.cli.output import CommandParser, explain, say
+from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import size_text
 from xhf_hooks.installed import require_usable
 
-DONE, PARTLY, UNUSABLE = 0, 1, 2
+GOOD, DAMAGED, UNREADABLE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None, prog: str = 'xhf inspect') -> int:
@@ -23,40 +23,23 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf inspect') -> int:
         examples={'work_dirs/run': "the run's last checkpoint, and every folder that the hook saved"},
         description='Show what is in a folder or checkpoint: model, step, tensors, dtypes, sizes, and what wrote it.\n'
         'Reads no tensors and runs no code from it. To check that a folder is complete, use xhf verify.',
-        epilog='Exit status: 0 everything was read; 1 part of it is damaged or unreadable; 2 unusable input.',
+        epilog='Exit status: 0 good, 1 damaged, 2 something cannot be read.',
     )
     parser.add_argument('path', metavar='PATH', type=Path, help='a model folder, a checkpoint, or a work_dir')
     path = parser.parse_args(argv).path
-    try:
-        require_usable('torch', 'transformers')
-        return _show(path, prog)
-    except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error)
-        return UNUSABLE
-
-
-def _show(path: Path, prog: str) -> int:
-    if not path.exists():
-        raise CheckpointError(f'{path}: no such file or folder')
     folders = [path] if _is_folder(path) else sorted((*path.glob('hf_model*'), *path.glob('*/hf_model*')))
-    folders = [folder for folder in folders if _is_folder(folder)]
-    places = [(folder, _of_folder) for folder in folders]
-    if not folders or (path not in folders and (_is_checkpoint(path) or any(path.glob('*.pth')))):
-        places.insert(0, (path, _of_checkpoint))
-    status = DONE
-    for place, describe in places:
+    places = {folder: _show_folder for folder in folders if _is_folder(folder)}
+    if not places or _is_checkpoint(path):
+        places = {path: _show_checkpoint, **places}
+    statuses = [GOOD]
+    for place, show in places.items():
         try:
-            shown, is_good = describe(place)
-        except XhfError as error:
-            if len(places) == 1:
-                raise
-            complain(f'{prog}: {error}')
-            status = PARTLY
-            continue
-        for line in shown:
-            say(line)
-        status = status if is_good else PARTLY
-    return status
+            require_usable('torch', 'transformers')
+            statuses.append(show(place))
+        except (Exception, KeyboardInterrupt) as error:
+            explain(prog, error)
+            statuses.append(UNREADABLE)
+    return max(statuses)
 
 
 def _is_folder(path: Path) -> bool:
@@ -68,8 +51,8 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / 'latest').is_file() or (path / 'last_checkpoint').is_file()
 
 
-def _of_folder(path: Path) -> tuple[list[str], bool]:
-    """Lines about a model folder, and whether its files and headers are good."""
+def _show_folder(path: Path) -> int:
+    """Show a model folder; returns whether its files and headers are good."""
     from xhf_hooks.convert.conversion import engine_of
     from xhf_hooks.integrity.check import FolderCheck
     from xhf_hooks.integrity.manifest import read_manifest
@@ -85,12 +68,14 @@ def _of_folder(path: Path) -> tuple[list[str], bool]:
     facts = {} if manifest is None else manifest.facts
     parts = [model, step, facts.get('weights'), engine_of(facts)]
     parts += [f'{n} {dtype}' for dtype, n in dtypes.items()] + [size_text(check.report.nbytes)]
-    problems = [f'  damaged: {problem}' for problem in check.report.problems()]
-    return [f'{path}: {", ".join(filter(None, parts))}', *problems], not problems
+    say(f'{path}: {", ".join(filter(None, parts))}')
+    for problem in check.report.problems():
+        say(f'  damaged: {problem}')
+    return GOOD if check.report.is_good else DAMAGED
 
 
-def _of_checkpoint(path: Path) -> tuple[list[str], bool]:
-    """Lines about a checkpoint, as xhf-convert shows it."""
+def _show_checkpoint(path: Path) -> int:
+    """Show a checkpoint as xhf-convert does."""
     from xhf_hooks.convert.conversion import describe_checkpoint
     from xhf_hooks.meta_model import find_run_config
     from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
@@ -100,4 +85,6 @@ def _of_checkpoint(path: Path) -> tuple[list[str], bool]:
     dtypes = Counter(spec.dtype for spec in source.specs())
     parts = [f'{n} {dtype}' for dtype, n in dtypes.items()] + ['averaged and live weights'] * source.averages
     parts += [] if config is None or config.model is None else [config.model['type']]
-    return ['; '.join([describe_checkpoint(source), *parts]), *source.warnings, *source.unproven], True
+    for line in ('; '.join([describe_checkpoint(source), *parts]), *source.warnings, *source.unproven):
+        say(line)
+    return GOOD

@@ -14,12 +14,7 @@ from xhf_hooks.errors import XhfError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser whose help begins with examples.
-
-    Args:
-        examples: Command line to its description.
-        options: Arguments of ArgumentParser.
-    """
+    """An ArgumentParser whose help begins with examples: command line to its description."""
 
     def __init__(self, *, examples: dict[str, str], **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,10 +22,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The examples, then argparse's help."""
-        lines = ['examples:']
-        for command, meaning in self._examples.items():
-            lines += [f'  {self.prog} {command}', f'      {meaning}']
-        return '\n'.join([*lines, '', super().format_help()])
+        lines = [f'  {self.prog} {command}\n      {meaning}\n' for command, meaning in self._examples.items()]
+        return ''.join(['examples:\n', *lines, '\n', super().format_help()])
 
 
 def folder(text: str) -> Path:
@@ -64,13 +57,6 @@ def complain(line: object) -> None:
     say(line, sys.stderr)
 
 
-#: Package that is not required to the extra that installs it.
-_EXTRAS = {'mmengine': 'mmengine', 'deepspeed': 'deepspeed', 'accelerate': 'trainer', 'peft': 'peft'}
-_EXTRAS |= dict.fromkeys(('transformers', 'safetensors', 'huggingface_hub', 'tokenizers', 'tqdm'), 'convert')
-#: Required packages (install_requires of setup.py). They may be missing when a script of tools/ runs uninstalled.
-_REQUIRED = ('torch', 'numpy')
-
-
 def explain(prog: str, error: BaseException, *, left: str = '') -> None:
     """Print why a command failed; with a traceback if it is a bug. Called in the ``except`` block.
 
@@ -83,11 +69,8 @@ def explain(prog: str, error: BaseException, *, left: str = '') -> None:
         complain(f'{prog}: interrupted{left}')
     elif isinstance(error, (XhfError, OSError)):
         complain(f'{prog}: {error}')
-    elif package in _REQUIRED:
-        remedy = 'pip install xhf_hooks, or in a clone pip install .'
-        complain(f'{prog}: {package} is needed for this and not installed: {remedy}')
-    elif package in _EXTRAS:
-        complain(f"{prog}: {package} is not installed: pip install 'xhf_hooks[{_EXTRAS[package]}]'")
+    elif package not in ('', 'xhf_hooks'):
+        complain(f'{prog}: {package} is not installed: pip install {package}')
     else:
         for line in traceback.format_exc().splitlines():
             complain(line)

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.convert.weights import write_weights
-from xhf_hooks.errors import OptionError, TensorError
+from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
-from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.installed import package_versions
@@ -30,7 +29,6 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.sources.stored_source import StoredSource
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 
@@ -64,7 +62,7 @@ class Conversion:
     """The conversion of one checkpoint. Runs on: one process.
 
     Attributes:
-        source: The source of the planned tensors.
+        tensors: What the plan is made of, by name.
         plan: The plan that :meth:`run` writes.
         averages: Whether the checkpoint holds both averaged and live weights.
         warnings: Notes for the user before anything is written.
@@ -87,8 +85,9 @@ class Conversion:
             base=options.base,
             trust_remote_code=options.trust_remote_code,
         )
-        self.source: StoredSource
-        self.source, notes = match_checkpoint(self._meta_model, self._checkpoint, self._checkpoint.trained_dtype)
+        self.tensors, notes = match_checkpoint(
+            self._meta_model, self._checkpoint.tensors.values(), self._checkpoint.trained_dtype
+        )
         self._exporter = exporter_for(
             self._meta_model.module,
             options.module,
@@ -99,9 +98,6 @@ class Conversion:
         self._weights, weights_notes = _which_weights(self._checkpoint, self._config, options.ema)
         self.plan = self._make_plan()
         self._widened = sum(spec.master_lost for spec in _read_specs(self.plan)) if options.dtype == 'F32' else 0
-        self._tokenizer: Any | None = None
-        self._eos_token_ids: tuple[int, ...] = ()
-        self._tokenizer_notes: list[str] = []
         self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
         if self._exporter.left_out:
             left_out = self._exporter.left_out
@@ -112,11 +108,11 @@ class Conversion:
         return found if type(found) is int and has_head(self._meta_model.module) else None
 
     def _make_plan(self) -> SavePlan:
-        specs = self.source.specs()
+        specs = [tensor.spec for tensor in self.tensors.values()]
         entries = self._exporter.entries(specs, self._options.dtype)
         if self.use_fp32_master:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
-        plan = make_plan(
+        return make_plan(
             entries,
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
@@ -124,10 +120,6 @@ class Conversion:
             n_parameters=self._exporter.n_parameters,
             in_place=True,
         )
-        for group in plan.sliced:
-            for placement in group.placements:
-                _require_castable(group.reads[0], placement.dtype)
-        return plan
 
     @property
     def use_fp32_master(self) -> bool:
@@ -137,8 +129,8 @@ class Conversion:
     @property
     def read_nbytes(self) -> int:
         """Bytes that :meth:`run` reads from the checkpoint."""
-        names = {spec.name for spec in _read_specs(self.plan)}
-        return self.source.stored_nbytes(names, use_fp32_master=self.use_fp32_master)
+        read = (self.tensors[spec.name].pieces(self.use_fp32_master) for spec in _read_specs(self.plan))
+        return sum(piece.nbytes for pieces in read for piece in pieces)
 
     @property
     def step(self) -> Step:
@@ -168,19 +160,8 @@ class Conversion:
             f'checkpoint; their 16-bit weights are widened'
         ]
 
-    def load_tokenizer(self) -> None:
-        """Load the tokenizer that :meth:`run` writes. Libraries may print content of its files.
-
-        Raises:
-            BaseModelError: It cannot be loaded.
-        """
-        self._tokenizer, eos_token_ids, self._tokenizer_notes = tokenizer_of_run(
-            self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
-        )
-        self._eos_token_ids = tuple(eos_token_ids)
-
     def run(self, out: Path, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
-        """Write and commit.
+        """Write and commit. Libraries may print content of the tokenizer's files.
 
         Args:
             out: The folder to write.
@@ -189,12 +170,28 @@ class Conversion:
         Raises:
             XhfError, OSError: It failed; ``out`` is unchanged.
         """
+        tokenizer, eos_token_ids, notes = tokenizer_of_run(
+            self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
+        )
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
         target.claim()
         started, meter = time.perf_counter(), MemoryMeter()
         try:
-            warnings = self._write_and_commit(target, meter, on_progress)
-            path = target.where
+            staging = target.open_staging()
+            target.room(self.plan.nbytes)
+            notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
+            tally = write_weights(
+                staging,
+                self.plan,
+                self.tensors,
+                use_fp32_master=self.use_fp32_master,
+                workers=self._options.workers,
+                meter=meter,
+                on_progress=on_progress,
+            )
+            tensors = tally.written()
+            save = WrittenSave(self.plan, tensors, self.step, self._facts())
+            target.commit(save, 'full' if self._options.verify else 'sizes')
         except BaseException:  # including signals
             target.abandon()
             raise
@@ -202,29 +199,8 @@ class Conversion:
             target.release()
         seconds = time.perf_counter() - started
         cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
-        warnings = [*self._tokenizer_notes, *warnings, *self._notes_on_float32()]
-        return CommittedCheckpoint(path, self.step, cost, tuple(warnings))
-
-    def _write_and_commit(
-        self, target: CheckpointFolder, meter: MemoryMeter, on_progress: Callable[[int, int], None]
-    ) -> list[str]:
-        """Returns warnings."""
-        staging = target.open_staging()
-        target.room(self.plan.nbytes)
-        warnings = self._exporter.write_hf_assets(staging, self._tokenizer, self._eos_token_ids)
-        tally = write_weights(
-            staging,
-            self.plan,
-            self.source,
-            use_fp32_master=self.use_fp32_master,
-            workers=self._options.workers,
-            meter=meter,
-            on_progress=on_progress,
-        )
-        tensors = tally.written()
-        save = WrittenSave(self.plan, tensors, self.step, self._facts())
-        target.commit(save, 'full' if self._options.verify else 'sizes')
-        return [*warnings, *warn_of_non_finite(tensors), *target.warnings]
+        notes = [*notes, *warn_of_non_finite(tensors), *target.warnings, *self._notes_on_float32()]
+        return CommittedCheckpoint(target.where, self.step, cost, tuple(notes))
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""
@@ -257,11 +233,6 @@ def _read_specs(plan: SavePlan) -> set[TensorSpec]:
     return {spec for group in (*plan.sliced, *plan.gathered) for spec in group.reads}
 
 
-def _require_castable(spec: TensorSpec, dtype: str) -> None:
-    if spec.dtype != dtype and not (is_float(spec.dtype) and is_float(dtype)):
-        raise TensorError(f'{spec.name}: {spec.dtype} cannot be written as {dtype}')
-
-
 def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:
     """'averaged' or 'live', and notes for the user.
 
@@ -275,10 +246,8 @@ def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: 
         if not ema:
             raise OptionError('--no-ema', 'a checkpoint with the ema_state_dict of its run', checkpoint.found.path.name)
         return 'averaged', []
-    if not ema:
-        return weights, []
     note = (
         'the run averages its weights (EMAHook), but DeepSpeed checkpoints hold the live weights only; these are '
         'converted. The averaged weights are in hf_model if the run had HFCheckpointHook'
     )
-    return weights, [note]
+    return weights, [note] if ema else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.format.checksum import count_non_finite, crc32
-from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.host_memory import MemoryMeter
 from xhf_hooks.planning.types import Group, Placement, SavePlan
 from xhf_hooks.sources.read import made_from
-from xhf_hooks.sources.stored_source import StoredSource
+from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
 from xhf_hooks.writers.tally import Tally
@@ -26,14 +26,12 @@ PART_NBYTES = 4 * 2**20
 
 #: Arguments of :meth:`Tally.add`.
 _Written = tuple[Placement, int, int, int, int]
-#: Called in any thread with a tensor's place, an offset in the tensor, and the bytes that belong there.
-Use = Callable[[Placement, int, memoryview], None]
 
 
 def write_weights(
     staging: Path,
     plan: SavePlan,
-    source: StoredSource,
+    tensors: Mapping[str, StoredTensor],
     *,
     use_fp32_master: bool,
     workers: int,
@@ -58,10 +56,7 @@ def write_weights(
             files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
 
-        def write(place: Placement, start: int, data: memoryview) -> None:
-            files[place.file].write(data, place.offset + start)
-
-        work = Work(source, plan, write, use_fp32_master=use_fp32_master, meter=meter)
+        work = _Work(tensors, plan, files, use_fp32_master=use_fp32_master, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for made in threads.run(work.jobs()):
                 meter.sample()
@@ -74,56 +69,55 @@ def write_weights(
     return tally
 
 
-class Work:
-    """The jobs of the threads: each makes bytes of the plan and gives them to ``use``."""
+class _Work:
+    """The jobs of the threads: each makes bytes of the plan and writes them."""
 
     def __init__(
-        self, source: StoredSource, plan: SavePlan, use: Use, *, use_fp32_master: bool, meter: MemoryMeter
+        self,
+        tensors: Mapping[str, StoredTensor],
+        plan: SavePlan,
+        files: Mapping[str, OutputFile],
+        *,
+        use_fp32_master: bool,
+        meter: MemoryMeter,
     ) -> None:
-        self._source, self._plan, self._use = source, plan, use
+        self._tensors, self._plan, self._files = tensors, plan, files
         self._use_fp32_master, self._meter = use_fp32_master, meter
         self._own = threading.local()
         self._gathering = threading.Lock()  # whole tensors, of one group at a time
 
     def jobs(self) -> Iterator[Callable[[], list[_Written]]]:
         """All jobs, the longest first."""
-        yield from (partial(self._make_group, group) for group in self._plan.gathered)
+        yield from (partial(self._write_group, group) for group in self._plan.gathered)
         for group in self._plan.sliced:
             for place in group.placements:
                 for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
-                    yield partial(self._make_part, place, group.reads[0].name, start, end)
+                    yield partial(self._write_part, place, group.reads[0].name, start, end)
 
-    def _make_part(self, place: Placement, read: str, start: int, end: int) -> list[_Written]:
-        out = self._buffer()[: end - start]
-        first = (place.source_offset or 0) + start // DTYPE_NBYTES[place.dtype]
-        self._source.read_into(read, first, out, place.dtype, use_fp32_master=self._use_fp32_master)
-        self._use(place, start, out)
-        return [_entry(place, start, out)]
+    def _write_part(self, place: Placement, read: str, start: int, end: int) -> list[_Written]:
+        out = self._buffer()[: end - start].view(TORCH_DTYPES[place.dtype])
+        first = place.run.start + start // out.itemsize
+        self._tensors[read].read_into(first, out, use_fp32_master=self._use_fp32_master)
+        return [self._write(place, start, host_bytes(out))]
 
-    def _make_group(self, group: Group) -> list[_Written]:
-        names = [spec.name for spec in group.reads]
+    def _write_group(self, group: Group) -> list[_Written]:
         made = []
-        with (
-            self._gathering,
-            self._source.gathered(names, wanted=names, use_fp32_master=self._use_fp32_master) as tensors,
-            torch.no_grad(),
-        ):
+        with self._gathering, torch.no_grad():
+            tensors = {spec.name: self._tensors[spec.name].whole(self._use_fp32_master) for spec in group.reads}
             for found in made_from(group, tensors, 0):
                 self._meter.sample()  # the peak: what was read, what was made from it, and the cast result
-                data = found.chunk().data
-                self._use(found.placement, 0, data)
-                made.append(_entry(found.placement, 0, data))
+                made.append(self._write(found.placement, 0, found.chunk().data))
         return made
 
-    def _buffer(self) -> memoryview:
+    def _write(self, place: Placement, start: int, data: memoryview) -> _Written:
+        self._files[place.file].write(data, place.offset + start)
+        return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
+
+    def _buffer(self) -> torch.Tensor:
         """This thread's buffer of one part."""
         if not hasattr(self._own, 'buffer'):
-            self._own.buffer = memoryview(bytearray(PART_NBYTES))
+            self._own.buffer = torch.empty(PART_NBYTES, dtype=torch.uint8)
         return self._own.buffer
-
-
-def _entry(place: Placement, start: int, data: memoryview) -> _Written:
-    return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
 
 
 @contextmanager

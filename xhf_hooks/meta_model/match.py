@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +15,16 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.build import MetaModel
 from xhf_hooks.model import module_tensors, names_by_identity
-from xhf_hooks.sources.safetensors_folder import SafetensorsSource, holds_weights
-from xhf_hooks.sources.stored_source import StoredSource, StoredTensor
+from xhf_hooks.sources.stored_tensors import StoredTensor, base_weights
 
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
 
 def match_checkpoint(
-    meta_model: MetaModel, source: StoredSource, trained_dtype: str | None
-) -> tuple[StoredSource, list[str]]:
-    """Give the source the meta model's names, and the meta model the source's shapes and dtypes.
+    meta_model: MetaModel, tensors: Iterable[StoredTensor], trained_dtype: str | None
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Give the tensors the meta model's names, and the meta model the tensors' shapes and dtypes.
 
     Tensors missing in the checkpoint are read from the base model. The exporter reports those missing in both.
 
@@ -33,17 +32,17 @@ def match_checkpoint(
         trained_dtype: The dtype that training cast the base model to; None if it did not.
 
     Returns:
-        The source, and log messages.
+        The tensors by name, and log messages.
 
     Raises:
         BaseModelError: The meta model is not the model that was trained.
     """
-    stored = {name: tensor for tensor in source.tensors.values() for name in (tensor.name, *tensor.aliases)}
+    stored = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
     trained = names_by_identity(meta_model.module)
     lost = [id(tensor) for tensor, names in trained if not stored.keys() & set(names)]
     in_bases, lacking, folders = _from_bases(meta_model, lost, trained_dtype)
     embeddings = _embeddings(meta_model.module)
-    tensors: list[StoredTensor] = []
+    matched: dict[str, StoredTensor] = {}
     known: set[str] = set()
     other_shape = []
     for tensor, names in trained:
@@ -52,14 +51,14 @@ def match_checkpoint(
         found = held[0] if held else in_bases.get(id(tensor))
         if found is None:
             continue
-        _require_equal(held, source, meta_model)
+        _require_equal(held, meta_model)
         same_rows = found.shape[1:] == tuple(tensor.shape)[1:]
         if found.shape != tuple(tensor.shape) and not (same_rows and id(tensor) in embeddings):
             other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
             continue
         # In place, to keep ties by identity
         tensor.data = torch.empty(found.shape, dtype=TORCH_DTYPES[found.dtype], device='meta')
-        tensors.append(replace(found, name=names[0], aliases=tuple(names[1:])))
+        matched[names[0]] = replace(found, name=names[0], aliases=tuple(names[1:]))
     notes = [*meta_model.notes]
     notes += _judge(meta_model, other_shape, [name for name in stored if name not in known])
     if lacking:
@@ -70,7 +69,7 @@ def match_checkpoint(
         )
     if in_bases:
         notes.append(f'{counted(len(in_bases), "tensor")} not in the checkpoint, read from {" and ".join(folders)}')
-    return StoredSource(tensors), notes
+    return matched, notes
 
 
 def _from_bases(
@@ -87,10 +86,10 @@ def _from_bases(
         names_here = {one: names_of[one] for one in wanted if one in names_of}
         if not names_here or not Path(folder).is_dir():
             continue
-        if not holds_weights(Path(folder)):
+        tensors = base_weights(Path(folder), dtype)
+        if not tensors:
             lacking += [names[0] for names in names_here.values()]
             continue
-        tensors = SafetensorsSource(Path(folder), dtype).tensors
         folders.append(folder)
         found |= {one: tensors[name] for one, names in names_here.items() for name in names if name in tensors}
     return found, lacking, folders
@@ -107,16 +106,14 @@ def _embeddings(module: nn.Module) -> set[int]:
     return found
 
 
-def _require_equal(held: Sequence[StoredTensor], source: StoredSource, meta_model: MetaModel) -> None:
+def _require_equal(held: Sequence[StoredTensor], meta_model: MetaModel) -> None:
     """Require that tied tensors are stored once or are equal (runs on GPUs store equal copies)."""
     for other in held[1:]:
-        both = [held[0].name, other.name]
-        with source.gathered(both, wanted=both, use_fp32_master=False) as tensors:
-            if not torch.equal(*(tensors[name].view(torch.uint8) for name in both)):
-                raise BaseModelError(
-                    f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they '
-                    f'differ in the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
-                )
+        if not torch.equal(*(tensor.whole(False).view(torch.uint8) for tensor in (held[0], other))):
+            raise BaseModelError(
+                f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they differ in the '
+                f'checkpoint; set tie_word_embeddings to false in the config.json that --base names'
+            )
 
 
 def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str]) -> list[str]:

@@ -5,40 +5,35 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, cast
-
-import torch
+from functools import cached_property, partial
+from typing import Any
 
 from xhf_hooks.convert.weights import one_torch_thread
 from xhf_hooks.format.text import size_text
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.threads import WorkerThreads
-from xhf_hooks.verify.models import ConvertedModel, FolderModel
+from xhf_hooks.verify.models import Model
 from xhf_hooks.verify.rounding import Difference, compare, narrower, roundings
 
 IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
 _SHOWN = 20  # lines of each kind; JSON has all
 #: Compared at once: few enough to stay in a core's cache.
 _WINDOW_ELEMENTS = 1 << 17
-Model = FolderModel | ConvertedModel
+_JOB_ELEMENTS = 8 * _WINDOW_ELEMENTS
 
 
 class Pair:
-    """A tensor of A, its counterpart in B, and the differences found so far.
-
-    Args:
-        names: The tensor's name in A and in B.
+    """A tensor that both models have, and the differences found so far.
 
     Attributes:
         reason: Why they cannot be compared.
         ulp_of: The narrower dtype, whose ULPs count; None for tensors that are not floating point.
     """
 
-    def __init__(self, names: tuple[str, str], a: TensorSpec, b: TensorSpec) -> None:
-        self.names, self.shape, self.dtypes = names, a.shape, (a.dtype, b.dtype)
+    def __init__(self, name: str, a: TensorSpec, b: TensorSpec) -> None:
+        self.name, self.shape, self.dtypes = name, a.shape, (a.dtype, b.dtype)
         self.ulp_of = narrower(*self.dtypes)
         self.found, self.reason = Difference(), ''
         if a.shape != b.shape:
@@ -46,10 +41,6 @@ class Pair:
         elif a.dtype != b.dtype and self.ulp_of is None:
             self.reason = f'dtypes {a.dtype} and {b.dtype}'
         self.nbytes = 0 if self.reason else a.nbytes + b.nbytes
-
-    @property
-    def name(self) -> str:
-        return self.names[0] if self.names[0] == self.names[1] else '{} and {}'.format(*self.names)
 
     @cached_property
     def through(self) -> str | None:
@@ -156,40 +147,30 @@ def compare_models(
     """
     started, lock = time.perf_counter(), threading.Lock()
     result = Comparison(a.label, b.label, [*a.notes, *b.notes])
-    result.tensors = _pairs(a, b, result)
+    result.tensors = [Pair(name, spec, b.tensors[name]) for name, spec in a.tensors.items() if name in b.tensors]
+    result.missing = [name for name in a.tensors if name not in b.tensors]
+    result.extra = [name for name in b.tensors if name not in a.tensors]
     total = sum(pair.nbytes for pair in result.tensors)
-    made, held, side = (a, b, 0) if isinstance(b, FolderModel) else (b, cast(FolderModel, a), 1)
-    pairs_of: dict[str, list[Pair]] = {name: [] for name in made.tensors}
-    for pair in result.tensors:
-        if not pair.reason:
-            pairs_of[pair.names[side]].append(pair)
 
-    def compare_piece(name: str, first: int, piece: torch.Tensor) -> None:
-        for pair in pairs_of[name]:
-            for start in range(0, len(piece), _WINDOW_ELEMENTS):
-                one = piece[start : start + _WINDOW_ELEMENTS]
-                other = held.read(pair.names[1 - side], first + start, len(one))
-                found = compare(*((one, other) if side == 0 else (other, one)), pair.dtypes)
-                with lock:
-                    pair.found += found
-                    result.read_nbytes += one.nbytes + other.nbytes
+    def compare_part(pair: Pair, part: range) -> None:
+        for first in part[::_WINDOW_ELEMENTS]:
+            count = min(_WINDOW_ELEMENTS, part.stop - first)
+            one, other = a.read(pair.name, first, count), b.read(pair.name, first, count)
+            found = compare(one, other, pair.dtypes)
+            with lock:
+                pair.found += found
+                result.read_nbytes += one.nbytes + other.nbytes
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        for pair in result.tensors:
+            elements = range(0 if pair.reason else math.prod(pair.shape))
+            for first in elements[::_JOB_ELEMENTS]:
+                yield partial(compare_part, pair, elements[first : first + _JOB_ELEMENTS])
 
     with one_torch_thread(), WorkerThreads(workers) as threads:
-        for _ in threads.run(made.jobs(compare_piece)):
+        for _ in threads.run(jobs()):
             on_progress(result.read_nbytes, total)
     order = [DIFFERENT, ROUNDING, IDENTICAL]
     result.tensors.sort(key=lambda pair: (order.index(pair.verdict), -pair.found.max_abs, -pair.found.n_differ))
     result.seconds = time.perf_counter() - started
     return result
-
-
-def _pairs(a: Model, b: Model, result: Comparison) -> list[Pair]:
-    """Match tensors by name. A tied tensor may be stored under any of its names, or under all."""
-    names = dict.fromkeys((name, name) for name in a.tensors if name in b.tensors)
-    for name in a.tensors:
-        if name not in b.tensors:
-            (names.setdefault((name, b.ties[name])) if name in b.ties else result.missing.append(name))
-    for name in b.tensors:
-        if name not in a.tensors:
-            (names.setdefault((a.ties[name], name)) if name in a.ties else result.extra.append(name))
-    return [Pair(pair, a.tensors[pair[0]], b.tensors[pair[1]]) for pair in names]

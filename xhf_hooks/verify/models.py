@@ -2,141 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from xhf_hooks.convert import Conversion, ConvertOptions
-from xhf_hooks.convert.weights import PART_NBYTES, Work
-from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
-from xhf_hooks.format import strict_json
+from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.safetensors import HALF_DTYPES, read_header
-from xhf_hooks.host_memory import MemoryMeter
+from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.check import list_files
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Placement, TensorSpec
-from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.sources.safetensors_folder import tensors_of
-from xhf_hooks.sources.stored_source import StoredTensor
-from xhf_hooks.writers.writer import cuts
-
-_INPUT_EMBEDDINGS = ('embed_tokens.weight', 'wte.weight', 'tok_embeddings.weight', 'word_embeddings.weight')
-_OUTPUT_EMBEDDINGS = ('lm_head.weight', 'output.weight')
-#: Called in any thread with a tensor's name, the number of an element, and the elements from there on.
-Use = Callable[[str, int, torch.Tensor], None]
+from xhf_hooks.sources.read import made_from
+from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 
-class FolderModel:
-    """A Hugging Face folder or a single file. Tensors of subfolders are named ``folder/tensor``.
+@dataclass(frozen=True)
+class Model:
+    """A model to compare. Tensors of subfolders are named ``folder/tensor``.
 
     Attributes:
-        tensors: Its tensors by name.
-        ties: Maps each alias to the name of the same tensor in :attr:`tensors`.
         label: Path, number of tensors and dtypes, for the report.
+        read: Returns elements of a tensor, flat: called in any thread with its name, the first one, and their number.
         notes: Remarks for the report.
-
-    Raises:
-        DamagedError, CheckpointError: A file is damaged, or has a dtype that cannot be compared.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.notes = path, ()
-        self._stored: dict[str, StoredTensor] = {}
-        for prefix, file in _files(path):
-            for tensor in tensors_of(read_header(file)):
-                name = prefix + tensor.name
-                if name in self._stored:
-                    raise CheckpointError(f'{path}: {name} is stored twice; check it with xhf-verify {path}')
-                self._stored[name] = replace(tensor, name=name)
-        self.tensors = {name: tensor.spec for name, tensor in self._stored.items()}
-        self.ties = self._ties()
-        dtypes = ', '.join(sorted({tensor.dtype for tensor in self.tensors.values()})) or 'none'
-        self.label = f'{path} ({len(self.tensors)} tensors, {dtypes})'
-
-    def _ties(self) -> dict[str, str]:
-        """Aliases of tied embeddings, if config.json ties them and only one is stored."""
-        try:
-            config = strict_json.read(self.path / 'config.json')
-        except DamagedError:
-            return {}
-        inputs = [name for name in self.tensors if name.endswith(_INPUT_EMBEDDINGS)]
-        outputs = [name for name in self.tensors if name.endswith(_OUTPUT_EMBEDDINGS)]
-        if config.get('tie_word_embeddings') is not True or len(inputs) + len(outputs) != 1:
-            return {}
-        if inputs:
-            return dict.fromkeys(_OUTPUT_EMBEDDINGS, inputs[0])
-        return {f'model.{name}': outputs[0] for name in _INPUT_EMBEDDINGS}
-
-    def jobs(self, use: Use) -> Iterator[Callable[[], None]]:
-        """Jobs, to be run in any threads, that read every tensor once."""
-        for name, spec in self.tensors.items():
-            width = TORCH_DTYPES[spec.dtype].itemsize
-            for start, end in cuts(spec.nbytes, 0, PART_NBYTES):
-                yield partial(self._read_for, use, name, start // width, (end - start) // width)
-
-    def _read_for(self, use: Use, name: str, first: int, count: int) -> None:
-        use(name, first, self.read(name, first, count))
-
-    def read(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Elements of a tensor, flat."""
-        out = torch.empty(count, dtype=TORCH_DTYPES[self.tensors[name].dtype])
-        self._stored[name].read_into(first, out)
-        return out
+    label: str
+    tensors: Mapping[str, TensorSpec]
+    read: Callable[[str, int, int], torch.Tensor]
+    notes: list[str] = field(default_factory=list)
 
 
-def _files(path: Path) -> list[tuple[str, Path]]:
-    """Weight files, with the prefix of their tensors' names."""
-    if path.is_file():
-        return [('', path)]
-    names = [name for name in list_files(path) if name.endswith('.safetensors')]
-    return [(name[: name.rfind('/') + 1], path / name) for name in sorted(names)]
-
-
-class ConvertedModel:
-    """The tensors that ``xhf-convert`` would write, made when they are compared; as :class:`FolderModel`."""
-
-    def __init__(self, conversion: Conversion, label: str, notes: Sequence[str], ties: dict[str, str]) -> None:
-        self.label, self.notes, self.ties = label, notes, ties
-        self._conversion = conversion
-        specs = [TensorSpec(_name(place), place.shape, place.dtype) for place in conversion.plan.placements]
-        self.tensors = {spec.name: spec for spec in specs}
-
-    def jobs(self, use: Use) -> Iterator[Callable[[], Any]]:
-        """Jobs, to be run in any threads, that make every tensor once."""
-        conversion = self._conversion
-
-        def made(place: Placement, start: int, data: memoryview) -> None:
-            if len(data):
-                dtype = TORCH_DTYPES[place.dtype]
-                use(_name(place), start // dtype.itemsize, torch.frombuffer(data, dtype=dtype))
-
-        work = Work(
-            conversion.source, conversion.plan, made, use_fp32_master=conversion.use_fp32_master, meter=MemoryMeter()
-        )
-        return work.jobs()
-
-
-def _name(placement: Placement) -> str:
-    folder = placement.file.rpartition('/')[0]
-    return f'{folder}/{placement.hf_name}' if folder else placement.hf_name
-
-
-def open_models(a: Path, b: Path, options: ConvertOptions) -> list[FolderModel | ConvertedModel]:
+def open_models(a: Path, b: Path, options: ConvertOptions) -> list[Model]:
     """Open both, in the given order. At least one is a folder.
 
     Raises:
-        CheckpointError: One of them cannot be read as a model, or both are checkpoints.
+        DamagedError, CheckpointError: One of them cannot be read as a model, or both are checkpoints.
     """
-    folders = [FolderModel(path) if _holds_weights(path) else None for path in (a, b)]
-    found = next((folder for folder in folders if folder is not None), None)
-    if found is None:
+    folders = {path: _open_folder(path) for path in (a, b) if _holds_weights(path)}
+    if not folders:
         raise CheckpointError(f'{a} and {b} are checkpoints; convert one of them with xhf-convert first')
-    return [folder or _converted(path, found, options) for path, folder in zip((a, b), folders, strict=True)]
+    folder, model = next(iter(folders.items()))
+    return [folders.get(path) or _open_checkpoint(path, folder, model, options) for path in (a, b)]
 
 
 def _holds_weights(path: Path) -> bool:
@@ -150,39 +61,76 @@ def _holds_weights(path: Path) -> bool:
     return (path / 'config.json').is_file() and any(name.endswith('.safetensors') for name in list_files(path))
 
 
-def _converted(path: Path, folder: FolderModel, options: ConvertOptions) -> ConvertedModel:
-    """The checkpoint as xhf-convert would write it into the folder, with its own config or else with the folder's."""
-    floats = {tensor.dtype for tensor in folder.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
-    ema, lora = not _is_live(folder.path), options.lora
-    source = CheckpointSource(find_checkpoint(path), ema=ema)
-    if lora is None and any('.lora_A.' in name for spec in source.specs() for name in (spec.name, *spec.aliases)):
-        adapters = sum('.lora_A.' in name for name in folder.tensors)
-        lora = 'merge' if not adapters else 'adapter' if adapters * 2 >= len(folder.tensors) else 'both'
-    as_written = replace(
-        options,
-        ema=ema,
-        lora=lora,
-        dtype='F32' if floats == {'F32'} else None,
-        max_shard_nbytes=10**18,
-    )
-    notes: list[str] = []
-    try:
-        conversion = Conversion(path, as_written)
-    except CheckpointError:
-        raise
-    except XhfError:
-        if options.base is not None or not (folder.path / 'config.json').is_file():
-            raise
-        conversion = Conversion(path, replace(as_written, base=str(folder.path)))
-        notes.append(
-            f'{path} is read with the config.json of {folder.path}; tensors that it lacks are taken from there'
-        )
-    notes = [*conversion.warnings, *notes]
+def _open_folder(path: Path) -> Model:
+    """A Hugging Face folder or a single file."""
+    files = [path] if path.is_file() else [path / name for name in sorted(list_files(path))]
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        folder = '' if file == path else file.parent.relative_to(path).as_posix()
+        for tensor in tensors_of(file) if file.suffix == '.safetensors' else ():
+            name = tensor.name if folder in ('', '.') else f'{folder}/{tensor.name}'
+            if name in stored:
+                raise CheckpointError(f'{path}: {name} is stored twice; check it with xhf-verify {path}')
+            stored[name] = tensor
+
+    def read(name: str, first: int, count: int) -> torch.Tensor:
+        out = torch.empty(count, dtype=TORCH_DTYPES[stored[name].dtype])
+        stored[name].read_into(first, out)
+        return out
+
+    dtypes = ', '.join(sorted({tensor.dtype for tensor in stored.values()})) or 'none'
+    tensors = {name: tensor.spec for name, tensor in stored.items()}
+    return Model(f'{path} ({len(stored)} tensors, {dtypes})', tensors, read)
+
+
+def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOptions) -> Model:
+    """The checkpoint as xhf-convert would write it into the folder."""
+    floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
+    ema = not _is_live(folder)
+    conversion = Conversion(path, replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None))
+    notes = [*conversion.warnings]
     if conversion.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
+    made = _Made(conversion)
+    tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in made.places.items()}
     kind = 'fp32 master weights' if conversion.use_fp32_master else 'as trained'
-    label = f'{path} ({len(conversion.plan.placements)} tensors as xhf-convert writes them, {kind})'
-    return ConvertedModel(conversion, label, notes, folder.ties)
+    return Model(f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})', tensors, made.read, notes)
+
+
+class _Made:
+    """Reads the tensors that a conversion would write.
+
+    Attributes:
+        places: The tensors, each with the number of its group.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self._tensors, self._use_fp32_master = conversion.tensors, conversion.use_fp32_master
+        self._groups = [*conversion.plan.sliced, *conversion.plan.gathered]
+        self.places: dict[str, tuple[int, Placement]] = {}
+        for number, group in enumerate(self._groups):
+            for place in group.placements:
+                folder = place.file.rpartition('/')[0]
+                self.places[f'{folder}/{place.hf_name}' if folder else place.hf_name] = number, place
+        self._lock = threading.Lock()
+        self._whole = lru_cache(maxsize=2)(self._make)  # while one is compared, threads begin with the next
+
+    def read(self, name: str, first: int, count: int) -> torch.Tensor:
+        """See :class:`Model`."""
+        number, place = self.places[name]
+        if not self._groups[number].is_contiguous:
+            with self._lock:
+                return self._whole(number)[place.hf_name][first : first + count]
+        out = torch.empty(count, dtype=TORCH_DTYPES[place.dtype])
+        stored = self._tensors[self._groups[number].reads[0].name]
+        stored.read_into(place.run.start + first, out, use_fp32_master=self._use_fp32_master)
+        return out
+
+    def _make(self, number: int) -> dict[str, torch.Tensor]:
+        group = self._groups[number]
+        with torch.no_grad():
+            tensors = {spec.name: self._tensors[spec.name].whole(self._use_fp32_master) for spec in group.reads}
+            return {made.placement.hf_name: made.elements.reshape(-1) for made in made_from(group, tensors, 0)}
 
 
 def _is_live(folder: Path) -> bool:

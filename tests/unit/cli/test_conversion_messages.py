@@ -72,7 +72,7 @@ def test_a_file_of_the_base_model_is_missing(trained, tmp_path, capsys):
     weight_map = {'model.layers.2.mlp.up_proj.weight': 'model-00002-of-00002.safetensors'}
     (base / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
     assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)]) == 2
-    assert f'{base}/model-00002-of-00002.safetensors: missing' in capsys.readouterr().err
+    assert f'{base}/model-00002-of-00002.safetensors: cannot be read' in capsys.readouterr().err
 
 
 def test_a_base_that_is_no_model(trained, tmp_path, capsys):

@@ -34,7 +34,7 @@ def test_what_cannot_be_read_is_told_with_the_rest(tmp_path, capsys):
     (tmp_path / 'hf_model').mkdir()
     save_file({'a': torch.zeros(3)}, tmp_path / 'hf_model' / 'model-00001-of-00002.safetensors')
     (tmp_path / 'hf_model' / 'model-00002-of-00002.safetensors').write_bytes(b'damaged')
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert '1 F32' in said.out and 'damaged: ' in said.out
     assert said.err.startswith(f'xhf inspect: {tmp_path / "iter_7.pth"}') and len(said.err.splitlines()) == 1

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
         1, edit(optim(0), lambda s: s['optimizer_state_dict'].pop(FLAT)), optim(0), 'not an optimizer file'),
     'unknown stage': (1, edit(optim(0), lambda s: s['optimizer_state_dict'].update(zero_stage=7)), optim(0), 'unknown'),
     'another model file': (1, edit(MODEL, lambda s: s.pop('buffer_names')), MODEL, 'not a model file'),
-    'tensor parallel': (1, edit(MODEL, lambda s: s.update(mp_world_size=2)), MODEL, 'tensor parallelism'),
+    'tensor parallel': (1, edit(MODEL, lambda s: s.update(mp_world_size=2)), MODEL, 'tensor or expert parallelism'),
     'experts of AutoEP': (1, edit(MODEL, lambda s: s.update(ds_autoep_layers=[{'a': 1}])), MODEL, 'expert parallelism'),
 }  # fmt: skip
 

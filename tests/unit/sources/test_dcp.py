@@ -55,10 +55,10 @@ def test_gives_back_what_went_in(tmp_path, options, around):
 
 
 @pytest.mark.parametrize(('state', 'words'), {
-    'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, 'state dict, only optimizer/state'),
-    'two models': ({'a': {'model': WEIGHTS}, 'b': {'model': WEIGHTS}}, r'holds 2 models \(a/model, b/model\)'),
+    'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, "one model's state dict, found optimizer/state"),
+    'two models': ({'a': {'model': WEIGHTS}, 'b': {'model': WEIGHTS}}, 'found a/model, b/model'),
     'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'safetensors cannot store'),
-    'nothing': ({'epoch': 3}, 'state dict, only nothing'),
+    'nothing': ({'epoch': 3}, 'found nothing'),
 }.values())  # fmt: skip
 def test_is_refused(tmp_path, state, words):
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -103,7 +103,6 @@ class Runs:
 
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     'a file elsewhere': (lambda m: setattr(info_of(m), 'relative_path', '../x.distcp'), r"stored in '\.\./x\.distcp'"),
-    'extensions': (lambda m: setattr(info_of(m), 'transform_descriptors', ['zstd']), 'with storage extensions'),
     'behind the end': (lambda m: setattr(info_of(m), 'offset', 10**15), 'truncated: expected'),
     'the place of another': (share_a_place, 'are not the chunk of half'),
     'rows that are missing': (lambda m: setattr(tensor_of(m), 'size', torch.Size((14, 7))), 'not those of its shape'),

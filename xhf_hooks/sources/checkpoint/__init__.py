@@ -3,7 +3,7 @@
     found = find_checkpoint('work_dirs/run')      looks at file names only
     source = CheckpointSource(found)              parses the pickles safely and checks the size of every file
     source.specs()                                as for any source
-    source.read_into('llm.lm_head.weight', 0, buffer, 'BF16', use_fp32_master=False)
+    source.tensors['llm.lm_head.weight'].read_into(0, out)
 
 Executes nothing from a checkpoint (:mod:`.unpickler`) and does not import DeepSpeed.
 """

@@ -15,19 +15,20 @@ from typing import Any
 import torch
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.text import some
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.regions import Assembled, code_of
+from xhf_hooks.sources.checkpoint.regions import code_of
+from xhf_hooks.sources.checkpoint.states import parsing
 from xhf_hooks.sources.checkpoint.torch_file import load_mapped, load_pickle_file, told_of
 from xhf_hooks.sources.checkpoint.unpickler import Inert
 from xhf_hooks.sources.mapped_files import MappedFile
-from xhf_hooks.sources.stored_source import StoredTensor
+from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Keys under which trainers save a model's state dict; Accelerate: ``model``.
 _MODELS = ('model', 'state_dict', 'module', 'model_state_dict')
-_SHOWN = 5
 
 
-def load_dcp(found: FoundCheckpoint) -> Assembled:
+def load_dcp(found: FoundCheckpoint) -> list[StoredTensor]:
     """Load the tensors of the model's state dict, without optimizer state and other objects.
 
     Raises:
@@ -35,7 +36,7 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
     """
     index = found.path / '.metadata'
     metadata = load_pickle_file(index)
-    try:
+    with parsing(index, 'an index of torch.distributed.checkpoint'):
         fields = _fields(metadata)
         tensors = {key: _fields(tensor) for key, tensor in fields['state_dict_metadata'].items()}
         tensors = {key: tensor for key, tensor in tensors.items() if 'chunks' in tensor}  # not those of other objects
@@ -45,12 +46,7 @@ def load_dcp(found: FoundCheckpoint) -> Assembled:
             stored[place['fqn'], tuple(place.get('offset') or ())] = _fields(info)
         names = _names(index, list(tensors), fields.get('planner_data') or {})
         chunks = _Chunks(found, stored)
-        return Assembled([chunks.tensor(key, name, tensors[key]) for key, name in names.items()], [])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        told = f'{type(error).__name__}: {error}'[:100]
-        raise CheckpointError(
-            f'{index}: not an index of torch.distributed.checkpoint ({told}); give another folder'
-        ) from error
+        return [chunks.tensor(key, name, tensors[key]) for key, name in names.items()]
 
 
 def _names(index: Path, keys: list[Any], paths: Mapping[str, Any]) -> dict[str, str]:
@@ -64,14 +60,12 @@ def _names(index: Path, keys: list[Any], paths: Mapping[str, Any]) -> dict[str, 
         if isinstance(path[-1], str):  # else an item of a list, not of a state dict
             groups.setdefault(tuple(map(str, path[:-1])), {})[key] = path[-1]
     models = [group for group in groups if group and group[-1] in _MODELS]
-    shown = ', '.join(sorted('/'.join(group)[:80] for group in models or groups)[:_SHOWN]) or 'nothing'
-    if len(models) > 1:
-        raise CheckpointError(f'{index}: holds {len(models)} models ({shown}), expected one; save them separately')
     found = groups.get(models[0] if models else (), {})
-    if not found:
+    if len(models) > 1 or not found:
+        shown = some(sorted('/'.join(group) for group in models or groups)) or 'nothing'
         raise CheckpointError(
-            f"{index}: holds no model's state dict, only {shown}; give the model's folder (Accelerate: "
-            f'pytorch_model_fsdp_0)'
+            f"{index}: expected one model's state dict, found {shown}; give the model's folder (Accelerate: "
+            f'pytorch_model_fsdp_0), or save the model alone'
         )
     return found
 
@@ -125,11 +119,6 @@ class _Chunks:
         return StoredTensor(name, shape, code_of(self._index, name, dtype), pieces)
 
     def _load(self, name: str, info: Mapping[str, Any], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if info.get('transform_descriptors'):
-            raise CheckpointError(
-                f'{self._index}: {name} was saved with storage extensions (such as compression), which are not '
-                f'supported; load it with torch.distributed.checkpoint and save it without them'
-            )
         file = info['relative_path']
         if file not in self._files:
             raise CheckpointError(

@@ -15,35 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.text import some
 
-_NUMBERED = re.compile(r'(?:iter_|epoch_|checkpoint-)(\d{1,15})(?:\.pth)?', re.ASCII)
+_NUMBERED = re.compile(r'(iter_|epoch_|checkpoint-)\d+(\.pth)?')
 _DCP_INDEX = '.metadata'
 _FSDP_FOLDER, _FSDP_WHOLE = re.compile(r'pytorch_model_fsdp_\d+'), 'pytorch_model_fsdp.bin'
-_STRATEGY_FILE = re.compile(r'rank\d+\.pth')
-_RANK = r'zero_pp_rank_(?P<rank>0|[1-9]\d{0,6})_'
-_MODEL = re.compile(rf'(?:{_RANK})?mp_rank_00_model_states\.pt', re.ASCII)
-_OPTIM = re.compile(rf'(?P<prefix>bf16_)?{_RANK}mp_rank_00_optim_states\.pt', re.ASCII)
-_LIKE_THEM = re.compile(r'.*(?:model|optim)_states\.pt')
-#: Of tensor, expert or pipeline parallelism.
-_OTHER_PARALLELISM = re.compile(r'layer_\d+[-_].*\.pt|expp_rank_\d+_.*|.*mp_rank_(?!00_)\d{2,4}_.*_states\.pt')
-_UNSUPPORTED = (
-    (
-        _OTHER_PARALLELISM,
-        'of a run with tensor, pipeline or expert parallelism',
-        "load it with DeepSpeed's load_checkpoint in the same kind of run and save the weights from there",
-    ),
-    (
-        re.compile(r'pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin'),
-        "one rank's part of an FSDP model",
-        "load it with Accelerate's load_state and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT",
-    ),
-    (
-        re.compile(r'__\d+\.metadata'),
-        "one rank's index of torch.distributed.checkpoint",
-        'load it with torch.distributed.checkpoint and save it again with use_collectives=True',
-    ),
+#: The file of a rank: with model weights (of rank 0 alone at stages 0 to 2), or of the optimizer.
+_PART = re.compile(
+    r'(bf16_)?(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,6})_)?mp_rank_00_(?P<kind>model|optim)_states\.pt', re.ASCII
 )
-_SHOWN = 5
+_LIKE_PARTS = re.compile(r'.*(?:model|optim)_states\.pt')
+#: Of pipeline, expert or tensor parallelism; one rank's part of Accelerate's FSDP, and of torch.distributed.checkpoint
+#: without ``use_collectives``.
+_UNSUPPORTED = re.compile(
+    r'layer_\d+[-_].*\.pt|expp_rank_\d+_.*|.*mp_rank_(?!00_)\d{2,4}_.*_states\.pt'
+    r'|pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin|__\d+\.metadata'
+)
+_STRATEGY_FILE = re.compile(r'rank\d+\.pth')
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,6 @@ class FoundCheckpoint:
     """A checkpoint recognised by its file names.
 
     Attributes:
-        given: The path that the user gave.
         path: The checkpoint: DeepSpeed's tag folder, or one file.
         layout: ``'mmengine'`` (a tag folder ``iter_N.pth`` or ``epoch_N.pth``), ``'deepspeed'`` (``latest`` or a
             tag folder of another name), ``'trainer'`` (``checkpoint-N``, transformers or Axolotl),
@@ -63,7 +50,6 @@ class FoundCheckpoint:
         parameter_files: Parameter name to the file of its fp32 values; ``'universal'`` only.
     """
 
-    given: Path
     path: Path
     layout: str
     model_files: tuple[Path, ...]
@@ -84,26 +70,17 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
         CheckpointError: There is none, there are several, or files are missing.
     """
     given = Path(path).expanduser()
-    if given.is_file():
-        return _single_file(given, given)
-    if not given.is_dir():
+    if not given.exists():
         raise CheckpointError(f'{given}: no such file or folder; give a checkpoint or the work_dir of a run')
-    target = _follow(given)
-    if target.is_file():
-        return _single_file(given, target)
-    names = sorted(entry.name for entry in target.iterdir())
-    if any(map(_is_of_dcp, names)):
-        return _dcp(given, target, names)
-    return _find_parts(given, target)
-
-
-def _single_file(given: Path, file: Path) -> FoundCheckpoint:
-    if _LIKE_THEM.fullmatch(file.name) or _is_of_dcp(file.name):
-        raise CheckpointError(f'{file}: one part of a checkpoint; give its folder {file.parent}')
-    _refuse_unsupported(file)
-    if file.suffix == '.safetensors':
-        raise CheckpointError(f'{file}: already a safetensors file; give a checkpoint of torch.save or DeepSpeed')
-    return FoundCheckpoint(given, file, 'file', (file,))
+    target = _follow(given) if given.is_dir() else given
+    if target.is_dir():
+        return _dcp(target) if any(map(_is_of_dcp, os.listdir(target))) else _find_parts(target)
+    _refuse_unsupported(target)
+    if _LIKE_PARTS.fullmatch(target.name) or _is_of_dcp(target.name):
+        raise CheckpointError(f'{target}: one part of a checkpoint; give its folder {target.parent}')
+    if target.suffix == '.safetensors':
+        raise CheckpointError(f'{target}: already a safetensors file; give a checkpoint of torch.save or DeepSpeed')
+    return FoundCheckpoint(target, 'file', (target,))
 
 
 def _is_of_dcp(name: str) -> bool:
@@ -112,78 +89,56 @@ def _is_of_dcp(name: str) -> bool:
 
 def _follow(folder: Path) -> Path:
     """Resolve a given folder to the tag folder or file in it."""
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = sorted(os.listdir(folder))
     for name in names:
         _refuse_unsupported(folder / name)
-    if any(_LIKE_THEM.fullmatch(name) or _is_of_dcp(name) for name in names) or _is_universal(folder):
+    if any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in names) or _is_universal(folder):
         return folder
-    if folder.name == 'zero' and _is_universal(folder.parent):
-        raise CheckpointError(f'{folder}: one part of a universal checkpoint of DeepSpeed; give {folder.parent}')
-    if 'last_checkpoint' in names:
-        return _last_checkpoint(folder)
     # Accelerate: one tag per model; with several models, `latest` belongs to the last one saved
     models = [name for name in names if name.startswith('pytorch_model') and (folder / name).is_dir()]
     if len(models) < 2:
-        for pointer in ('latest', 'latest_universal'):
+        for pointer in ('last_checkpoint', 'latest', 'latest_universal'):
             if pointer in names:
-                return _tag(folder, pointer, names)
+                return _named_by(folder / pointer)
         if models and _FSDP_FOLDER.fullmatch(models[0]):
             return folder / models[0]
         if _FSDP_WHOLE in names:
             return folder / _FSDP_WHOLE
-    numbered = sorted((int(match[1]), name) for name in names if (match := _NUMBERED.fullmatch(name)))
-    candidates = models or [name for _, name in numbered]
+    candidates = models or sorted(filter(_NUMBERED.fullmatch, names), key=lambda name: (len(name), name))
     if candidates:
-        shown = ', '.join(candidates[-_SHOWN:])
-        raise CheckpointError(f'{folder}: holds {len(candidates)} checkpoints ({shown}); give one of them')
+        raise CheckpointError(f'{folder}: holds several checkpoints ({some(candidates[::-1])}); give one of them')
     raise CheckpointError(
         f'{folder}: not a checkpoint: it has no *_model_states.pt, last_checkpoint or latest; give a checkpoint or '
         f'the work_dir of a run'
     )
 
 
-def _tag(folder: Path, pointer: str, names: list[str]) -> Path:
-    tag = _text(folder / pointer)
-    if tag not in names or not (folder / tag).is_dir():
-        raise CheckpointError(f'{folder / pointer}: names {tag[:80]!r}, but there is no such folder; give a tag folder')
-    return folder / tag
-
-
-def _last_checkpoint(folder: Path) -> Path:
-    """The checkpoint that MMEngine recorded; the work_dir may have moved since."""
-    text = _text(folder / 'last_checkpoint')
-    for path in (folder / Path(text).name, Path(text)):
+def _named_by(pointer: Path) -> Path:
+    """The checkpoint in a file of MMEngine (its path, from which it may have moved) or of DeepSpeed (its tag)."""
+    with pointer.open('rb') as file:
+        text = file.read(4096).decode(errors='replace').strip()
+    for path in (pointer.parent / Path(text).name, *([Path(text)] if '/' in text else [])):
         if text and os.path.exists(path):  # unlike Path.exists, false for what cannot be a name
             return path
-    raise CheckpointError(
-        f'{folder / "last_checkpoint"}: names {text[:200]!r}, which does not exist; give the checkpoint itself'
-    )
-
-
-def _text(path: Path) -> str:
-    with path.open('rb') as file:
-        return file.read(4096).decode(errors='replace').strip()
+    raise CheckpointError(f'{pointer}: names {text[:200]!r}, which does not exist; give the checkpoint itself')
 
 
 def _refuse_unsupported(path: Path) -> None:
-    for pattern, what, remedy in _UNSUPPORTED:
-        if pattern.fullmatch(path.name):
-            raise CheckpointError(f'{path}: {what}, which is not supported; {remedy}')
-    if path.parent.suffix == '.pth' and _STRATEGY_FILE.fullmatch(path.name):
+    of_strategy = path.parent.suffix == '.pth' and _STRATEGY_FILE.fullmatch(path.name)
+    if of_strategy or _UNSUPPORTED.fullmatch(path.name):
         raise CheckpointError(
-            f"{path}: one rank's part of MMEngine's FSDPStrategy, which is not supported; load it with its "
-            f"load_checkpoint on the same number of ranks, and save it again with state_dict_cfg='full' or with "
-            f'HFCheckpointHook'
+            f'{path}: of a run with tensor, pipeline or expert parallelism, or one part of an FSDP model, which is not '
+            f'supported; load it as it was saved (DeepSpeed: load_checkpoint; Accelerate: load_state) and save whole '
+            f"weights (Accelerate: FULL_STATE_DICT; MMEngine: state_dict_cfg='full'), or use HFCheckpointHook there"
         )
 
 
-def _dcp(given: Path, folder: Path, names: list[str]) -> FoundCheckpoint:
-    if _DCP_INDEX not in names:
+def _dcp(folder: Path) -> FoundCheckpoint:
+    if not (folder / _DCP_INDEX).is_file():
         raise CheckpointError(
             f'{folder / _DCP_INDEX}: missing, but files of torch.distributed.checkpoint are there; copy it, too'
         )
-    files = tuple(folder / name for name in names if name.endswith('.distcp'))
-    return FoundCheckpoint(given, folder, 'dcp', files)
+    return FoundCheckpoint(folder, 'dcp', tuple(sorted(folder.glob('*.distcp'))))
 
 
 def _is_universal(folder: Path) -> bool:
@@ -191,45 +146,34 @@ def _is_universal(folder: Path) -> bool:
     return next(folder.glob('zero/*/fp32.pt'), None) is not None
 
 
-def _find_parts(given: Path, folder: Path) -> FoundCheckpoint:
+def _find_parts(folder: Path) -> FoundCheckpoint:
     """The files of the checkpoint in a tag folder, in the order of ranks.
 
     Raises:
         CheckpointError: There are none, or some are of another run or of an unsupported training mode.
     """
-    models: dict[int, Path] = {}
-    optims: dict[int, Path] = {}
-    kinds: dict[tuple[bool, str | bool | None], Path] = {}  # one for model files, and one for optimizer files
+    found: dict[str, dict[int, Path]] = {'model': {}, 'optim': {}}
     for file in sorted(folder.iterdir()):
         _refuse_unsupported(file)
-        model, optim = _MODEL.fullmatch(file.name), _OPTIM.fullmatch(file.name)
-        if model:
-            models[int(model['rank'] or 0)] = kinds[True, model['rank'] is None] = file
-        elif optim:
-            optims[int(optim['rank'])] = kinds[False, optim['prefix']] = file
-        elif _LIKE_THEM.fullmatch(file.name):
+        part = _PART.fullmatch(file.name)
+        if part is not None:
+            other = found[part['kind']].setdefault(int(part['rank'] or 0), file)
+            if other != file:
+                raise CheckpointError(
+                    f'{folder}: holds files of several runs ({other.name}, {file.name}); remove those of all but one'
+                )
+        elif _LIKE_PARTS.fullmatch(file.name):
             raise CheckpointError(f'{file}: not a file name of DeepSpeed; remove it, or restore its name')
+    models, optims = (tuple(file for _, file in sorted(files.items())) for files in found.values())
     if not models:
         raise CheckpointError(
             f'{folder}: *_model_states.pt is missing; copy it, too, or, if ds_to_universal.py did not finish, run it '
             f'again'
         )
-    if len(kinds) > 1 + bool(optims):
-        shown = ', '.join(file.name for file in kinds.values())
-        raise CheckpointError(f'{folder}: holds files of several runs ({shown}); remove those of all but one')
-    model_files = tuple(models[rank] for rank in sorted(models))
     if not optims and _is_universal(folder):
-        return FoundCheckpoint(given, folder, 'universal', model_files, parameter_files=_parameter_files(folder))
-    return FoundCheckpoint(given, folder, _layout(folder), model_files, tuple(optims[rank] for rank in sorted(optims)))
-
-
-def _parameter_files(folder: Path) -> dict[str, Path]:
-    """The fp32 files of ``ds_to_universal.py`` by parameter, the name of their folder."""
-    found = {entry.name: entry / 'fp32.pt' for entry in sorted((folder / 'zero').iterdir()) if entry.is_dir()}
-    for file in found.values():
-        if not file.exists():
-            raise CheckpointError(f'{file}: missing; copy it, too, or run ds_to_universal.py again')
-    return found
+        parameters = {entry.name: entry / 'fp32.pt' for entry in sorted((folder / 'zero').iterdir()) if entry.is_dir()}
+        return FoundCheckpoint(folder, 'universal', models, parameter_files=parameters)
+    return FoundCheckpoint(folder, _layout(folder), models, optims)
 
 
 def _layout(folder: Path) -> str:

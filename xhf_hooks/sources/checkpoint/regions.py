@@ -15,8 +15,10 @@ import torch
 
 from xhf_hooks.errors import CheckpointError, TensorError
 from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, Shapes, trained_dtype
-from xhf_hooks.sources.stored_source import Pieces, StoredTensor
+from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
+from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
 
 class Region(NamedTuple):
@@ -91,6 +93,31 @@ def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[tuple[Path, Sequence
     return found
 
 
+def universal_regions(shapes: Sequence[Shapes], found: FoundCheckpoint) -> Regions:
+    """Locate parameters that ``ds_to_universal.py`` has put into a file each.
+
+    At stage 3 it holds a flat tensor (``merge_zero3_slices``), else a dict with the key ``'param'``
+    (``merge_tp_slices``).
+
+    Raises:
+        CheckpointError: A file is missing, or belongs to another model or parameter.
+    """
+    merged = {name: shape for group in shapes for name, shape in group.items()}
+    regions: Regions = {}
+    for name in {**merged, **found.parameter_files}:
+        is_known = name in merged and name in found.parameter_files
+        content = load_torch_file(found.parameter_files[name]) if is_known else None
+        tensor = content.get('param') if isinstance(content, dict) else content
+        shape = merged.get(name, ())
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) not in (shape, (math.prod(shape),)):
+            raise CheckpointError(
+                f'{found.path / "zero" / name}: expected a parameter of shape {shape} that the model file names; '
+                f'put the files of one save together, or convert the checkpoint that they were made from'
+            )
+        regions[name] = Region(shape, (tensor,) if tensor.numel() else ())
+    return regions
+
+
 def cut(parts: Iterable[torch.Tensor], start: int, end: int) -> Pieces:
     """Elements of the concatenation of flat tensors."""
     found = []
@@ -103,73 +130,52 @@ def cut(parts: Iterable[torch.Tensor], start: int, end: int) -> Pieces:
     return tuple(found)
 
 
-class Assembled(NamedTuple):
-    """The tensors of a checkpoint in the order of the state dict, and the names of those without values."""
-
-    tensors: list[StoredTensor]
-    named_only: list[str]
-
-
-def from_zero12(model: ModelState, masters: Regions) -> Assembled:
-    """ZeRO-1 and 2, and BF16_Optimizer: trained weights in the model file, fp32 masters in the optimizer files.
-
-    Weights that an overridden ``state_dict()`` left out are read from the masters and, at stage 2, from the second copy
-    of frozen parameters in the model file.
-    """
-    frozen = {name: _region(tensor) for name, tensor in model.fragments.items()}
-    return assemble(model, model.module, masters, frozen)
-
-
-def from_zero3(models: Sequence[ModelState], masters: Regions) -> Assembled:
-    """ZeRO-3: each rank has a slice of every parameter; the state dict has dtypes and buffers."""
+def frozen_regions(models: Sequence[ModelState], is_zero3: bool) -> Regions:
+    """Locate frozen parameters: at ZeRO-3 a slice in each rank's file, at stage 2 a second copy in the model file."""
     first = models[0]
-    frozen: Regions = {}
+    if not is_zero3:
+        return {name: _region(tensor) for name, tensor in first.fragments.items()}
+    found: Regions = {}
     for name, shape in first.frozen_shapes.items():
         lacking = next((model.file for model in models if name not in model.fragments), None)
         if lacking is not None:
             raise CheckpointError(f'{lacking}: lacks the frozen parameter {name}; put the files of one save together')
-        frozen |= zero3_regions([{name: shape}], [(m.file, [m.fragments[name].view(-1)]) for m in models])
-    empty = {n for n, t in first.module.items() if t.shape == (0,) and n not in first.buffer_names}
-    return assemble(first, first.module, masters, frozen, empty)
+        found |= zero3_regions([{name: shape}], [(m.file, [m.fragments[name].view(-1)]) for m in models])
+    return found
 
 
 def assemble(
-    model: ModelState | Path,
-    state_dict: Mapping[str, torch.Tensor],
-    masters: Regions,
-    frozen: Regions,
-    placeholders: Collection[str] = (),
-) -> Assembled:
-    """Choose where to read each parameter.
+    model: ModelState, masters: Regions, frozen: Regions, placeholders: Collection[str] = ()
+) -> list[StoredTensor]:
+    """Choose where to read each parameter; those that are nowhere are left out.
 
     Args:
-        model: The model file, or a file with nothing but a state dict.
+        model: At ZeRO-3 it has dtypes and buffers, else all weights that ``state_dict()`` gave.
         placeholders: Tensors of the state dict whose dtype alone is valid.
     """
-    file, shared = (model, {}) if isinstance(model, Path) else (model.file, model.shared)
-    trained = (None if isinstance(model, Path) else trained_dtype(model.content.get('ds_config'))) or 'F32'
-    module = {name: tensor for name, tensor in state_dict.items() if name not in placeholders}
-    found, named_only = [], []
-    for names in _tied([*state_dict, *masters, *frozen], module, shared):
-        whole = next((_region(module[n]) for n in names if n in module), None)
-        master = next((masters[n] for n in names if n in masters), None)
-        kept = next((frozen[n] for n in names if n in frozen), None)
+    module = {name: tensor for name, tensor in model.module.items() if name not in placeholders}
+    weights = {name: _region(tensor) for name, tensor in module.items()}
+    trained = trained_dtype(model.content.get('ds_config')) or 'F32'
+    found = []
+    for names in _tied([*model.module, *masters, *frozen], module, model.shared):
+        whole, master, kept = (
+            next((regions[name] for name in names if name in regions), None) for regions in (weights, masters, frozen)
+        )
         region = whole or master or kept
         if region is None:
-            named_only.append(names[0])
             continue
         if any(other is not None and other.shape != region.shape for other in (master, kept)):
             raise CheckpointError(
-                f'{file}: {names[0]} has shape {region.shape}, but another one in the optimizer state; take another '
-                f'checkpoint'
+                f'{model.file}: {names[0]} has shape {region.shape}, but another one in the optimizer state; take '
+                f'another checkpoint'
             )
-        stored = [(n, state_dict[n].dtype) for n in names if n in (module if whole else state_dict)]
-        stored += [(names[0], piece.dtype) for piece in (kept.pieces if kept is not None else ())]
-        dtype = code_of(file, *stored[0]) if stored else trained
+        dtypes = [model.module[name].dtype for name in names if name in model.module]
+        dtypes += [piece.dtype for piece in kept.pieces] if kept is not None else []
+        dtype = code_of(model.file, names[0], dtypes[0]) if dtypes else trained
         fp32 = master is not None and all(piece.dtype == torch.float32 for piece in master.pieces)
         pieces = master.pieces if master is not None and fp32 and dtype in ('BF16', 'F16') else None
         found.append(StoredTensor(names[0], region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
-    return Assembled(found, named_only)
+    return found
 
 
 def _tied(names: Iterable[str], module: Mapping[str, torch.Tensor], shared: Mapping[str, str]) -> list[list[str]]:

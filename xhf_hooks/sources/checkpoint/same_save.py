@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.text import counted
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 
 _DEEPSPEEDS = re.compile(r'(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states|mp_rank_\d+_model_states')
@@ -37,17 +38,13 @@ def require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]
     for states, n_ranks in ((optims, first.world_size), (models, first.world_size if first.stage == 3 else 1)):
         expected = [re.sub(r'rank_\d+_mp', f'rank_{rank}_mp', states[0].file.name) for rank in range(n_ranks)]
         names = [state.file.name for state in states]
-        for name in expected:
-            if name not in names:
+        for name in [*expected, *names]:
+            if name not in names or name not in expected:
+                what, remedy = ('left over from another run', _HINT) if name in names else ('missing', 'copy it, too')
                 raise CheckpointError(
-                    f'{first.file.with_name(name)}: missing: {first.file.name} is of a run of {n_ranks} ranks; copy '
-                    f'it, too'
+                    f'{first.file.with_name(name)}: {what}: {first.file.name} is of ZeRO-{first.stage} with '
+                    f'{counted(first.world_size, "rank")}; {remedy}'
                 )
-        for name in names[len(expected) :]:
-            raise CheckpointError(
-                f'{first.file.with_name(name)}: left over from another run: {first.file.name} is of ZeRO-{first.stage} '
-                f'with {first.world_size} ranks; {_HINT}'
-            )
 
 
 def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
@@ -70,33 +67,32 @@ def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState])
     _same('optimizer step', ((o.file, o.steps) for o in optims))
     _same('global_steps', ((m.file, m.steps) for m in models))
     _same('DeepSpeed version', ((state.file, state.version) for state in states))
-    _same('shapes of parameters', ((m.file, [m.shapes, m.frozen_shapes]) for m in models), show=False)
+    _same('shapes of parameters', ((m.file, [m.shapes, m.frozen_shapes]) for m in models))
 
 
 def unproven(models: Sequence[ModelState], optims: Sequence[OptimState], *, universal: bool) -> tuple[str, ...]:
     """Statements that the files cannot confirm, for the user to check."""
-    found = ['not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run']
-    if universal:
-        return tuple(found)
-    if not optims:
-        return ()
-    if len(optims) == 1:
-        found = []
-    elif any(optim.saved_as != optim.file.stem for optim in optims):
-        found.append('not verifiable: only the file names say which rank wrote which file')
-    steps, made = models[0].steps, optims[0].steps
-    if made is None or (steps is not None and made != steps):
-        told = 'counts no steps' if made is None else f'has made {made:.0f} steps, {models[0].file.name} {steps}'
+    found = []
+    if universal or len(optims) > 1:
         found.append(
-            f'not verifiable: the iteration of the fp32 weights: the optimizer of {optims[0].file.name} {told}. '
-            f'That is so after a resume without optimizer state; otherwise {_HINT}'
+            'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
+        )
+    if len(optims) > 1 and any(optim.saved_as != optim.file.stem for optim in optims):
+        found.append('not verifiable: only the file names say which rank wrote which file')
+    if optims and (optims[0].steps is None or models[0].steps not in (None, optims[0].steps)):
+        found.append(
+            f'not verifiable: the iteration of the fp32 weights: the optimizer of {optims[0].file.name} has made '
+            f'{optims[0].steps} steps, {models[0].file.name} {models[0].steps}. That is so after a resume without '
+            f'optimizer state; otherwise {_HINT}'
         )
     return tuple(found)
 
 
-def _same(what: str, values: Iterable[tuple[Path, Any]], *, show: bool = True) -> None:
+def _same(what: str, values: Iterable[tuple[Path, Any]]) -> None:
     (first, expected), *others = [(file, value) for file, value in values if value is not None] or [(None, None)]
     for file, value in others:
         if value != expected:
-            told = f'{what} {value}, but {first.name} has {expected}' if show else f'other {what} than {first.name}'
-            raise CheckpointError(f'{file}: has {told}: not of one save; {_HINT}')
+            shown, wanted = str(value)[:60], str(expected)[:60]
+            raise CheckpointError(
+                f'{file}: has {what} {shown}, but {first.name} has {wanted}: not of one save; {_HINT}'
+            )

@@ -11,14 +11,14 @@ import torch
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.strict_json import is_count
-from xhf_hooks.format.text import counted
+from xhf_hooks.format.text import counted, some
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.regions import (
-    Assembled,
     assemble,
-    from_zero3,
-    from_zero12,
+    frozen_regions,
+    universal_regions,
     zero3_regions,
     zero12_regions,
 )
@@ -32,15 +32,13 @@ from xhf_hooks.sources.checkpoint.states import (
     trained_dtype,
 )
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
-from xhf_hooks.sources.checkpoint.universal import load_universal
-from xhf_hooks.sources.stored_source import StoredSource, StoredTensor
+from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
 _KEYS = ('state_dict', 'module', 'model')
-_SHOWN = 5
 
 
-class CheckpointSource(StoredSource):
+class CheckpointSource:
     """The tensors of a checkpoint of any supported layout.
 
     Args:
@@ -48,6 +46,7 @@ class CheckpointSource(StoredSource):
 
     Attributes:
         found: The checkpoint.
+        tensors: By first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
         unproven: Statements that the files cannot confirm, see :func:`.same_save.unproven`.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
@@ -69,24 +68,22 @@ class CheckpointSource(StoredSource):
         self.warnings: list[str] = []
         self.facts: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
         self.facts['checkpoint'] = str(found.path)
-        never_trained: frozenset[str] = frozenset()
-        content: Mapping[str, Any] = {}
-        if found.layout == 'file':
-            content, assembled = self._open_file(ema)
-        elif found.layout == 'dcp':
+        if found.layout == 'dcp':
             self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
-            assembled = load_dcp(found)
+            model, tensors = ModelState(found.path, {}, {}), load_dcp(found)
         else:
-            first, assembled = self._open_folder()
-            content, never_trained = first.content, _never_trained(first)
-        super().__init__(_with_losses(tensor, never_trained) for tensor in assembled.tensors)
+            model, tensors = self._open_file(ema) if found.layout == 'file' else self._open_folder()
+        never_trained = _never_trained(model)
+        self.tensors = {tensor.name: _with_losses(tensor, never_trained) for tensor in tensors}
         if not self.tensors:
             raise CheckpointError(f'{found.path}: holds no weights; take another checkpoint')
-        if assembled.named_only:
-            shown = ', '.join(assembled.named_only[:_SHOWN])
+        stored = {name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+        lacking = [name for name in model.module if name not in stored]
+        if lacking:
             self.warnings.append(
-                f'{counted(len(assembled.named_only), "tensor")} named in the checkpoint, but not stored: {shown}'
+                f'{counted(len(lacking), "tensor")} named in the checkpoint, but not stored: {some(lacking)}'
             )
+        content = model.content
         meta = content.get('meta')
         meta = meta if isinstance(meta, dict) else {}
         self.iteration = _first_int(meta.get('iter'), _number_in(found), content.get('global_steps'))
@@ -94,7 +91,11 @@ class CheckpointSource(StoredSource):
         self.config_text = meta['cfg'] if isinstance(meta.get('cfg'), str) else None
         self.trained_dtype = trained_dtype(content.get('ds_config'))
 
-    def _open_file(self, ema: bool) -> tuple[Mapping[str, Any], Assembled]:
+    def specs(self) -> list[TensorSpec]:
+        """What the tensors are."""
+        return [tensor.spec for tensor in self.tensors.values()]
+
+    def _open_file(self, ema: bool) -> tuple[ModelState, list[StoredTensor]]:
         file = self.found.path
         content = load_torch_file(file)
         if not isinstance(content, dict):
@@ -107,9 +108,10 @@ class CheckpointSource(StoredSource):
         self.averages = live is not None
         if live is not None and ema:
             self.facts['weights'] = 'averaged'
-        return content, assemble(file, tensors if ema or live is None else live, {}, {})
+        model = ModelState(file, content, tensors if ema or live is None else live)
+        return model, assemble(model, {}, {})
 
-    def _open_folder(self) -> tuple[ModelState, Assembled]:
+    def _open_folder(self) -> tuple[ModelState, list[StoredTensor]]:
         models = [load_model_state(file) for file in self.found.model_files]
         optims = [load_optim_state(file) for file in self.found.optim_files]
         universal = self.found.layout == 'universal'
@@ -124,16 +126,20 @@ class CheckpointSource(StoredSource):
         stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
         n_ranks = optims[0].world_size if optims else _first_int(first.content.get('dp_world_size'))
         self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': first.version}
-        with parsing(first.file, 'a checkpoint'):
+        with parsing(first.file, 'a checkpoint of DeepSpeed'):
+            shapes = first.shapes or ()
             if universal:
-                return first, load_universal(self.found, models)
-            if not optims:
-                # Without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
-                return first, assemble(first, first.module, {}, {})
-            if optims[0].stage == 3:
+                masters = universal_regions(shapes, self.found)
+                is_zero3 = first.file.name.startswith('zero_pp_rank_')
+            elif optims:
+                is_zero3 = optims[0].stage == 3
                 ranks = [(optim.file, optim.groups) for optim in optims]
-                return first, from_zero3(models, zero3_regions(first.shapes or (), ranks))
-            return first, from_zero12(first, zero12_regions(first.shapes or (), optims))
+                masters = zero3_regions(shapes, ranks) if is_zero3 else zero12_regions(shapes, optims)
+            else:  # without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
+                masters, is_zero3 = {}, False
+            empty = {name for name, tensor in first.module.items() if is_zero3 and tensor.shape == (0,)}
+            frozen = frozen_regions(models, is_zero3)
+            return first, assemble(first, masters, frozen, placeholders=empty - first.buffer_names)
 
 
 def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:

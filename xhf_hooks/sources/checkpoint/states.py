@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from xhf_hooks.sources.checkpoint.torch_file import load_torch_file, zip_root
 from xhf_hooks.sources.checkpoint.unpickler import as_int
 
 Shapes = dict[str, tuple[int, ...]]
-_UNSUPPORTED = 'which is not supported; load it with DeepSpeed and save the weights from there'
+_UNSUPPORTED = (
+    'of a run with tensor or expert parallelism, or of an unknown ZeRO stage, which is not supported; load it with '
+    'DeepSpeed and save the weights from there'
+)
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """A ``*_model_states.pt`` file.
+    """A ``*_model_states.pt`` file, or a file with little more than a state dict.
 
     Attributes:
         content: All of it, as data.
@@ -37,12 +40,12 @@ class ModelState:
     file: Path
     content: Mapping[str, Any]
     module: dict[str, torch.Tensor]
-    buffer_names: frozenset[str]
-    shapes: list[Shapes] | None
-    frozen_shapes: Shapes
-    fragments: dict[str, torch.Tensor]
-    shared: dict[str, str]
-    saved_as: str | None
+    buffer_names: frozenset[str] = frozenset()
+    shapes: list[Shapes] | None = None
+    frozen_shapes: Shapes = field(default_factory=dict)
+    fragments: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    saved_as: str | None = None
 
     @property
     def version(self) -> Any:
@@ -72,7 +75,7 @@ class OptimState:
     groups: list[torch.Tensor]
     paddings: list[list[int]] | None
     version: Any
-    steps: float | None
+    steps: int | None
     saved_as: str | None
 
 
@@ -92,7 +95,7 @@ def parsing(file: Path, what: str) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         told = f'{type(error).__name__}: {error}'[:100]
-        raise CheckpointError(f'{file}: not {what} of DeepSpeed ({told}); take another checkpoint') from error
+        raise CheckpointError(f'{file}: not {what} ({told}); take another checkpoint') from error
 
 
 def load_model_state(file: Path) -> ModelState:
@@ -102,11 +105,10 @@ def load_model_state(file: Path) -> ModelState:
         CheckpointError: It is not a model file, or of an unsupported training mode.
     """
     content = load_torch_file(file)
-    with parsing(file, 'a model file'):
-        if content.get('ds_autoep_layers') or content.get('autoep_layers'):
-            raise CheckpointError(f'{file}: of a run with expert parallelism, {_UNSUPPORTED}')
-        if (content.get('mp_world_size') or 1) != 1:
-            raise CheckpointError(f'{file}: of a run with tensor parallelism, {_UNSUPPORTED}')
+    with parsing(file, 'a model file of DeepSpeed'):
+        has_experts = content.get('ds_autoep_layers') or content.get('autoep_layers')
+        if has_experts or (content.get('mp_world_size') or 1) != 1:
+            raise CheckpointError(f'{file}: {_UNSUPPORTED}')
         shapes = content.get('param_shapes')
         return ModelState(
             file,
@@ -128,24 +130,21 @@ def load_optim_state(file: Path) -> OptimState:
         CheckpointError: It is not an optimizer file, or of an unsupported training mode.
     """
     content = load_torch_file(file)
-    with parsing(file, 'an optimizer file'):
+    with parsing(file, 'an optimizer file of DeepSpeed'):
         state = content['optimizer_state_dict']
         # BF16_Optimizer (stage 1 with fp32 gradients, or stage 0) does not record its stage
         stage = as_int(state['zero_stage']) if 'zero_stage' in state else 1
-        if stage not in (0, 1, 2, 3):
-            raise CheckpointError(f'{file}: of an unknown ZeRO stage, which is not supported')
         counts = state['partition_count']
         counts = counts if isinstance(counts, list) else [counts]
-        if state.get('ds_zero_partition_groups') is not None or len(set(counts)) > 1:
-            raise CheckpointError(f'{file}: of a run with expert parallelism, {_UNSUPPORTED}')
-        groups = list(state['fp32_flat_groups' if stage == 3 else 'single_partition_of_fp32_groups'])
-        if not all(isinstance(group, torch.Tensor) and group.dim() == 1 for group in groups):
-            raise CheckpointError(f'{file}: has no fp32 weights; take another checkpoint')
+        has_experts = state.get('ds_zero_partition_groups') is not None or len(set(counts)) > 1
+        if has_experts or stage not in (0, 1, 2, 3):
+            raise CheckpointError(f'{file}: {_UNSUPPORTED}')
+        groups = state['fp32_flat_groups' if stage == 3 else 'single_partition_of_fp32_groups']
         return OptimState(
             file,
             stage,
             int(counts[0]),
-            groups,
+            [group.view(-1) for group in groups],
             state.get('param_alignment_paddings'),
             content.get('ds_version'),
             _steps(state.get('optimizer_state_dict' if stage == 3 else 'base_optimizer_state')),
@@ -153,12 +152,12 @@ def load_optim_state(file: Path) -> OptimState:
         )
 
 
-def _steps(base: Any) -> float | None:
+def _steps(base: Any) -> int | None:
     """The steps that the base optimizer's state counts; parameters that were added later have fewer."""
     entries = base.get('state') if isinstance(base, dict) else base
     entries = entries.values() if isinstance(entries, dict) else entries or ()  # a list with elastic_checkpoint
     steps = [entry.get('step') for entry in entries if isinstance(entry, dict)]
-    return max((float(step) for step in steps if isinstance(step, (int, float, torch.Tensor))), default=None)
+    return max((int(step) for step in steps if isinstance(step, (int, float, torch.Tensor))), default=None)
 
 
 def tensors_in(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:

@@ -18,21 +18,7 @@ from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.sources.mapped_files import view
 
 #: Names of typed storages in files of ``torch.save``.
-STORAGES = {
-    'BoolStorage': torch.bool,
-    'ByteStorage': torch.uint8,
-    'UntypedStorage': torch.uint8,
-    'CharStorage': torch.int8,
-    'ShortStorage': torch.int16,
-    'HalfStorage': torch.float16,
-    'BFloat16Storage': torch.bfloat16,
-    'IntStorage': torch.int32,
-    'FloatStorage': torch.float32,
-    'ComplexFloatStorage': torch.complex64,
-    'DoubleStorage': torch.float64,
-    'LongStorage': torch.int64,
-    'ComplexDoubleStorage': torch.complex128,
-}
+_STORAGES = {**torch.storage._storage_type_to_dtype_map(), 'UntypedStorage': torch.uint8}
 #: Members of DeepSpeed's ZeroStageEnum, which Python 3.11 pickles as ``getattr(ZeroStageEnum, name)``.
 _ZERO_STAGES = {'disabled': 0, 'optimizer_states': 1, 'gradients': 2, 'weights': 3}
 
@@ -151,7 +137,7 @@ class DataUnpickler(pickle.Unpickler):
         module = 'builtins' if module == '__builtin__' else module
         found = self._names.get((module, name))
         if found is None:
-            found = STORAGES.get(name, vars(torch).get(name)) if module.partition('.')[0] == 'torch' else None
+            found = _STORAGES.get(name, vars(torch).get(name)) if module.partition('.')[0] == 'torch' else None
             if not isinstance(found, torch.dtype):
                 found = type(name, (Inert,), {'__slots__': (), '__module__': module})
             self._names[module, name] = found

@@ -1,4 +1,4 @@
-"""Sources in files: any slice of any tensor, cast, without holding the tensor.
+"""Tensors in files: any slice of any tensor, cast, without holding the tensor.
 
 The files are mapped (:mod:`.mapped_files`). If one shrinks or its disk fails while it is converted, the process ends
 with SIGBUS; what it leaves is swept by the next conversion, as after a kill.
@@ -6,21 +6,18 @@ with SIGBUS; what it leaves is swept by the next conversion, as after a kill.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
-from xhf_hooks.errors import CheckpointError
-from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.format import strict_json
+from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
+from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.sources.base import Source
-
-if TYPE_CHECKING:
-    from torch import nn
+from xhf_hooks.sources.mapped_files import MappedFile
 
 #: Consecutive row-major elements of a tensor: flat, or all of it if it was saved as a strided view.
 Pieces = tuple[torch.Tensor, ...]
@@ -72,6 +69,13 @@ class StoredTensor:
         if done < len(out):
             raise CheckpointError(f'{self.name}: expected elements {start} to {start + len(out)}, found {done} of them')
 
+    def whole(self, use_fp32_master: bool) -> torch.Tensor:
+        """All of it, in new memory."""
+        dtype = 'F32' if use_fp32_master and self.master is not None else self.dtype
+        found = torch.empty(self.shape, dtype=TORCH_DTYPES[dtype])
+        self.read_into(0, found.view(-1), use_fp32_master=use_fp32_master)
+        return found
+
 
 def _parts(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[torch.Tensor]:
     """Elements from ``start`` on, flat, in parts of at most :data:`_CHUNK`."""
@@ -93,46 +97,40 @@ def _elements(piece: torch.Tensor, first: int, end: int) -> torch.Tensor:
     return piece[top:bottom].reshape(-1)[first - top * row : end - top * row]
 
 
-class StoredSource(Source):
-    """Tensors in files. Runs on: one process, in any number of threads."""
+def tensors_of(file: Path, dtype: str | None = None) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file.
 
-    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
-        self.tensors = {tensor.name: tensor for tensor in tensors}
+    Args:
+        dtype: The dtype in which floats are read; None: as they are.
 
-    @classmethod
-    def accepts(cls, model: nn.Module) -> bool:
-        """Never: this source is not made from a live model."""
-        return False
+    Raises:
+        DamagedError: It cannot be read.
+        CheckpointError: torch has no dtype for one of them.
+    """
+    header, mapped = read_header(file), MappedFile(file)
+    for entry in header.entries:
+        if entry.dtype not in TORCH_DTYPES:
+            raise CheckpointError(f'{file}: {entry.name} has dtype {entry.dtype}, which torch cannot read')
+        values = mapped.tensor(entry.start, entry.shape, TORCH_DTYPES[entry.dtype])
+        read_as = dtype if dtype is not None and is_float(entry.dtype) else entry.dtype
+        yield StoredTensor(entry.name, entry.shape, read_as, (values,))
 
-    def specs(self) -> list[TensorSpec]:
-        """The stored tensors in state-dict order, under their first names."""
-        return [tensor.spec for tensor in self.tensors.values()]
 
-    def stored_nbytes(self, names: Collection[str], *, use_fp32_master: bool) -> int:
-        """Number of bytes to read from the files for these tensors."""
-        return sum(piece.nbytes for name in names for piece in self.tensors[name].pieces(use_fp32_master))
+def base_weights(folder: Path, dtype: str | None) -> dict[str, StoredTensor]:
+    """The weights of a Hugging Face folder, a base model that lends a run its frozen ones; empty if it has none.
 
-    def read_into(self, name: str, start: int, out: memoryview, dtype: str, *, use_fp32_master: bool) -> None:
-        """:meth:`StoredTensor.read_into` for bytes.
+    Args:
+        dtype: The dtype to which training cast the floats (DeepSpeed casts the whole model); None if it did not.
 
-        Args:
-            out: Writable bytes.
-            dtype: Safetensors dtype to write.
-        """
-        if len(out):
-            target = torch.frombuffer(out, dtype=TORCH_DTYPES[dtype])
-            self.tensors[name].read_into(start, target, use_fp32_master=use_fp32_master)
-
-    @contextmanager
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Whole tensors in new memory, for outputs that ``combine`` makes from several tensors."""
-        found = {}
-        for name in wanted:
-            stored = self.tensors[name]
-            dtype = 'F32' if use_fp32_master and stored.master is not None else stored.dtype
-            found[name] = torch.empty(math.prod(stored.shape), dtype=TORCH_DTYPES[dtype])
-            stored.read_into(0, found[name], use_fp32_master=use_fp32_master)
-            found[name] = found[name].view(stored.shape)
-        yield found
+    Raises:
+        CheckpointError: Files are missing or damaged.
+    """
+    files, index = ['model.safetensors'], folder / 'model.safetensors.index.json'
+    try:
+        if index.is_file():
+            files = sorted({Path(name).name for name in strict_json.read(index)['weight_map'].values()})
+        elif not (folder / files[0]).is_file():
+            return {}
+        return {tensor.name: tensor for file in files for tensor in tensors_of(folder / file, dtype)}
+    except (AttributeError, DamagedError, KeyError, TypeError) as error:
+        raise CheckpointError(f'base model {folder}: {error}; copy it again') from None
