@@ -70,6 +70,14 @@ def test_projector_loads_with_its_own_code(bases, tmp_path, monkeypatch):
     assert torch.equal(loaded(x), model.projector(x))
 
 
+def test_adapters_beside_merged_parts(bases, tmp_path):
+    """XTuner would apply a llm_adapter at the root once more."""
+    path, _ = saved(TinyLlava(bases, lora=BOTH_LORA), tmp_path / 'hf_model', lora='both')
+    merged = {folder: ['model.safetensors'] for folder in ('.', 'visual_encoder', 'projector')}
+    adapters = {f'adapter/{name}_adapter': ['adapter_model.safetensors'] for name in ('llm', 'visual_encoder')}
+    assert folders(path) == {**merged, **adapters}
+
+
 # LlavaForConditionalGeneration
 
 
@@ -110,6 +118,13 @@ def test_new_rows_are_the_mean(bases, tmp_path):
         assert torch.equal(tensors[name], rows.bfloat16())
     assert json.loads((path / 'config.json').read_text())['text_config']['vocab_size'] == 192
     assert assert_loads_clean(path, LlavaForConditionalGeneration).dtype == torch.bfloat16
+
+
+def test_tied_embeddings_stay_tied(bases, tmp_path):
+    model = TinyLlava(bases, llm=build('qwen2')).eval()
+    path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')
+    assert not any('lm_head' in name for name in folder_tensors(path))
+    torch.testing.assert_close(logits_of(path), model(*question()), rtol=1e-5, atol=1e-5)
 
 
 def test_processor(bases, tmp_path):

@@ -182,9 +182,10 @@ def test_trained_outside_the_adapter(tmp_path):
     assert torch.equal(folder_tensors(tmp_path / 'hf_model')['lm_head.weight'], model.get_base_model().lm_head.weight)
 
 
-def test_other_adapters():
+def test_no_adapter_or_another():
     from peft import IA3Config, LoraConfig, get_peft_model
 
+    assert 'option lora: expected None' in refusal(build('llama'), 'merge')
     config = IA3Config(target_modules=['k_proj', 'down_proj'], feedforward_modules=['down_proj'])
     assert "one adapter of type LORA, found {'default': 'IA3'}" in refusal(get_peft_model(build('llama'), config))
     two = adapted('llama')

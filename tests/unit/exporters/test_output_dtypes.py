@@ -57,10 +57,11 @@ def test_kept_in_fp32_as_by_from_pretrained(family, dtype, tmp_path):
 
 def mixed_base(folder: Path, family: str = 'llama', *, wide: str = 'norm', max_shard_size: str = '5GB') -> Path:
     """A base in bf16, except that tensors with ``wide`` in their names are fp32."""
-    build(family).bfloat16().save_pretrained(folder, max_shard_size=max_shard_size)
-    for file in folder.glob('*.safetensors'):
-        tensors = {name: t.float() if wide in name else t for name, t in load_file(file).items()}
-        save_file(tensors, file, metadata={'format': 'pt'})
+    model = build(family).bfloat16()
+    for name, parameter in model.named_parameters():
+        if wide in name:
+            parameter.data = parameter.data.float()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

@@ -82,15 +82,6 @@ def info_of(metadata: Any, name: str = 'embed.weight') -> Any:
     return next(info for key, info in metadata.storage_data.items() if key.fqn == f'model.{name}')
 
 
-def share_a_place(metadata: Any) -> None:
-    one, other = info_of(metadata), info_of(metadata, 'half')
-    other.offset, other.length = one.offset, one.length
-
-
-def split_in_columns(metadata: Any) -> None:
-    tensor_of(metadata).chunks[0].sizes = torch.Size((13, 6))
-
-
 class Runs:
     """Of a pickle that runs something."""
 
@@ -104,9 +95,7 @@ class Runs:
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     'a file elsewhere': (lambda m: setattr(info_of(m), 'relative_path', '../x.distcp'), r"stored in '\.\./x\.distcp'"),
     'behind the end': (lambda m: setattr(info_of(m), 'offset', 10**15), 'truncated: expected'),
-    'the place of another': (share_a_place, 'are not the chunk of half'),
     'rows that are missing': (lambda m: setattr(tensor_of(m), 'size', torch.Size((14, 7))), 'not those of its shape'),
-    'columns': (split_in_columns, "not the chunk of embed.weight|expected complete rows"),
     'no index': (lambda m: {'a': 1}, 'not an index of torch.distributed.checkpoint'),
 }  # fmt: skip
 

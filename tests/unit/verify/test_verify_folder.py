@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.model_folder import flip, manifest_of, save_model, write_manifest
+from tests.helpers.model_folder import flip, save_model, write_manifest
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.checksums import sum_file
@@ -87,22 +87,17 @@ def written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
-def of_manifest(*keys: str, value: Any) -> Callable[[Path], None]:
-    """Replace one value of the manifest."""
+def of_json(name: str, edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        edit(content)
+        (folder / name).write_text(json.dumps(content))
 
-    def edit(folder: Path) -> None:
-        content = manifest_of(folder)
-        at = content
-        for key in keys[:-1]:
-            at = at[key]
-        at[keys[-1]] = value
-        (folder / MANIFEST).write_text(json.dumps(content))
-
-    return edit
+    return change
 
 
 def named_in_manifest(name: str) -> Callable[[Path], None]:
-    return of_manifest('files', name, value={'nbytes': 1, 'crc32': '00000000'})
+    return of_json(MANIFEST, lambda content: content['files'].update({name: {'nbytes': 1, 'crc32': '00000000'}}))
 
 
 #: What happens to a folder with a manifest; the check that finds it, and words of its message.
@@ -111,16 +106,20 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'the text of a header': (
         *(replaced(SHARDS[0], b'"format":"pt"', b'"format":"tf"'), 'checksums', (SHARDS[0], 'outside of its tensors')),
     ),
+    'a shard that is gone': (lambda folder: (folder / SHARDS[0]).unlink(), 'files', (SHARDS[0], 'missing')),
     'a file that is cut off': (
         *(lambda folder: os.truncate(folder / SHARDS[0], 5000), 'files', (SHARDS[0], 'found 5000')),
     ),
     'code that was added': (written('modeling_llama.py', 'evil'), 'files', ('modeling_llama.py',)),
     'JSON': (replaced('config.json', b'{', b'['), 'texts', ('config.json',)),
     'values known not to be finite': (
-        of_manifest('files', SHARDS[0], 'tensors', EMBED, 'non_finite', value=5), 'values', (EMBED, '(5)'),
+        of_json(MANIFEST, lambda content: content['files'][SHARDS[0]]['tensors'][EMBED].update(non_finite=5)),
+        'values', (EMBED, '(5)'),
     ),
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
-    'a manifest of the future': (of_manifest('format_version', value=3), 'manifest', ('upgrade',)),
+    'a manifest of the future': (
+        of_json(MANIFEST, lambda content: content.update(format_version=3)), 'manifest', ('upgrade',),
+    ),
     **{
         f'a manifest that names {name!r}': (named_in_manifest(name), 'manifest', ('inside the folder',))
         for name in ('/etc/passwd', 'a/../../b')
@@ -141,18 +140,9 @@ def test_a_note_is_no_problem(folder):
     assert report.is_good and any('README.md' in finding.text for finding in report.findings)
 
 
-def of_index(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        content = json.loads((folder / INDEX).read_text())
-        edit(content)
-        (folder / INDEX).write_text(json.dumps(content))
-
-    return change
-
-
-def of_name(file: Any) -> Callable[[Path], None]:
+def of_name(file: str) -> Callable[[Path], None]:
     """Let the index say that one tensor is in another file."""
-    return of_index(lambda content: content['weight_map'].update({EMBED: file}))
+    return of_json(INDEX, lambda content: content['weight_map'].update({EMBED: file}))
 
 
 def of_header(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -179,8 +169,9 @@ def raw(data: bytes) -> Callable[[Path], None]:
 #: Damage that shows without a manifest; the check that finds it.
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     'index: another file': (of_name(SHARDS[1]), 'index'),
+    'index: a file that is not there': (of_name('model-00003-of-00002.safetensors'), 'index'),
     'index: a file outside': (of_name(f'../model/{SHARDS[0]}'), 'index'),
-    'index: a tensor that is not named': (of_index(lambda content: content['weight_map'].pop(EMBED)), 'index'),
+    'index: a tensor that is not named': (of_json(INDEX, lambda content: content['weight_map'].pop(EMBED)), 'index'),
     'index: gone': (lambda folder: (folder / INDEX).unlink(), 'index'),
     'index: a single file beside it': (lambda folder: shutil.copy(folder / SHARDS[0], folder / WEIGHTS), 'index'),
     'a tensor in two shards': (lambda folder: shutil.copy(folder / SHARDS[0], folder / SHARDS[1]), 'index'),
