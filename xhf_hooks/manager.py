@@ -103,7 +103,7 @@ class CheckpointManager:
         if isinstance(final, str):
             self.newest = StoreFolder(final, options.max_keep_ckpts, options.backend_args, warn=log.warning)
         else:
-            self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts)
+            self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._end_interrupted()
         with ExitStack() as ending:
@@ -184,8 +184,7 @@ class CheckpointManager:
                 end_work = weakref.WeakMethod(self._end_work)
                 self._ending.callback(ExitWait(lambda: (method := end_work()) and method()).close)
             if options.save_on_signal:
-                signals, wait_secs = options.save_on_signal, options.exit_wait_secs
-                self._requests = SaveRequests(self._log, signals=signals, wait_secs=wait_secs)
+                self._requests = SaveRequests(self._log, options.save_on_signal)
                 self._ending.callback(self._requests.close)
                 weakref.finalize(self, self._requests.close).atexit = False
             if (untested := untested_set()) is not None:
@@ -419,7 +418,5 @@ class CheckpointManager:
 def _end_forgotten(process: int, targets: Sequence[SaveTarget], listeners: Sequence[EachSave[Any]]) -> None:
     """Called by the garbage collector, in this process or in a forked child; returns at once."""
     if os.getpid() == process:
-        for target in targets:
-            target.release_forgotten()
-        for listener in listeners:
-            threading.Thread(target=listener.close, daemon=True).start()
+        for end in (*(target.release for target in targets), *(listener.close for listener in listeners)):
+            threading.Thread(target=end, daemon=True).start()

@@ -318,8 +318,8 @@ class RunOptions(SaveOptions):
     )
     exit_wait_secs: float = _option(
         600,
-        'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress or for the one '
-        'that ``save_on_signal`` requests, and how long the end of training waits for uploads and for ``on_saved``. '
+        'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress, and how long '
+        'the end of training waits for uploads and for ``on_saved``. '
         'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         _seconds,
     )

@@ -342,7 +342,7 @@ class Saver:
                     # Beside training, bytes are read back in this thread: none can be started while the process exits
                     threads = WorkerThreads(1) if collective is self._in_background else None
                     target.commit(save, self._options.verify, threads)
-                    warnings += [*warn_of_non_finite(tensors), *target.warnings]
+                    warnings += warn_of_non_finite(tensors)
         except XhfError:
             if is_rank0:
                 target.abandon()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -92,12 +91,6 @@ def _release(work_dir: Path) -> None:
     for manager in list(CheckpointManager._open):
         if work_dir in manager.newest.final.parents:
             manager.close()
-
-
-def too_late(work_dir: Path) -> None:
-    """No time for a save. Ranks end one after another; one that waits for an ended one fails. Runs on: all ranks."""
-    with contextlib.suppress(RuntimeError):
-        asked(dict(exit_wait_secs=0, interval=4, save_on_signal='SIGTERM'), dict(iteration=6, ask='SIGTERM'), work_dir)
 
 
 def callback(work_dir: Path) -> list[str]:
@@ -216,13 +209,6 @@ def test_a_handler_may_let_training_go_on_after_sigterm(finished):
     assert outcome('goes_on') == [('to its end', 1)] * 3
     found = sorted(saves(only_log_dir(root, 'goes_on')).values())
     assert found[-1] == LAST and 5 < found[0] < LAST
-
-
-def test_the_save_before_stays_where_time_is_short(tmp_path):
-    run_ranks(too_late, 2, tmp_path / 'run', expected_deaths=(0, 1))
-    log_dir = only_log_dir(tmp_path, 'run')
-    assert saves(log_dir) == {'hf_model': 4}
-    verify_folder(log_dir / 'hf_model')
 
 
 def preempted_by_default(work_dir: Path) -> None:

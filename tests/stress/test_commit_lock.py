@@ -57,9 +57,9 @@ def test_a_run_that_is_just_ending_is_waited_for(tmp_path, holder):
 def test_lock_goes_with_a_killed_process(tmp_path, holder):
     holder.process.kill()
     holder.process.join()
-    folder = CheckpointFolder(tmp_path / 'run' / 'hf_model', 1)
+    folder = CheckpointFolder(tmp_path / 'run' / 'hf_model', 1, warn=(said := []).append)
     folder.claim()
-    assert folder.warnings == []
+    assert said == []
 
 
 def test_released_lock_leaves_no_file(tmp_path):
@@ -82,14 +82,13 @@ def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypa
 
         monkeypatch.setattr(lock.fcntl, 'flock', refuse)
     for left in ('', 'process 1 on far-away'):
-        folder = CheckpointFolder(tmp_path / 'hf_model', 1)
+        folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=(said := []).append)
         if left:
             (tmp_path / '.hf_model.lock').write_text(left)
         folder.claim()
-        said = folder.warnings
         commit_one(folder, 5)
         folder.release()
-        assert not folder.lock_is_seen
+        assert not folder.lock.is_seen
         assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
         assert len(said) == bool(left) and all('process 1 on far-away' in each for each in said)
 

@@ -120,7 +120,7 @@ def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
     from xhf_hooks.errors import RankLostError
     from xhf_hooks.telemetry import RunLog
 
-    requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals=['SIGUSR2'], wait_secs=60)
+    requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), ['SIGUSR2'])
     assert [requests.is_due() for _ in range(3)] == [False] * 3
     dist.barrier()
     if dist.get_rank() == dead_rank:

@@ -7,12 +7,10 @@ without waiting for each other more than training itself makes them wait.
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -28,25 +26,22 @@ class SaveRequests:
     """The save requests of one run. Runs on: all ranks must build it, in the same order.
 
     After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
-    effect after the save: it ends the process or calls the user's handler. If no save is made within ``wait_secs``, it
-    takes effect without one. In a forked child, such as a data loader worker, SIGUSR1 and SIGUSR2 do nothing, and the
-    others take effect at once.
+    effect after the save: it ends the process or calls the user's handler. In a forked child, such as a data loader
+    worker, SIGUSR1 and SIGUSR2 do nothing, and the others take effect at once.
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
     Args:
         signals: Names of the signals that request a save.
-        wait_secs: How long a signal that ends the process waits for the save.
 
     Raises:
         AgreedError: Training is not in the main thread. The same on all ranks.
     """
 
-    def __init__(self, log: RunLog, *, signals: Sequence[str], wait_secs: float) -> None:
-        self._log, self._wait_secs, self._process = log, wait_secs, os.getpid()
+    def __init__(self, log: RunLog, signals: Sequence[str]) -> None:
+        self._log, self._process = log, os.getpid()
         self._asked: str | None = None
         self._ending: signal.Signals | None = None
-        self._number = 0  # of signals that end the process, so far
         self._waits = True  # whether those wait for a save
         self._before: dict[signal.Signals, Any] = {}
         self._answer: Callable[[], bool] | None = None  # of the all-reduce in flight
@@ -122,9 +117,6 @@ class SaveRequests:
             self._ending = None
             self._take_effect(number)
         else:
-            if self._ending is None:
-                self._number += 1
-                _thread.start_new_thread(self._end_late, (number, self._number))  # threading would take locks
             self._ending, self._asked = number, number.name
 
     def _take_effect(self, number: signal.Signals) -> None:
@@ -139,10 +131,3 @@ class SaveRequests:
         if self._waits:  # the user's handler lets training go on
             self._before[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
-
-    def _end_late(self, number: signal.Signals, count: int) -> None:
-        time.sleep(self._wait_secs)
-        if self._ending is not None and self._number == count:
-            self._log.error('no save was made within exit_wait_secs; the process ends without one')
-            self._waits = False
-            os.kill(os.getpid(), number)

@@ -173,7 +173,7 @@ class Conversion:
         tokenizer, eos_token_ids, notes = tokenizer_of_run(
             self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
         )
-        target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT')
+        target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
         target.claim()
         started, meter = time.perf_counter(), MemoryMeter()
         try:
@@ -199,7 +199,7 @@ class Conversion:
             target.release()
         seconds = time.perf_counter() - started
         cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
-        notes = [*notes, *warn_of_non_finite(tensors), *target.warnings, *self._notes_on_float32()]
+        notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
         return CommittedCheckpoint(target.where, self.step, cost, tuple(notes))
 
     def _facts(self) -> dict[str, Any]:

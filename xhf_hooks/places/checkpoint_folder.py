@@ -15,16 +15,16 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
-from xhf_hooks.format.text import size_text
+from xhf_hooks.format.text import size_text, some
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, describe_folder, parse_manifest, read_commit
-from xhf_hooks.places.kept_folder import KeptSave, exchange, keep_folder, look_up, new_name, others_in, set_apart
+from xhf_hooks.places.kept_folder import KeptSave, exchange, keep_folder, look_up, new_name
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import Step, WrittenSave
 from xhf_hooks.threads import WorkerThreads
@@ -47,26 +47,30 @@ class CheckpointFolder:
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         fsync: Flush to the disk before the commit. Only the benchmark turns this off.
         elsewhere: How the user chooses another folder, for messages.
+        warn: Called with what the user should know.
 
     Attributes:
         staging: The folder that is being filled; None when there is none.
-        warnings: Warnings of the last commit or recovery, for the log; :meth:`open_staging` clears them.
+        lock: Held from :meth:`claim` to :meth:`release`.
     """
 
     #: Whether all ranks write into one folder. Otherwise each writes files into a folder of its own, and uploads them.
     is_shared = True
 
-    def __init__(self, final: Path, max_keep: int, fsync: bool = True, elsewhere: str = 'set out_dir to') -> None:
-        self.final, self.max_keep, self.fsync, self.elsewhere = final, max_keep, fsync, elsewhere
+    def __init__(
+        self,
+        final: Path,
+        max_keep: int,
+        *,
+        fsync: bool = True,
+        elsewhere: str = 'set out_dir to',
+        warn: Callable[[str], object] = lambda said: None,
+    ) -> None:
+        self.final, self.name, self.max_keep, self.fsync = final, final.name, max_keep, fsync
         self.staging: Path | None = None
-        self.warnings: list[str] = []
-        self._lock = RunLock(final)
+        self.lock = RunLock(final)
         self._run = uuid.uuid4().hex
-
-    @property
-    def name(self) -> str:
-        """The last component of :attr:`final`, such as ``hf_model_best``."""
-        return self.final.name
+        self.elsewhere, self._warn = elsewhere, warn
 
     @property
     def where(self) -> Path:
@@ -75,7 +79,7 @@ class CheckpointFolder:
 
     def beside(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
-        return CheckpointFolder(self.final.with_name(f'{self.final.name}_{suffix}'), max_keep=1)
+        return CheckpointFolder(self.final.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
     def connect(self) -> None:
         """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: all other ranks."""
@@ -103,29 +107,20 @@ class CheckpointFolder:
             raise
 
     def _take_lock(self) -> None:
-        if not self._lock.acquire(patience_secs=10.0):
+        if not self.lock.acquire(patience_secs=10.0):
             raise TargetError(
-                f'{self.final} is in use by {self._lock.holder or "another run"}; {self.elsewhere} another. If that '
-                f'host is dead and the file system has kept its lock, remove {self._lock.path}'
+                f'{self.final} is in use by {self.lock.holder or "another run"}; {self.elsewhere} another. If that '
+                f'host is dead and the file system has kept its lock, remove {self.lock.path}'
             )
-        if self._lock.holder and not self._lock.is_seen:
-            self.warnings.append(
-                f"{self.final}: hosts do not see each other's locks here, and {self._lock.holder} has saved there and "
+        if self.lock.holder and not self.lock.is_seen:
+            self._warn(
+                f"{self.final}: hosts do not see each other's locks here, and {self.lock.holder} has saved there and "
                 f'not ended well; if it is still running, stop one of the two runs'
             )
 
-    @property
-    def lock_is_seen(self) -> bool:
-        """Whether other hosts see the lock of this run, and this one theirs."""
-        return self._lock.is_seen
-
     def release(self) -> None:
         """End the claim, so that another run can use the folder. Does nothing if it is not claimed."""
-        self._lock.release()
-
-    def release_forgotten(self) -> None:
-        """Like :meth:`release`, but called by the garbage collector, at any moment. Returns at once."""
-        self.release()
+        self.lock.release()
 
     def _refuse_foreign(self) -> Manifest | None:
         """Returns the manifest of the save that has the final name, if any.
@@ -153,16 +148,6 @@ class CheckpointFolder:
         _fsync(self.final.parent)
         self._delete_outdated()
 
-    def recover_if_dead(self) -> bool:
-        """Call :meth:`recover`, unless a live run holds the lock."""
-        if not self._lock.acquire():
-            return False
-        try:
-            self.recover()
-        finally:
-            self.release()
-        return True
-
     def _recover_saves(self) -> None:
         for leftover in self._beside('previous', 'staging'):
             if look_up(leftover) is None:
@@ -184,7 +169,6 @@ class CheckpointFolder:
         """Begin a save, or a trial run that ends with :meth:`abandon`; returns an empty folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         self._recover_saves()  # of a save that failed after its commit
-        self.warnings = []
         self.staging = new_name(self.final, 'staging')
         self.staging.mkdir()
         return self.staging
@@ -289,7 +273,7 @@ class CheckpointFolder:
         if self.max_keep == 1 or old is None or old.step == newest:
             self._discard(displaced)
             return
-        name = self.final.with_name(f'{self.final.name}_{old.step.label}')
+        name = self.final.with_name(f'{self.name}_{old.step.label}')
         if look_up(name) is not None:
             self._discard(name)
         os.rename(displaced, name)
@@ -300,7 +284,7 @@ class CheckpointFolder:
 
         Not by iteration: a resumed run commits some iterations again.
         """
-        ours = re.compile(rf'{re.escape(self.final.name)}_(iter|epoch)_\d+')
+        ours = re.compile(rf'{re.escape(self.name)}_(iter|epoch)_\d+')
         paths = [path for path in self.final.parent.iterdir() if ours.fullmatch(path.name)]
         found = [(path, commit) for path in paths if look_up(path) is not None and (commit := read_commit(path))]
         return dict(sorted(found, key=lambda one: (one[1].number, one[1].step.iteration), reverse=True))
@@ -322,18 +306,26 @@ class CheckpointFolder:
         shutil.rmtree(discarded, ignore_errors=True)
 
     def _set_apart_others(self, folder: Path) -> None:
+        """Move files and links that its manifest does not name to a new folder."""
         commit = read_commit(folder)
-        others = [] if commit is None else others_in(folder, {*commit.files, MANIFEST_NAME})
-        if others:
-            place = set_apart(folder, others, self.final.with_name(f'{self.final.name}_others_{commit.step.label}'))
-            self.warnings.append(
-                f'{", ".join(others[:3])}{", ..." if len(others) > 3 else ""} in the save of {commit.step.label} '
-                f'did not come from this package; moved to {place}'
-            )
+        if commit is None:
+            return
+        found = {path.relative_to(folder) for path in folder.rglob('*') if path.is_symlink() or not path.is_dir()}
+        others = sorted(found - {Path(name) for name in (*commit.files, MANIFEST_NAME)})
+        if not others:
+            return
+        place = self.final.with_name(f'{self.name}_others_{commit.step.label}')
+        if look_up(place) is not None:
+            place = place.with_name(f'{place.name}_{uuid.uuid4().hex[:8]}')
+        for name in others:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(folder / name, place / name)
+        what = f'{some([str(name) for name in others])} in the save of {commit.step.label}'
+        self._warn(f'{what} did not come from this package; moved to {place}')
 
     def _beside(self, *kinds: str) -> list[Path]:
         """Hidden files and folders of these kinds beside the final one."""
-        pattern = re.compile(rf'\.{re.escape(self.final.name)}\.({"|".join(kinds)})(-[0-9a-f]+)?')
+        pattern = re.compile(rf'\.{re.escape(self.name)}\.({"|".join(kinds)})(-[0-9a-f]+)?')
         return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
 
 
@@ -343,8 +335,16 @@ def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
     Returns:
         The folders of those runs.
     """
-    left = {path.parent for path in root.glob(f'*/.{glob.escape(final_name)}.*-*')}
-    return [run for run in sorted(left) if CheckpointFolder(run / final_name, max_keep=-1).recover_if_dead()]
+    swept = []
+    for run in sorted({path.parent for path in root.glob(f'*/.{glob.escape(final_name)}.*-*')}):
+        folder = CheckpointFolder(run / final_name, max_keep=-1)
+        if folder.lock.acquire():
+            try:
+                folder.recover()
+            finally:
+                folder.release()
+            swept.append(run)
+    return swept
 
 
 def _fsync(path: Path) -> None:
@@ -372,9 +372,7 @@ def claim_targets(
         raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
     for folder in folders:
         folder.claim()
-        for warning in folder.warnings:
-            log.warning(warning)
-        if sweep is not None and isinstance(folder, CheckpointFolder) and folder.lock_is_seen:
+        if sweep is not None and isinstance(folder, CheckpointFolder) and folder.lock.is_seen:
             for run in sweep_dead_runs(sweep, folder.name):
                 log.info(f'removed what a killed run left in {run}')
     newest.room(nbytes)

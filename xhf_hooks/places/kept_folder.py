@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,28 +56,6 @@ def exchange(one: Path, other: Path) -> bool:
     """
     names = os.fsencode(one), os.fsencode(other)
     return renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE, of=(one, other))
-
-
-def others_in(folder: Path, ours: Collection[str]) -> list[str]:
-    """Relative paths of files and links that are not in ``ours``."""
-    found = (path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir())
-    return sorted({path.relative_to(folder).as_posix() for path in found} - {*ours})
-
-
-def set_apart(folder: Path, names: Collection[str], place: Path) -> Path:
-    """Move the files to a new folder: ``place``, with a number added if it exists. Runs on: rank 0.
-
-    Raises:
-        OSError: A file could not be moved. The next call moves the rest to another folder.
-    """
-    numbers = itertools.count(2)
-    new = place
-    while look_up(new) is not None:
-        new = place.with_name(f'{place.name}_{next(numbers)}')
-    for name in names:
-        (new / name).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(folder / name, new / name)
-    return new
 
 
 @dataclass(frozen=True)

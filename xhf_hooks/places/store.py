@@ -15,7 +15,6 @@ import itertools
 import json
 import re
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -304,7 +303,6 @@ class StoreFolder(StoredSaves):
     option = 'out_dir'
     is_shared = False
     fsync = False  # scratch folders need not survive
-    warnings: Sequence[str] = ()
 
     def __init__(
         self,
@@ -335,10 +333,6 @@ class StoreFolder(StoredSaves):
     def release(self) -> None:
         self.end_save()
         super().release()
-
-    def release_forgotten(self) -> None:
-        if self._pointer is not None:  # a store may be slow to answer
-            threading.Thread(target=self.release, name='xhf-store-release', daemon=True).start()
 
     def open_staging(self) -> Path:
         self.end_save()

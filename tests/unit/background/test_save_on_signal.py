@@ -22,8 +22,8 @@ def handlers():
         signal.signal(number, handler)
 
 
-def requests_of(*signals: str, wait_secs: float = 60) -> SaveRequests:
-    return SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals=signals, wait_secs=wait_secs)
+def requests_of(*signals: str) -> SaveRequests:
+    return SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals)
 
 
 @pytest.mark.parametrize('own_handler', [False, True])
