@@ -8,7 +8,6 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError
-from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager
 from xhf_hooks.model import unwrap
 from xhf_hooks.options import CallOptions, folder_or_url
@@ -55,7 +54,6 @@ def save_hf(
         OptionError: An option has a bad value, or does not apply to this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
-    require_usable('torch', 'transformers')
     final = folder_or_url('out_dir', out_dir)
     options = CallOptions(
         step=step,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.installed import require_usable
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LLAVA_FORMATS = ('xtuner', 'huggingface')
@@ -162,10 +163,14 @@ class _Options:
     """Base of all option classes: checks each value, and keeps it in the form that the check returns.
 
     Raises:
+        InstalledError: A package is too old for any of them.
         OptionError: A value is invalid, or two options conflict.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers')
+
     def __post_init__(self) -> None:
+        require_usable(*self.needs)
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
             if value is not None or option.default is not None:
@@ -353,6 +358,8 @@ class RunOptions(SaveOptions):
 @dataclass(eq=False)
 class HookOptions(RunOptions):
     """Options of ``HFCheckpointHook``, named as in MMEngine where it has the same option."""
+
+    needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers', 'mmengine')
 
     interval: int | None = _option(
         None,

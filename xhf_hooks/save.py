@@ -26,7 +26,6 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.host_memory import SnapshotMemory
-from xhf_hooks.installed import package_versions
 from xhf_hooks.model import Unwrapped
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.target import SaveTarget
@@ -324,7 +323,6 @@ class Saver:
                 tally.add_up(collective.all_reduce)
                 peak = int(collective.all_reduce(np.array([clock.meter.peak_extra_nbytes]), 'MAX')[0])
             facts = {
-                'packages': package_versions(),
                 'world_size': collective.world_size,
                 'writer': self.writer.value,
                 'dtype': self._options.dtype or 'as trained',

@@ -34,7 +34,7 @@ UPLOAD_BOTO3 = "rank 0 uploads the folder with boto3's transfer manager"
 OUT_DIR = "out_dir='s3://...', all ranks from memory"
 OUT_DIR_BOTO3 = 'gather, save_pretrained to a local folder, rank 0 uploads that (boto3)'
 _BUCKET_NBYTES = 128 * 10**6
-_LEAST_ITERATIONS = 20
+_LEAST_ITERATIONS = 5
 
 
 class Ways:

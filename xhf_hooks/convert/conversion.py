@@ -22,7 +22,6 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.host_memory import MemoryMeter
-from xhf_hooks.installed import package_versions
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -204,7 +203,7 @@ class Conversion:
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""
-        facts = {'packages': package_versions(), 'dtype': self._options.dtype or 'as trained'}
+        facts = {'dtype': self._options.dtype or 'as trained'}
         facts |= {**self._checkpoint.facts, 'weights': self._weights}
         return {**facts, 'widened_tensors': self._widened} if self._widened else facts
 

@@ -16,7 +16,6 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule
-from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model import unwrap
 from xhf_hooks.options import HookOptions
@@ -39,7 +38,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     priority = 95  # after CheckpointHook (90)
 
     def __post_init__(self) -> None:
-        require_usable('torch', 'transformers', 'mmengine')
         super().__post_init__()
         self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
 

@@ -9,7 +9,6 @@ from mmengine.hooks import CheckpointHook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.format.text import counted
 from xhf_hooks.telemetry import RunLog
 
 
@@ -24,7 +23,7 @@ class Schedule:
     def __str__(self) -> str:
         unit = 'epoch' if self.by_epoch else 'iteration'
         begin = f' from {self.save_begin} on' if self.save_begin else ''
-        return f'every {unit if self.interval == 1 else counted(self.interval, unit)}{begin}'
+        return f'every {unit}{begin}' if self.interval == 1 else f'every {self.interval:,} {unit}s{begin}'
 
 
 def counts_epochs(runner: Any) -> bool:

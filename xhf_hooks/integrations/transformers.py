@@ -9,7 +9,6 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.installed import require_usable
 from xhf_hooks.manager import CheckpointManager, RunFrontend
 from xhf_hooks.model import Unwrapped, unwrap
 from xhf_hooks.options import CallbackOptions
@@ -26,10 +25,6 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
     """
-
-    def __post_init__(self) -> None:
-        require_usable('torch', 'transformers')
-        super().__post_init__()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that saves will work. Runs on: all ranks.

@@ -14,6 +14,7 @@ from typing import Any
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
+from xhf_hooks.installed import package_versions
 from xhf_hooks.planning.types import SavePlan, Step, WrittenSave, WrittenTensor
 
 MANIFEST_NAME = 'xhf_manifest.json'
@@ -37,6 +38,7 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str) -> b
         'format_version': FORMAT_VERSION,
         'step': {'unit': step.unit, 'number': step.number},
         'iteration': step.iteration,
+        'packages': package_versions(),
         **save.facts,
         'commit': {'number': number, 'run': run},
         'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
