@@ -9,14 +9,7 @@ import pytest
 from xhf_hooks.threads import WorkerThreads
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request):
-    with WorkerThreads(request.param) as threads:
-        yield threads
-
-
 def test_an_error_ends_it_when_the_jobs_that_run_have_ended():
-    threads = WorkerThreads(3)
     running, may_end, ended = threading.Event(), threading.Event(), []
 
     def slow():
@@ -29,7 +22,8 @@ def test_an_error_ends_it_when_the_jobs_that_run_have_ended():
         threading.Timer(0.1, may_end.set).start()
         raise ValueError('mine')
 
-    with pytest.raises(ValueError, match='mine'):
-        list(threads.run([slow, failing]))
-    assert ended == [1]
-    assert list(threads.run([lambda: 5])) == [5]
+    with WorkerThreads(3) as threads:
+        with pytest.raises(ValueError, match='mine'):
+            list(threads.run([slow, failing]))
+        assert ended == [1]
+        assert list(threads.run([lambda: 5])) == [5]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.torch_zip import Call
 from xhf_hooks.errors import CheckpointError
 
 WEIGHTS = {
@@ -74,22 +75,12 @@ def edit(folder: Path, change: Callable[[Any], Any]) -> None:
     index.write_bytes(pickle.dumps(metadata if changed is None else changed))
 
 
-def tensor_of(metadata: Any, name: str = 'embed.weight') -> Any:
-    return metadata.state_dict_metadata[f'model.{name}']
+def tensor_of(metadata: Any) -> Any:
+    return metadata.state_dict_metadata['model.embed.weight']
 
 
-def info_of(metadata: Any, name: str = 'embed.weight') -> Any:
-    return next(info for key, info in metadata.storage_data.items() if key.fqn == f'model.{name}')
-
-
-class Runs:
-    """Of a pickle that runs something."""
-
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.mark,)
+def info_of(metadata: Any) -> Any:
+    return next(info for key, info in metadata.storage_data.items() if key.fqn == 'model.embed.weight')
 
 
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -113,9 +104,9 @@ def test_what_nobody_can_have_saved(whole, tmp_path, damage):
 def test_nothing_is_executed(whole, tmp_path):
     folder = Path(shutil.copytree(whole, tmp_path / 'state'))
     mark = tmp_path / 'mark'
-    edit(folder, lambda m: m.planner_data.update(x=Runs(str(mark))))
+    edit(folder, lambda m: m.planner_data.update(x=Call(os.mkdir, str(mark))))
     assert_same_tensors(read_all(open_checkpoint(folder)), WEIGHTS)  # it is data, and of no use
-    (folder / '.metadata').write_bytes(pickle.dumps(Runs(str(mark))))
+    (folder / '.metadata').write_bytes(pickle.dumps(Call(os.mkdir, str(mark))))
     with pytest.raises(CheckpointError, match='not an index'):
         open_checkpoint(folder)
     assert not mark.exists()
