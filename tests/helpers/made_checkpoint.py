@@ -21,16 +21,6 @@ class ZeroStageEnum(enum.IntEnum):
     weights = 3
 
 
-class DynamicLossScaler:
-    """Like that of ``deepspeed.runtime.fp16.loss_scaler``."""
-
-    def __init__(self, iterations: int, skipped: int) -> None:
-        self.cur_scale = 2.0 ** (16 - skipped)
-        self.cur_iter = iterations
-        self.last_overflow_iter = skipped - 1
-        self.dtype = torch.float16
-
-
 def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     """fp32 master weights of odd shapes: fewer elements than ranks, a scalar, an empty tensor."""
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +126,6 @@ class MadeCheckpoint:
             state |= {'partition_count': [self.world_size] * len(parts)}
             if self.alignment > 1:
                 state['param_alignment_paddings'] = list(paddings)
-        state |= {'loss_scaler': DynamicLossScaler(self.step, self.skipped)}
         return {'optimizer_state_dict': state, 'ds_config': self._config(), 'ds_version': '0.19.8'}
 
     def _config(self) -> dict[str, Any]:

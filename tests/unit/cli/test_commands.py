@@ -19,20 +19,6 @@ def test_help_begins_with_examples(arguments, capsys):
     assert any(line.startswith(f'usage: {command} ') for line in lines)
 
 
-@pytest.mark.parametrize(('module', 'name'), [(convert, 'xhf-convert'), (verify, 'xhf-verify')])
-def test_the_old_names_are_kept(module, name, capsys):
-    with pytest.raises(SystemExit):
-        module.main(['--help'])
-    assert f'usage: {name} ' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('command', ['convert', 'verify'])
-def test_messages_and_status_are_those_of_the_command(command, tmp_path, capsys):
-    assert main([command, str(tmp_path / 'nowhere'), str(tmp_path / 'out')]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f'xhf {command}: {tmp_path / "nowhere"}: no such file or folder')
-
-
 @pytest.mark.parametrize(('command', 'package'), [('convert', 'peft'), ('verify', 'mmengine.config')])
 def test_a_package_that_is_not_there(command, package, capsys, monkeypatch):
     def lack(*_: object) -> None:
