@@ -17,23 +17,14 @@ from xhf_hooks.exporters.xtuner import chat_template
 
 HAS_XTUNER = importlib.util.find_spec('xtuner') is not None
 
-#: As in xtuner 0.2.0.
-LITERALS = {
-    'default': dict(SYSTEM='<|System|>:{system}\n', INSTRUCTION='<|User|>:{input}\n<|Bot|>:', SEP='\n'),
-    'internlm2_chat': dict(
-        SYSTEM='<|im_start|>system\n{system}<|im_end|>\n',
-        INSTRUCTION='<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n',
-        **dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True, SEP='\n', STOP_WORDS=['<|im_end|>']),
-    ),
-    'llama3_chat': dict(
-        SYSTEM='<|start_header_id|>system<|end_header_id|>\n\n{system}<|eot_id|>',
-        INSTRUCTION='<|start_header_id|>user<|end_header_id|>\n\n{input}<|eot_id|>'
-        '<|start_header_id|>assistant<|end_header_id|>\n\n',
-        **dict(SUFFIX='<|eot_id|>', SUFFIX_AS_EOS=True, STOP_WORDS=['<|eot_id|>']),
-    ),
-    'mistral': dict(SYSTEM='[INST] {system} [/INST]\n', INSTRUCTION='[INST] {input} [/INST]', SEP='\n'),
-}
-LITERALS['qwen_chat'] = {**LITERALS['internlm2_chat'], 'STOP_WORDS': ['<|im_end|>', '<|endoftext|>']}
+# As in xtuner 0.2.0
+DEFAULT = dict(SYSTEM='<|System|>:{system}\n', INSTRUCTION='<|User|>:{input}\n<|Bot|>:', SEP='\n')
+MISTRAL = dict(SYSTEM='[INST] {system} [/INST]\n', INSTRUCTION='[INST] {input} [/INST]', SEP='\n')
+QWEN = dict(
+    SYSTEM='<|im_start|>system\n{system}<|im_end|>\n',
+    INSTRUCTION='<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n',
+    **dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True, SEP='\n', STOP_WORDS=['<|im_end|>', '<|endoftext|>']),
+)
 #: Not XTuner's: everything that Jinja could take for its own, in the template.
 HARD = dict(
     SYSTEM="'{system}' \\n {{{{ x }}}} {{% raw %}}\r\n",
@@ -41,7 +32,7 @@ HARD = dict(
     SUFFIX=" -}} '\n\n",
     SEP='\t%} \u2028',
 )
-TEMPLATES = {**LITERALS, 'hard': HARD}
+TEMPLATES = {'default': DEFAULT, 'qwen_chat': QWEN, 'hard': HARD}
 if HAS_XTUNER:
     from xtuner.dataset.map_fns import openai_map_fn, template_map_fn
     from xtuner.dataset.utils import encode_fn, get_bos_eos_token_ids
@@ -142,7 +133,7 @@ def test_text_and_ids_are_those_of_training(name, dialogue_name, plain):
 @pytest.mark.parametrize('message', [dict(role='tool', content='x'), dict(role='user', content=[{'text': 'x'}])])
 def test_what_training_never_had_is_refused(message, plain):
     with pytest.raises(TemplateError, match=r'Roles are|must be text'):
-        chatting(plain, LITERALS['default']).apply_chat_template([message], tokenize=False)
+        chatting(plain, DEFAULT).apply_chat_template([message], tokenize=False)
 
 
 BOS = {'Any': '<s>', 'QWenTokenizer': '', 'Qwen2TokenizerFast': '', 'ChatGLMTokenizer': '[gMASK]sop'}
@@ -157,9 +148,9 @@ def test_bos_depends_on_the_tokenizer(kind, expected):
 
 
 def test_a_template_with_the_same_text_is_kept(plain):
-    tokenizer = chatting(plain, LITERALS['default'])
+    tokenizer = chatting(plain, DEFAULT)
     tokenizer.chat_template += '{# mine #}'
-    assert chat_template.apply_to_tokenizer(tokenizer, LITERALS['default']) == (tokenizer, [])
+    assert chat_template.apply_to_tokenizer(tokenizer, DEFAULT) == (tokenizer, [])
 
 
 OTHERS = [
@@ -174,7 +165,7 @@ OTHERS = [
 def test_another_template_is_replaced_in_a_copy(existing, plain):
     tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = existing
-    found, messages = chat_template.apply_to_tokenizer(tokenizer, LITERALS['default'])
+    found, messages = chat_template.apply_to_tokenizer(tokenizer, DEFAULT)
     assert found is not tokenizer and tokenizer.chat_template == existing
     assert len(messages) == 1 and 'gets the chat template' in messages[0]
     assert found.apply_chat_template(ORDINARY['one turn'], tokenize=False).startswith('<s><|User|>:Why?')
@@ -183,10 +174,10 @@ def test_another_template_is_replaced_in_a_copy(existing, plain):
 
 def test_stop_words_are_ids_or_named(plain):
     expected = [plain.convert_tokens_to_ids(token) for token in ('</s>', '<|im_end|>', '<|endoftext|>')]
-    assert chat_template.eos_token_ids(plain, LITERALS['qwen_chat']) == expected
-    assert chat_template.eos_token_ids(plain, LITERALS['default']) == expected[:1]
+    assert chat_template.eos_token_ids(plain, QWEN) == expected
+    assert chat_template.eos_token_ids(plain, DEFAULT) == expected[:1]
     assert chat_template.eos_token_ids(plain, dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True)) == expected[:2]
-    template = {**LITERALS['default'], 'STOP_WORDS': ['<eoa> never seen', '</s>']}
+    template = {**DEFAULT, 'STOP_WORDS': ['<eoa> never seen', '</s>']}
     assert chat_template.eos_token_ids(plain, template) == [plain.eos_token_id]
     assert "['<eoa> never seen'] are not single tokens" in chat_template.apply_to_tokenizer(plain, template)[1][0]
 
@@ -200,15 +191,14 @@ def factory(template) -> dict:
     return dict(type='xtuner.dataset.map_fns.template_map_fn_factory', template=template)
 
 
-MISTRAL, LLAMA = LITERALS['mistral'], LITERALS['llama3_chat']
 CONFIGS = [
     (run_config(factory(MISTRAL)), MISTRAL),
     (run_config(factory(f'{__name__}.MISTRAL')), MISTRAL),
-    (run_config(factory(MISTRAL), None, prompt_template=LLAMA), MISTRAL),
-    (run_config(factory(MISTRAL), factory(LLAMA), prompt_template=LLAMA), LLAMA),
-    (run_config(kind='load_from_disk', prompt_template=LLAMA), LLAMA),
-    (ConfigDict(train_dataset=dict(template_map_fn=factory(LLAMA))), LLAMA),
-    (run_config(kind='build_preference_dataset', prompt_template=LLAMA), None),
+    (run_config(factory(MISTRAL), None, prompt_template=QWEN), MISTRAL),
+    (run_config(factory(MISTRAL), factory(QWEN), prompt_template=QWEN), QWEN),
+    (run_config(kind='load_from_disk', prompt_template=QWEN), QWEN),
+    (ConfigDict(train_dataset=dict(template_map_fn=factory(QWEN))), QWEN),
+    (run_config(kind='build_preference_dataset', prompt_template=QWEN), None),
     (ConfigDict(), None),
 ]
 
@@ -222,7 +212,7 @@ WRONG = [
     (run_config(factory('lama3_chat')), 'llama3_chat' if HAS_XTUNER else 'xtuner installed'),
     (run_config(factory('xtuner.utils.PROMPT_TEMPLATE.nope')), 'nope'),
     (run_config(factory('no.such.module')), 'no.such.module'),
-    (run_config(factory(MISTRAL), factory(LLAMA)), 'training data, which has several'),
+    (run_config(factory(MISTRAL), factory(QWEN)), 'training data, which has several'),
     (run_config(factory(7)), 'found 7'),
 ]
 
