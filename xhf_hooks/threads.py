@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from types import FrameType
 from typing import Generic, TypeVar
 
@@ -121,7 +120,7 @@ def default_workers() -> int:
 
 
 class WorkerThreads:
-    """Threads for jobs, a few of which wait at a time. Used by: one thread, for one :meth:`run` at a time.
+    """Threads for jobs. Used by: one thread.
 
     Args:
         count: Number of threads. With 1, jobs run in the calling thread: while the interpreter exits, no thread can be
@@ -129,7 +128,6 @@ class WorkerThreads:
     """
 
     def __init__(self, count: int) -> None:
-        self._count = count
         self._pool = ThreadPoolExecutor(count, 'xhf-worker') if count > 1 else None
 
     def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -137,19 +135,14 @@ class WorkerThreads:
         if self._pool is None:
             yield from (job() for job in jobs)
             return
-        todo, pending = iter(jobs), set[Future[T]]()
+        futures = [self._pool.submit(job) for job in jobs]
         try:
-            while True:
-                pending |= {self._pool.submit(job) for job in islice(todo, 4 * self._count - len(pending))}
-                if not pending:
-                    return
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                while done:
-                    yield done.pop().result()
+            for future in as_completed(futures):
+                yield future.result()
         finally:
-            for future in pending:
+            for future in futures:
                 future.cancel()
-            wait(pending)
+            wait(futures)
 
     def __enter__(self) -> WorkerThreads:
         return self
