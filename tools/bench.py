@@ -12,7 +12,6 @@ memory that it needs.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -29,14 +28,10 @@ from bench.report import describe_machine, table
 
 from xhf_hooks.cli.output import CommandParser
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
 _EXAMPLES = {
     'save': 'compare the time and memory of a save with all peers',
     'save --billions 0.8 1.6 --ways stream floor': 'two model sizes; only rows with these words in their name',
     'stall --repeats 3 --out DIR': 'measure how long saves stop training; write the results to DIR',
-    'all --out docs/bench': 'run all benchmarks that README and docs quote, in about an hour',
     'draw --out docs/bench': 'measure nothing; make tables and charts again from the JSON files there',
 }
 _EPILOG = """\
@@ -52,16 +47,14 @@ class Bench:
         meaning: What it measures, in one line.
         add_options: Adds its options to its command.
         measure: Returns the content of WHAT.json, except the machine.
-        stack: The environment that it needs.
     """
 
     meaning: str
     add_options: Callable[[ArgumentParser], None]
     measure: Callable[[Namespace], dict[str, Any]]
-    stack: str = 'modern'
 
 
-#: In the order of ``all``. A new benchmark needs an entry here, a table in report.py and a chart in charts.py.
+#: A new benchmark needs an entry here, a table in report.py and a chart in charts.py.
 BENCHES = {
     'save': Bench(
         'saves of a ZeRO-3 model, with every writer and every peer',
@@ -102,7 +95,6 @@ BENCHES = {
         "conversion of a checkpoint, compared with other converters; needs XTuner's environment",
         convert.add_options,
         convert.measure,
-        stack='xtuner',
     ),
 }
 
@@ -117,14 +109,6 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
     for what, bench in BENCHES.items():
         bench.add_options(_add_command(commands, what, bench.meaning))
-    everything = _add_command(commands, 'all', 'all benchmarks that README and docs quote, with their defaults')
-    everything.add_argument(
-        '--xtuner-env',
-        type=Path,
-        default=Path('.venv-xtuner'),
-        metavar='DIR',
-        help="XTuner's environment, which convert needs (default: %(default)s)",
-    )
     _add_command(commands, 'draw', 'measure nothing; make tables and charts again from DIR/NAME.json')
     for command in commands.choices.values():
         command.add_argument(
@@ -155,22 +139,11 @@ def show(what: str, measured: dict[str, Any], out: Path) -> None:
     print(table(what, measured))
 
 
-def run_all(args: Namespace) -> None:
-    """Run each benchmark in a separate process, since ``convert`` needs another environment."""
-    pythons = {'modern': sys.executable, 'xtuner': str(args.xtuner_env.absolute() / 'bin' / 'python')}
-    if not Path(pythons['xtuner']).exists():
-        sys.exit(f'{pythons["xtuner"]} does not exist; set --xtuner-env to an environment that has XTuner')
-    for what, bench in BENCHES.items():
-        subprocess.run([pythons[bench.stack], __file__, what, '--out', str(args.out)], cwd=ROOT, check=True)
-
-
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.what == 'all':
-        run_all(args)
-    elif args.what == 'draw':
+    if args.what == 'draw':
         for what in BENCHES:
             if (file := args.out / f'{what}.json').exists():
                 show(what, json.loads(file.read_text()), args.out)

@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_program
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
-BENCHMARKS = ['save', 'floors', 'throttled', 'memory', 'stall', 'convert', 'upload', 'out_dir', 'all --out docs/bench']
+BENCHMARKS = ['save', 'floors', 'throttled', 'memory', 'stall', 'convert', 'upload', 'out_dir']
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
@@ -77,7 +77,7 @@ def demo_folder():
     command = ['bash', 'tools/demo.sh', '--cfg-options', *SHORT_DEMO]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    assert 'Loss:' in finished.stdout and 'What the saves cost:' in finished.stdout
+    assert 'Loss:' in finished.stdout
     return max((ROOT / 'work_dirs' / 'demo').glob('*/hf_model'))
 
 

@@ -28,7 +28,6 @@ CHARTS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
         (
             ('stalled_secs', 'training stands still, s', '{:.2f}'),
             ('speed_share', 'speed of training meanwhile', '{:.0%}'),
-            ('cached_mb', 'of the save in the page cache, MB', '{:.0f}'),
         ),
     ),
     'upload': ('A save to an object store', _UPLOAD),

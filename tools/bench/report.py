@@ -180,27 +180,22 @@ def _stall_table(size: dict[str, Any]) -> str:
             'save, times as long as where training waits',
             lambda way, f: f'{f["save_secs"] / waited:.1f}' if waited and way == ASYNC else None,
         ),
-        (
-            'of the save in the page cache, at most',
-            lambda _, f: f'{f["cached_mb"] * 1e6 / size["nbytes"]:.0%}' if 'cached_mb' in f else None,
-        ),
     ]
     return '\n'.join([f'{size_words(size)}:', '', *_rows(found, columns), ''])
 
 
 def _convert_table(size: dict[str, Any]) -> str:
     found = medians(size['runs'])
-    lines = [
+    head = (
         f'{size["parameters"] / 1e9:.2f} B parameters, {size["checkpoint_nbytes"] / 1e9:.1f} GB of checkpoint, '
-        f'{size["read_nbytes"] / 1e9:.2f} GB to read and {size["written_nbytes"] / 1e9:.2f} GB to write:',
-        '',
-        '| way | seconds | xhf-convert is faster, times | peak anonymous memory, MB |',
-        '|---|---|---|---|',
+        f'{size["read_nbytes"] / 1e9:.2f} GB to read and {size["written_nbytes"] / 1e9:.2f} GB to write:'
+    )
+    columns: list[Column] = [
+        ('seconds', _figure('seconds', '{:.2f}')),
+        ('xhf-convert is faster, times', lambda _, f: f'{f["seconds"] / found[_CONVERT]["seconds"]:.1f}'),
+        ('peak anonymous memory, MB', _figure('peak_mb', '{:.0f}')),
     ]
-    for way, figures in found.items():
-        faster = figures['seconds'] / found[_CONVERT]['seconds']
-        lines.append(f'| {way} | {figures["seconds"]:.2f} | {faster:.1f} | {figures["peak_mb"]:.0f} |')
-    return '\n'.join([*lines, ''])
+    return '\n'.join([head, '', *_rows(found, columns), ''])
 
 
 def _upload_table(measured: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from bench.measuring import clear
-from bench.page_cache import PageCacheSampler
 from bench.peers import xtuner_way
 from bench.progress import in_turns
 from bench.save_worker import STEP, Tell, saver_of
@@ -73,20 +71,18 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
 
 
 def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
-    with _on_rank0(folder) as cache:
-        started = time.perf_counter()
-        saver.start(CheckpointFolder(folder, 1), STEP)
-        dist.barrier()
-        stalled_secs = time.perf_counter() - started
-        n_done, seconds = training.run(1, lambda: saver.in_flight.done)
-        save_secs = saver.outcome().cost.seconds
+    started = time.perf_counter()
+    saver.start(CheckpointFolder(folder, 1), STEP)
+    dist.barrier()
+    stalled_secs = time.perf_counter() - started
+    n_done, seconds = training.run(1, lambda: saver.in_flight.done)
+    save_secs = saver.outcome().cost.seconds
     return {
         'stalled_secs': stalled_secs,
         'save_secs': save_secs,
         'beside_secs': save_secs - stalled_secs,
         'iterations': n_done,
         'iterating_secs': seconds,
-        **_cached(cache),
     }
 
 
@@ -104,22 +100,11 @@ def add_slowdown(runs: dict[str, list[dict[str, float]]]) -> None:
 
 
 def _instead(saver: Saver, engine: deepspeed.DeepSpeedEngine, way: str, folder: Path) -> dict[str, float]:
-    with _on_rank0(folder) as cache:
-        started = time.perf_counter()
-        if way == XTUNER:
-            xtuner_way(engine, folder)
-        else:
-            saver.save(CheckpointFolder(folder, 1), STEP)
-        dist.barrier()
-        seconds = time.perf_counter() - started
-    return {'stalled_secs': seconds, 'save_secs': seconds, **_cached(cache)}
-
-
-def _on_rank0(folder: Path) -> AbstractContextManager[PageCacheSampler | None]:
-    """Sample the page cache on rank 0. A save's files are all beside its folder."""
-    return PageCacheSampler(folder.parent) if dist.get_rank() == 0 else nullcontext()
-
-
-def _cached(cache: PageCacheSampler | None) -> dict[str, float]:
-    known = cache is not None and cache.peak_nbytes is not None
-    return {'cached_mb': cache.peak_nbytes / 1e6} if known else {}
+    started = time.perf_counter()
+    if way == XTUNER:
+        xtuner_way(engine, folder)
+    else:
+        saver.save(CheckpointFolder(folder, 1), STEP)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    return {'stalled_secs': seconds, 'save_secs': seconds}
