@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.tokenizer import base_file, write_tokenizer
+from xhf_hooks.exporters.tokenizer import PROCESSOR_FILES, base_file, write_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
 
 _ROPE = 'rope_parameters'
 #: Types that transformers 4 computes (``ROPE_INIT_FUNCTIONS`` in ``modeling_rope_utils.py`` of 4.57). Others are

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +64,10 @@ _VOCABULARIES = (
     'tekken.json',
 )
 _OTHERS = (CONFIG, JSON, JINJA, 'added_tokens.json', 'special_tokens_map.json')
-_CLASSES = {'TokenizersBackend': 'PreTrainedTokenizerFast'}  # since transformers 5
 _EXTRA, _ADDITIONAL, _DECODER = 'extra_special_tokens', 'additional_special_tokens', 'added_tokens_decoder'
 #: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
-_OF_PROCESSOR = (
-    *('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json'),
-    *('chat_template.json', JINJA),
-)
+PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
+_OF_PROCESSOR = (*PROCESSOR_FILES, 'chat_template.json', JINJA)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
 
@@ -96,26 +93,19 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     if not isinstance(own, PreTrainedTokenizerBase) or _is_custom(tokenizer) or _is_custom(own):
         tokenizer.save_pretrained(folder)  # an image processor, or custom code
         return []
-    saved = _saved(own)
-    beside = {path.name: path.read_bytes() for path in folder.glob('config.json')}
-    files, warnings = _remembered(own, (base_dir, saved), lambda: _chosen(own, saved, base_dir, beside))
-    if own is not tokenizer:
-        others = _besides(_saved(tokenizer), saved)
-        of_processor, _ = _remembered(tokenizer, (base_dir, others), lambda: _of_processor(own, others, base_dir))
-        files = {**files, **of_processor}
+    key = base_dir, _saved(tokenizer)
+    known, written = _WRITTEN.get(tokenizer, (None, ({}, [])))
+    if known != key:
+        saved = _saved(own)
+        beside = {path.name: path.read_bytes() for path in folder.glob('config.json')}
+        files, warnings = _chosen(own, saved, base_dir, beside)
+        if own is not tokenizer:
+            files = {**files, **_of_processor(own, _besides(key[1], saved), base_dir)}
+        written = files, warnings
+        _WRITTEN[tokenizer] = key, written
+    files, warnings = written
     _put(files, folder)
     return warnings
-
-
-def _remembered(
-    tokenizer: Any, key: tuple[str, _Files], choose: Callable[[], tuple[_Files, list[str]]]
-) -> tuple[_Files, list[str]]:
-    """What ``choose`` returns, or did when the tokenizer was last written, if it has not changed since."""
-    known, written = _WRITTEN.get(tokenizer, (None, None))
-    if written is None or known != key:
-        written = choose()
-        _WRITTEN[tokenizer] = key, written
-    return written
 
 
 def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files) -> tuple[_Files, list[str]]:
@@ -141,18 +131,15 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files) -> tup
             return copied, []
     if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
         return saved, []
-    if base is not None and is_proven(words := _in_words_of_base(tokenizer, saved, base, base_dir)):
-        return words, []
-    config = json.loads(saved[CONFIG])
-    older = _in_older_words({**config, **_template(tokenizer, config, base_dir)})
-    if older == config:
-        return saved, []
-    if is_proven(form := _with_config(saved, older)):
-        return form, []
-    return saved, [f'transformers 4 may not read the tokenizer: it needs the class {config["tokenizer_class"]}']
+    for base_saved in ({},) if base is None else (base, {}):
+        form = _in_words_of_base(tokenizer, saved, base_saved, base_dir if base_saved else '')
+        if form == saved or is_proven(form):
+            return form, []
+    needed = json.loads(saved[CONFIG])['tokenizer_class']
+    return saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
 
 
-def _of_processor(tokenizer: Any, others: _Files, base_dir: str) -> tuple[_Files, list[str]]:
+def _of_processor(tokenizer: Any, others: _Files, base_dir: str) -> _Files:
     """A processor's files besides its tokenizer's: those of its base, if it was not changed."""
     from transformers import AutoProcessor
 
@@ -161,8 +148,8 @@ def _of_processor(tokenizer: Any, others: _Files, base_dir: str) -> tuple[_Files
     with contextlib.suppress(Exception):  # any failure counts as another processor
         base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
         if not _is_custom(base) and _besides(_saved(base), _saved(base.tokenizer)) == others:
-            return _base_files(base_dir, _OF_PROCESSOR), []
-    return others, []
+            return _base_files(base_dir, _OF_PROCESSOR)
+    return others
 
 
 def _besides(of_processor: _Files, of_tokenizer: _Files) -> _Files:
@@ -171,9 +158,12 @@ def _besides(of_processor: _Files, of_tokenizer: _Files) -> _Files:
 
 
 def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_dir: str) -> _Files:
-    """The base's tokenizer_config.json with the fields that changed, and its vocabulary if that did not change."""
+    """The base's tokenizer_config.json with the fields that changed, and its vocabulary if that did not change.
+
+    Without a base, what the tokenizer saves, in words of transformers 4.
+    """
     base = json.loads(_base_files(base_dir, (CONFIG,)).get(CONFIG, b'{}'))
-    now, before = json.loads(saved[CONFIG]), json.loads(base_saved[CONFIG])
+    now, before = json.loads(saved[CONFIG]), json.loads(base_saved.get(CONFIG, b'{}'))
     kept = {name: value for name, value in base.items() if name in now or name not in before}
     changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
     special = {name: now[name] for name in tokenizer.special_tokens_map if name in now and name not in base}
@@ -188,8 +178,13 @@ def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_di
     if _DECODER in base:
         tokens = tokenizer.added_tokens_decoder.items()
         kept[_DECODER] = {str(token_id): token.__getstate__() for token_id, token in tokens}
-    result = _without({**kept, **special, **changed}, 'chat_template')
-    form = _with_config(saved, _in_older_words({**result, **_template(tokenizer, base, base_dir)}))
+    result = _without({**kept, **special, **changed}, 'chat_template') | _template(tokenizer, base, base_dir)
+    if result.get('tokenizer_class') == 'TokenizersBackend':  # its name since transformers 5
+        result['tokenizer_class'] = 'PreTrainedTokenizerFast'
+    if isinstance(result.get(_EXTRA), list):  # transformers 4 expects a dict, of names
+        result[_ADDITIONAL] = result.pop(_EXTRA)
+    text = json.dumps(result, indent=2, sort_keys=True, ensure_ascii=False) + '\n'  # as transformers does
+    form = {**saved, CONFIG: text.encode()}
     if _json_part(saved, 'model') == _json_part(base_saved, 'model'):
         form = {**_base_files(base_dir, _vocabularies(tokenizer)), **form}
     return form
@@ -202,19 +197,6 @@ def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[
         return {}
     several = isinstance(template, dict)
     return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
-
-
-def _with_config(files: _Files, config: Mapping[str, Any]) -> _Files:
-    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + '\n'  # as transformers does
-    return {**files, CONFIG: text.encode()}
-
-
-def _in_older_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    older = dict(config)
-    older['tokenizer_class'] = _CLASSES.get(older.get('tokenizer_class', ''), older.get('tokenizer_class'))
-    if isinstance(older.get(_EXTRA), list):  # transformers 4 expects a dict, of names
-        older[_ADDITIONAL] = older.pop(_EXTRA)
-    return older if older['tokenizer_class'] is not None else _without(older, 'tokenizer_class')
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
