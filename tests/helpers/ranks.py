@@ -36,12 +36,13 @@ PEER_GRACE_SECS = 30.0
 HANG_SECS = 1800.0
 OUTPUT_TAIL_LINES = 40
 INITS = ('deepspeed', 'torch', None)
-#: Modules that the server imports, if the environment has them.
+#: Modules that the server imports, if the environment has them: also what they themselves import late.
 PRELOADED = (
-    *('torch.distributed', 'deepspeed', 'mmengine._strategy', 'mmengine.runner', 'peft'),
+    *('torch.distributed', 'deepspeed', 'deepspeed.module_inject.auto_ep_layer', 'deepspeed.runtime.fp16.onebit'),
+    *('deepspeed.runtime.superoffload.superoffload_stage3', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
-    's3fs',
-    *('xhf_hooks.manager', 'xhf_hooks.convert', 'tests.helpers.frozen'),
+    *('s3fs', 'pytest', 'matplotlib.pyplot'),
+    *('xhf_hooks.manager', 'xhf_hooks.convert', 'xhf_hooks.hooks', 'tests.helpers.toy_run', 'tests.helpers.frozen'),
 )
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(list(PRELOADED))
