@@ -1,8 +1,8 @@
-"""A run that was interrupted, and the next one in the same process: it ends what was there, and works."""
+"""What comes after an interruption, in the same process, ends what was there and works; what stays is kept."""
 
 from __future__ import annotations
 
-import logging
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ import pytest
 
 from tests.helpers import frontends as doors
 from tests.helpers.assert_intact import assert_whole
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.zoo.llamas import llama, odd_llama
 
 WRITE_SECS = 0.02
 INTERRUPTED_AT, LAST = 3, 4
-EVERY_STEP = dict(async_save=True, save_strategy='steps', save_steps=1)
 
 
 @contextmanager
@@ -48,87 +48,33 @@ def groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def make_trainer(
-    root: Path, interrupt: list[BaseException], options: dict[str, Any] | None = None, **arguments: Any
-) -> Any:
-    """A Trainer with the callback, that saves at each step; ``interrupt`` is raised, each once, at step 3."""
-    import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from xhf_hooks.integrations.transformers import HFCheckpointCallback
-
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if interrupt and state.global_step == INTERRUPTED_AT:
-                raise interrupt.pop(0)
-
-    torch.manual_seed(0)
-    return Trainer(
-        model=odd_llama(),
-        args=TrainingArguments(
-            output_dir=str(root),
-            use_cpu=True,
-            ddp_backend='gloo',
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy='no',
-            **{'max_steps': LAST, 'per_device_train_batch_size': 1, **arguments},
-        ),
-        train_dataset=doors.Sequences(),
-        callbacks=[HFCheckpointCallback(**(options or EVERY_STEP)), Interrupt()],
-    )
+def error_of(action: Any) -> str:
+    try:
+        action()
+    except BaseException as error:
+        return f'{type(error).__name__}: {error}'
+    return 'no error'
 
 
 def trainer_again(root: Path) -> list[Any]:
     """The same Trainer after an exception, and a new one after Ctrl-C, as in a notebook. Runs on: all ranks."""
-    before = groups()
-    told: list[Any] = []
-    interrupt = [RuntimeError('training failed'), KeyboardInterrupt()]
+    from transformers import TrainerCallback
+
+    before, interrupts = groups(), [RuntimeError('training failed'), KeyboardInterrupt()]
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if interrupts and state.global_step == INTERRUPTED_AT:
+                raise interrupts.pop(0)
+
+    options = dict(async_save=True, save_strategy='steps', save_steps=1)
     with doors.fresh_accelerate(), slow_disk():
-        first = make_trainer(root, interrupt)
-        for _ in range(2):
-            try:
-                first.train()
-            except (RuntimeError, KeyboardInterrupt) as error:
-                told.append(type(error).__name__)
-        second = make_trainer(root, interrupt)
-        second.train()
+        first = doors.make_trainer(root, options, Interrupt())
+        told = [error_of(first.train), error_of(first.train)]
+        doors.make_trainer(root, options, Interrupt()).train()
+        never = dict(save_strategy='steps', save_steps=500, save_last=False)
+        told.append(error_of(doors.make_trainer(root / 'never', never).train))
     return [*told, assert_whole(root / 'hf_model'), groups() == before]
-
-
-def never_due(root: Path) -> list[Any]:
-    """The callback saves every 500 steps of 4, with the last one and without. Runs on: all ranks."""
-    from xhf_hooks.errors import OptionError
-
-    told: list[Any] = []
-    with doors.fresh_accelerate():
-        for save_last in (True, False):
-            options = dict(save_strategy='steps', save_steps=500, save_last=save_last)
-            try:
-                with warnings_logged() as logged:
-                    make_trainer(root, [], options).train()
-            except OptionError as error:
-                told.append(str(error))
-            else:
-                told.append([text for text in logged if 'save_steps' in text])
-    return [*told, assert_whole(root / 'hf_model')]
-
-
-@contextmanager
-def warnings_logged() -> Iterator[list[str]]:
-    """What the package warns of, without the name of what speaks."""
-    logged: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append(record.getMessage().partition(': ')[2])
-
-    logger, listener = logging.getLogger('xhf_hooks'), Listener(logging.WARNING)
-    logger.addHandler(listener)
-    try:
-        yield logged
-    finally:
-        logger.removeHandler(listener)
 
 
 def runner_again(root: Path) -> list[Any]:
@@ -148,39 +94,19 @@ def runner_again(root: Path) -> list[Any]:
                 raise interrupt.pop()
 
     hook = dict(out_dir=str(root / 'hf_model'), async_save=True, interval=2, by_epoch=False, on_error='raise')
-    config = run_config(root / 'run', hook=hook, stage=None, ddp=True, max_iters=LAST)
-    config['custom_hooks'].append(dict(type='InterruptingHook'))
-    told: list[Any] = []
+    how: dict[str, Any] = dict(hook=hook, stage=None, ddp=True, max_iters=LAST)
+    config = run_config(root / 'run', hooks=[dict(type='InterruptingHook')], **how)
     with slow_disk():
-        try:
-            train(config)
-        except RuntimeError as error:
-            told.append(str(error))
+        told: list[Any] = [error_of(lambda: train(config))]
         runner = train(dict(config, experiment_name='second'))
         told.append(assert_whole(root / 'hf_model'))
         interrupt.append(RuntimeError('training failed'))
         runner.train_loop._iter = 0
-        try:
-            runner.train()
-        except RuntimeError as error:
-            told.append(str(error))
+        told.append(error_of(runner.train))
         runner.train()
-    return [*told, assert_whole(root / 'hf_model'), groups() == before]
-
-
-def two_hooks(root: Path) -> str:
-    """Two hooks of one run with one folder. Runs on: all ranks."""
-    from tests.helpers.toy_run import run_config, train
-    from xhf_hooks.errors import XhfError
-
-    hook = dict(out_dir=str(root / 'hf_model'), interval=2, by_epoch=False)
-    config = run_config(root / 'run', hook=hook, stage=None, ddp=True, max_iters=LAST)
-    config['custom_hooks'].append(dict(type='HFCheckpointHook', **hook))
-    try:
-        train(config)
-    except XhfError as error:
-        return str(error)
-    return 'nothing was wrong'
+    told += [assert_whole(root / 'hf_model'), groups() == before]
+    two_hooks = run_config(root / 'two', hooks=[dict(type='HFCheckpointHook', **hook)], **how)
+    return [*told, error_of(lambda: train(two_hooks))]
 
 
 def call_again(root: Path) -> list[Any]:
@@ -189,72 +115,98 @@ def call_again(root: Path) -> list[Any]:
     import torch.distributed as dist
 
     from xhf_hooks import save_hf
-    from xhf_hooks.errors import XhfError
     from xhf_hooks.save import Saver
     from xhf_hooks.writers.writer import Writer
 
-    folder, model, told = root / 'hf_model', odd_llama(), []
+    folder, model = root / 'hf_model', odd_llama()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
         (folder / 'thesis.tex').write_text('mine')
     dist.barrier()
-    try:
-        save_hf(model, folder)
-    except XhfError as error:
-        told.append('files that this package did not write' in str(error))
+    told = ['files that this package did not write' in error_of(lambda: save_hf(model, folder))]
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / 'thesis.tex').unlink()
     dist.barrier()
     for owner, name in ((Saver, '__init__'), (Saver, 'prepare'), (Saver, 'save'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=KeyboardInterrupt):
-            try:
-                save_hf(model, folder)
-            except KeyboardInterrupt:
-                told.append(name)
+            told.append('KeyboardInterrupt' in error_of(lambda: save_hf(model, folder)))
         dist.barrier()
     committed = save_hf(model, folder, step=7)
     return [*told, assert_whole(committed.path), groups() == before]
 
 
-SCENARIOS = {
-    'trainer_again': trainer_again,
-    'runner_again': runner_again,
-    'two_hooks': two_hooks,
-    'call_again': call_again,
-    'never_due': never_due,
-}
+SCENARIOS = {'trainer': trainer_again, 'runner': runner_again, 'call': call_again}
 
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('again')
-    scenarios = {name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}
-    return run_scenarios(scenarios, 2)
+    return run_scenarios({name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}, 2)
 
 
 def test_trainer_again(results):
-    for told in check(results, 'trainer_again'):
-        assert told == ['RuntimeError', 'KeyboardInterrupt', LAST, True]
-
-
-def test_steps_that_never_come_are_told_before_training(results):
-    warned, refused, saved = check(results, 'never_due')[0]
-    assert len(warned) == 1 and 'training ends after 4 steps, before 500' in warned[0]
-    assert 'option save_strategy: expected ' in refused
-    assert saved == LAST
+    for failed, interrupted, never, *rest in check(results, 'trainer'):
+        assert (failed, interrupted) == ('RuntimeError: training failed', 'KeyboardInterrupt: ')
+        assert 'option save_strategy: expected ' in never
+        assert rest == [LAST, True]
 
 
 def test_runner_again(results):
-    for told in check(results, 'runner_again'):
-        assert told == ['training failed', LAST, 'training failed', LAST, True]
-
-
-def test_two_hooks_with_one_folder_are_refused(results):
-    for told in check(results, 'two_hooks'):
-        assert 'is in use by another run of this process' in told
+    failed = 'RuntimeError: training failed'
+    for *told, two_hooks in check(results, 'runner'):
+        assert told == [failed, LAST, failed, LAST, True]
+        assert 'is in use by another run of this process' in two_hooks
 
 
 def test_save_hf_again(results):
-    for told in check(results, 'call_again'):
-        assert told == [True, '__init__', 'prepare', 'save', 'finish', 7, True]
+    for told in check(results, 'call'):
+        assert told == [True] * 5 + [7, True]
+
+
+def call_often(root: Path) -> dict[str, Any]:
+    """What is made at each call: process groups and reference models. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks import manager, save_hf
+    from xhf_hooks.exporters import huggingface
+
+    model, found = llama(), {}
+    with mock.patch.object(manager, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it
+        found['interrupted'] = error_of(lambda: save_hf(model, root / 'hf_model')).partition(':')[0]
+    new_group, build = dist.new_group, huggingface.build_on_meta
+    with (
+        mock.patch.object(dist, 'new_group', side_effect=new_group) as made,
+        mock.patch.object(huggingface, 'build_on_meta', side_effect=build) as built,
+    ):
+
+        def call(what: str) -> None:
+            save_hf(model, root / 'hf_model')
+            found[what] = (made.call_count, built.call_count)
+
+        call('first')
+        call('second')
+        model.config.initializer_range = 0.5  # whatever is written there must be what is compared
+        call('config changed')
+        model.resize_token_embeddings(70)
+        call('resized')
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()  # as a notebook does between two runs
+        dist.init_process_group('gloo', init_method=f'file://{root}/store', rank=rank, world_size=world_size)
+        call('another process group')
+    written = json.loads((root / 'hf_model' / 'config.json').read_text())
+    found['written'] = (written['initializer_range'], written['vocab_size'])
+    return found
+
+
+def test_groups_and_models_are_kept_after_a_call_that_was_interrupted_on_rank_0(tmp_path):
+    ranks = run_ranks(call_often, 2, tmp_path, init='torch')
+    assert [found['interrupted'] for found in ranks] == ['KeyboardInterrupt', 'RankLostError']
+    for found in ranks:
+        (groups, models) = found['first']
+        assert found['second'] == (groups, models)
+        assert found['config changed'] == (groups, models + 1)
+        assert found['resized'] == (groups, models + 2)
+        assert found['another process group'] == (groups + 1, models + 2)
+        assert found['written'] == (0.5, 70)
+    assert_whole(tmp_path / 'hf_model')

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of
 from tests.helpers.compare import assert_loads_clean, folder_tensors
 from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.scenarios import check, run_scenarios
@@ -18,23 +19,21 @@ from tests.helpers.scenarios import check, run_scenarios
 EMA = dict(type='EMAHook', momentum=0.1)
 EACH = dict(interval=2, by_epoch=False, max_keep_ckpts=-1)
 SCORES = [0.5, 0.7]
-#: MMEngine reads its own checkpoints with torch.load, which by default refuses them.
-ENV = {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
 
-#: Runs under DDP whose checkpoints hold the averaged weights: name to (EMAHook, other options of `run`).
-DDP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    'exponential': (EMA, {}),
-    'stochastic': (dict(type='EMAHook', ema_type='StochasticWeightAverage'), {}),
-    'begins_later': (dict(EMA, begin_iter=3), {}),
-    'averaged_buffers': (dict(EMA, update_buffers=True), dict(model=dict(batch_norm=True))),
-    'tied': (EMA, dict(model=dict(tied=True))),
-    'async': (EMA, dict(hook=dict(async_save=True, **EACH))),
+#: Runs under DDP whose checkpoints hold the averaged weights, to options of `run`.
+DDP: dict[str, dict[str, Any]] = {
+    'begins_later': dict(ema=dict(EMA, begin_iter=3)),
+    'averaged_buffers': dict(ema=dict(EMA, update_buffers=True), model=dict(batch_norm=True)),
+    'stochastic_tied': dict(
+        ema=dict(type='EMAHook', ema_type='StochasticWeightAverage'),
+        model=dict(tied=True),
+        hook=dict(async_save=True, **EACH),
+    ),
 }
 #: Runs under DeepSpeed, whose checkpoints do not hold them.
 DEEPSPEED: dict[str, dict[str, Any]] = {
-    'zero1': dict(stage=1),
-    'zero2_async': dict(stage=2, hook=dict(async_save=True, **EACH)),
-    'zero2_tied_float32': dict(stage=2, hook=dict(dtype='float32', **EACH), model=dict(tied=True)),
+    'zero1': dict(stage=1, hook=dict(async_save=True, **EACH)),
+    'zero2_float32': dict(stage=2, hook=dict(dtype='float32', **EACH), model=dict(tied=True)),
 }
 #: Runs that must not begin: name to (options of `run`, in the message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -43,7 +42,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(stage=2, ema=dict(EMA, priority='LOWEST')),
         'option custom_hooks: expected EMAHook before HFCheckpointHook',
     ),
-    'two': (dict(stage=2, more=[EMA]), 'option ema: expected one EMAHook in the run'),
 }
 
 
@@ -51,8 +49,7 @@ def run(
     work_dir: Path,
     *,
     ema: dict[str, Any] | None = EMA,
-    hook: dict[str, Any] | None = EACH,
-    more: list[dict[str, Any]] | None = None,
+    hook: dict[str, Any] = EACH,
     scores: list[float] | None = SCORES,
     stage: int | None = None,
     **options: Any,
@@ -61,10 +58,11 @@ def run(
     from tests.helpers.toy_run import run_config, train
 
     _register_note()
-    if hook is not None and scores is not None:
+    if scores is not None:
         hook = dict(hook, save_best='acc')
-    hooks = [*([] if ema is None else [ema]), dict(type='NoteScoredWeights'), *(more or [])]
-    return train(run_config(work_dir, hook=hook, stage=stage, hooks=hooks, scores=scores, **options)).log_dir
+    options |= dict(hook=hook, stage=stage, ddp=stage is None, scores=scores)
+    hooks = [*([] if ema is None else [ema]), dict(type='NoteScoredWeights')]
+    return train(run_config(work_dir, hooks=hooks, **options)).log_dir
 
 
 def _register_note() -> None:
@@ -86,16 +84,14 @@ def _register_note() -> None:
     HOOKS.register_module(module=NoteScoredWeights, force=True)
 
 
-def live(work_dir: Path, **options: Any) -> list[str]:
+def live(work_dir: Path) -> list[str]:
     """With ``ema=False``, and without EMAHook. Runs on: all ranks."""
-    first = run(work_dir / 'with', hook=dict(ema=False, **EACH), **options)
-    return [first, run(work_dir / 'without', ema=None, **{**options, 'scores': None})]
+    return [run(work_dir / 'with', hook=dict(ema=False, **EACH)), run(work_dir / 'without', ema=None, scores=None)]
 
 
 def resumed(work_dir: Path) -> list[str]:
     """Two parts of one run. Runs on: all ranks."""
-    first = run(work_dir, ddp=True)
-    return [first, run(work_dir, ddp=True, max_iters=8, scores=[0.8, 0.9], resume=True)]
+    return [run(work_dir), run(work_dir, max_iters=6, scores=[0.8], resume=True)]
 
 
 def refused(options: dict[str, Any], work_dir: Path) -> str:
@@ -114,21 +110,19 @@ def refused(options: dict[str, Any], work_dir: Path) -> str:
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('averaged')
-    scenarios: dict[str, Any] = {
-        name: partial(run, root / name, ema=ema, ddp=True, **options) for name, (ema, options) in DDP.items()
-    }
-    scenarios |= {name: partial(run, root / name, **options) for name, options in DEEPSPEED.items()}
-    scenarios |= {name: partial(refused, options, root / name) for name, (options, _) in REFUSED.items()}
-    scenarios['live_ddp'] = partial(live, root / 'live_ddp', ddp=True)
-    scenarios['live_zero3'] = partial(live, root / 'live_zero3', stage=3, scores=None)
-    scenarios['lora'] = partial(run, root / 'lora', ddp=True, model=dict(lora=True))
-    scenarios['resumed'] = partial(resumed, root / 'resumed')
-    return root, run_scenarios(scenarios, 2, env=ENV)
+    options: dict[str, Any] = {**DDP, **DEEPSPEED, 'lora': dict(model=dict(lora=True))}
+    scenarios: dict[str, Any] = {name: partial(run, root / name, **how) for name, how in options.items()}
+    scenarios |= {name: partial(refused, how, root / name) for name, (how, _) in REFUSED.items()}
+    scenarios |= {'live': partial(live, root / 'live'), 'resumed': partial(resumed, root / 'resumed')}
+    return run_scenarios(scenarios, 2, env=READS_OWN_CHECKPOINTS)
 
 
-def saves(log_dir: Path) -> dict[Path, dict[str, Any]]:
-    """Each committed folder and its manifest."""
-    return {path.parent: json.loads(path.read_text()) for path in log_dir.glob('hf_model*/xhf_manifest.json')}
+def log_dir_of(finished: Any, name: str) -> Path:
+    return Path(check(finished, name)[0])
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / 'xhf_manifest.json').read_text())
 
 
 def state_dicts(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -146,7 +140,6 @@ def assert_holds(folder: Path, expected: dict[str, torch.Tensor], *, loads: bool
     from tests.helpers.zoo.llamas import NormedLlama
 
     found = folder_tensors(folder)
-    assert found, folder
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), f'{folder}: {name}'
     if loads:
@@ -155,62 +148,49 @@ def assert_holds(folder: Path, expected: dict[str, torch.Tensor], *, loads: bool
             assert torch.equal(tensor, expected[name]), f'{folder}: {name} as loaded'
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def n_differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:
     assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    return sum(not torch.equal(one[name].to(tensor.dtype), tensor) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize('name', DDP)
 def test_what_checkpoint_hook_writes(finished, name):
-    log_dir = Path(check(finished[1], name)[0])
+    log_dir = log_dir_of(finished, name)
     for folder, label in (('hf_model_iter_2', 'iter_2'), ('hf_model', 'iter_4')):
         averaged, live = state_dicts(log_dir.parent / f'{label}.pth')
         assert_holds(log_dir / folder, averaged)
         if (name, label) == ('begins_later', 'iter_2'):
-            assert not differing(averaged, live)
+            assert not n_differing(averaged, live)
         else:
-            assert len(differing(averaged, live)) > 5, 'the average is what is live: nothing is shown'
-        assert saves(log_dir)[log_dir / folder]['weights'] == 'averaged'
+            assert n_differing(averaged, live) > 5, 'the average is what is live: nothing is shown'
+        assert manifest(log_dir / folder)['weights'] == 'averaged'
 
 
 @pytest.mark.parametrize('name', [*DDP, *DEEPSPEED])
 def test_the_best_is_what_was_scored(finished, name):
-    log_dir = Path(check(finished[1], name)[0])
-    manifest = saves(log_dir)[log_dir / 'hf_model_best']
-    assert manifest['weights'] == 'averaged'
-    scored = torch.load(log_dir / f'scored_{manifest["iteration"]}.pt')
-    if 'float32' in name:
-        scored = {key: tensor.float() for key, tensor in scored.items()}
-    assert_holds(log_dir / 'hf_model_best', scored, loads='float32' not in name)
+    best = log_dir_of(finished, name) / 'hf_model_best'
+    assert manifest(best)['weights'] == 'averaged'
+    assert_holds(best, scored(best.parent, manifest(best)['iteration']), loads='float32' not in name)
+
+
+def scored(log_dir: Path, iteration: int) -> dict[str, torch.Tensor]:
+    weights = torch.load(log_dir / f'scored_{iteration}.pt')
+    return {key: tensor.float() if 'float32' in str(log_dir) else tensor for key, tensor in weights.items()}
 
 
 @pytest.mark.parametrize('name', DEEPSPEED)
 def test_deepspeed_saves_the_average_at_each_step(finished, name):
     """The save of iteration 4 is of the weights that were scored then, and not the live ones of the checkpoint."""
-    log_dir = Path(check(finished[1], name)[0])
-    scored = torch.load(log_dir / 'scored_4.pt')
-    if 'float32' in name:
-        scored = {key: tensor.float() for key, tensor in scored.items()}
-    assert_holds(log_dir / 'hf_model', scored, loads='float32' not in name)
+    log_dir = log_dir_of(finished, name)
+    assert_holds(log_dir / 'hf_model', scored(log_dir, 4), loads='float32' not in name)
     live = folder_tensors(convert(log_dir.parent / 'iter_4.pth', log_dir / 'live', '--base', log_dir / 'hf_model'))
-    assert sum(not torch.equal(tensor, scored[key].to(tensor.dtype)) for key, tensor in live.items()) > 5
-    log = (log_dir / f'{log_dir.name}.log').read_text()
-    assert 'weights averaged by EMAHook (ExponentialMovingAverage)' in log
-    assert "DeepSpeed's checkpoints do not contain the averaged weights" in log
-
-
-@pytest.mark.parametrize('name', ['live_ddp', 'live_zero3'])
-def test_the_live_ones_on_request(finished, name):
-    """Averaging does not change training: they are those of a run without it."""
-    averaging, plain = map(Path, check(finished[1], name)[0])
-    for folder in ('hf_model', 'hf_model_iter_2'):
-        assert folder_tensors(averaging / folder).keys() == folder_tensors(plain / folder).keys()
-        assert_same_files(averaging / folder, plain / folder)
-    assert {manifest['weights'] for log_dir in (averaging, plain) for manifest in saves(log_dir).values()} == {'live'}
+    assert n_differing(folder_tensors(log_dir / 'hf_model'), live) > 5
+    assert 'weights averaged by EMAHook (ExponentialMovingAverage)' in log_of(log_dir)
+    assert "DeepSpeed's checkpoints do not contain the averaged weights" in log_of(log_dir)
 
 
 def test_an_adapter_is_averaged_too(finished):
-    log_dir = Path(check(finished[1], 'lora')[0])
+    log_dir = log_dir_of(finished, 'lora')
     averaged, live = state_dicts(log_dir.parent / 'iter_4.pth')
     found = folder_tensors(log_dir / 'hf_model')
     in_training = {name.replace('.weight', '.default.weight'): tensor for name, tensor in found.items()}
@@ -219,23 +199,22 @@ def test_an_adapter_is_averaged_too(finished):
 
 
 def test_the_average_goes_on_after_a_resume(finished):
-    first, second = map(Path, check(finished[1], 'resumed')[0])
-    for log_dir, iteration in ((first, 4), (second, 8)):
+    first, second = map(Path, check(finished, 'resumed')[0])
+    for log_dir, iteration in ((first, 4), (second, 6)):
         averaged, _ = state_dicts(first.parent / f'iter_{iteration}.pth')
         assert_holds(log_dir / 'hf_model', averaged)
 
 
 @pytest.mark.parametrize('name', REFUSED)
 def test_refused_before_training(finished, name):
-    messages = check(finished[1], name)
+    messages = check(finished, name)
     assert messages[0] == messages[1] and REFUSED[name][1] in messages[0]
 
 
 #: Runs whose checkpoints hold both: name to pairs of a checkpoint and what the hook saved then.
 CONVERTED = {
-    'exponential': [('iter_4.pth', 'hf_model'), ('iter_2.pth', 'hf_model_iter_2')],
-    'tied': [('iter_4.pth', 'hf_model')],
-    'begins_later': [('iter_2.pth', 'hf_model_iter_2')],
+    'begins_later': [('iter_2.pth', 'hf_model_iter_2'), ('iter_4.pth', 'hf_model')],
+    'stochastic_tied': [('iter_4.pth', 'hf_model')],
 }
 
 
@@ -243,54 +222,54 @@ CONVERTED = {
 def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
     from xhf_hooks.cli.verify import main as verify
 
-    log_dir = Path(check(finished[1], name)[0])
+    log_dir = log_dir_of(finished, name)
     for checkpoint, folder in CONVERTED[name]:
         out = convert(log_dir.parent / checkpoint, tmp_path / checkpoint, '--base', log_dir / folder, '--verify')
         assert '(the averaged weights)' in capsys.readouterr().out
         assert_same_files(out, log_dir / folder)
-        manifest = json.loads((out / 'xhf_manifest.json').read_text())
-        assert manifest['weights'] == 'averaged'
+        assert manifest(out)['weights'] == 'averaged'
         hook = str(log_dir / folder)
         assert verify([hook, str(log_dir.parent / checkpoint), '--base', hook]) == 0
         capsys.readouterr()
 
 
-def test_conversion_gives_the_live_ones_on_request(finished, tmp_path, capsys):
+def test_the_live_ones_on_request(finished, tmp_path, capsys):
+    """By the hook and by a conversion; averaging does not change training: they are those of a run without it."""
     from xhf_hooks.cli.verify import main as verify
 
-    log_dir = Path(check(finished[1], 'live_ddp')[0][0])
-    checkpoint, expected = log_dir.parent / 'iter_4.pth', log_dir / 'hf_model'
+    averaging, plain = map(Path, check(finished, 'live')[0])
+    for folder in ('hf_model', 'hf_model_iter_2'):
+        assert_same_files(averaging / folder, plain / folder)
+        assert manifest(averaging / folder)['weights'] == manifest(plain / folder)['weights'] == 'live'
+    checkpoint, expected = averaging.parent / 'iter_4.pth', averaging / 'hf_model'
     live = convert(checkpoint, tmp_path / 'live', '--base', expected, '--no-ema')
     assert '(the live weights)' in capsys.readouterr().out
     assert_same_files(live, expected)
-    assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
+    assert manifest(live)['weights'] == 'live'
     averaged = convert(checkpoint, tmp_path / 'averaged', '--base', expected)
-    assert differing(folder_tensors(averaged), folder_tensors(live))
+    assert n_differing(folder_tensors(averaged), folder_tensors(live))
     assert verify([str(expected), str(checkpoint), '--base', str(expected)]) == 0, 'the live ones of the checkpoint'
     assert 'the live ones are compared' in capsys.readouterr().out
     assert verify([str(averaged), str(checkpoint), '--base', str(expected)]) == 0
 
 
 def test_conversion_of_a_deepspeed_run_tells_that_the_average_is_not_there(finished, tmp_path, capsys):
-    log_dir = Path(check(finished[1], 'zero1')[0])
+    log_dir = log_dir_of(finished, 'zero1')
     live = convert(log_dir.parent / 'iter_4.pth', tmp_path / 'live', '--base', log_dir / 'hf_model')
     assert 'the run averages its weights (EMAHook), but DeepSpeed checkpoints hold' in capsys.readouterr().err
-    assert json.loads((live / 'xhf_manifest.json').read_text())['weights'] == 'live'
-    convert(log_dir.parent / 'iter_4.pth', tmp_path / 'asked', '--base', log_dir / 'hf_model', '--no-ema')
-    assert 'averages' not in capsys.readouterr().err
+    assert manifest(live)['weights'] == 'live'
 
 
 def test_conversion_of_a_published_checkpoint(finished, tmp_path, capsys):
     """CheckpointHook's ``published_keys`` leave out ``ema_state_dict``: only the averaged weights are left."""
     from xhf_hooks.cli.convert import BAD_INPUT, main
 
-    log_dir = Path(check(finished[1], 'exponential')[0])
+    log_dir = log_dir_of(finished, 'begins_later')
     content = torch.load(log_dir.parent / 'iter_4.pth', weights_only=False)
     torch.save({key: content[key] for key in ('meta', 'state_dict')}, tmp_path / 'published.pth')
     out = convert(tmp_path / 'published.pth', tmp_path / 'out', '--base', log_dir / 'hf_model')
     assert_same_files(out, log_dir / 'hf_model')
-    assert json.loads((out / 'xhf_manifest.json').read_text())['weights'] == 'averaged'
-    capsys.readouterr()
+    assert manifest(out)['weights'] == 'averaged'
     live = [str(tmp_path / 'published.pth'), str(tmp_path / 'live'), '--base', str(out), '--no-ema']
     assert main(live) == BAD_INPUT
     assert 'option --no-ema: expected a checkpoint with the ema_state_dict of its run' in capsys.readouterr().err

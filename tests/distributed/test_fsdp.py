@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import frontends as doors
+from tests.helpers.assert_intact import assert_whole
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.config_fields import assert_same_config
 from tests.helpers.fsdp_runs import shard
@@ -182,7 +183,7 @@ def compare(root: Path, outcomes: Any, case: str) -> None:
     for writer in WRITERS:
         assert_same_folder_tensors(folder / 'fresh' / writer, folder / 'fresh' / 'theirs')
         assert_same_folder_tensors(folder / 'trained' / writer, folder / 'trained' / 'stream')
-        doors.verify_folder(folder / 'trained' / writer)
+        assert_whole(folder / 'trained' / writer)
     config = 'adapter_config.json' if case.startswith('lora') else 'config.json'
     if config == 'config.json':
         assert_same_config(folder / 'last', folder / 'theirs')

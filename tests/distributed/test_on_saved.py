@@ -13,12 +13,13 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.test_frontends import trainer_run
 from tests.distributed.test_hook_runs import run, saves
 from tests.helpers import on_saved_family, on_saved_program
-from tests.helpers.frontends import verify_folder
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.frontends import trainer_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zero_config import zero_config
 from tests.unit.background.test_on_saved import FAMILY, alive, members, until
 
 EVERY_TWO = dict(interval=2, by_epoch=False)
@@ -61,7 +62,7 @@ def callback(work_dir: Path, **more: Any) -> list[dict[str, Any]]:
 
     options = dict(save_strategy='steps', save_steps=2, **more)
     with mock.patch.object(HFCheckpointCallback, 'on_train_end', on_train_end):
-        trainer_run(options, dict(save_strategy='no', max_steps=4), 3, False, work_dir)
+        trainer_run(options, {}, zero_config(3), work_dir)
     return log
 
 
@@ -100,7 +101,7 @@ def log_text(log_dir: Path) -> str:
 def test_a_program_loads_the_save_that_others_have_followed(finished, name, last):
     log_dir = only(finished, name)
     assert saves(log_dir) == {'hf_model': last}
-    verify_folder(log_dir / 'hf_model')
+    assert_whole(log_dir / 'hf_model')
     found = scalars(log_dir)
     assert min(found) == 2 and max(found) == last
     for step, numbers in found.items():
@@ -145,7 +146,7 @@ def test_a_killed_run_leaves_a_save_and_no_process(tmp_path):
     run_ranks(killed, 2, tmp_path / 'run', expected_deaths=(0, 1))
     ((log_dir),) = (path.parent for path in (tmp_path / 'run').glob('*/hf_model'))
     until(lambda: alive(members(log_dir / 'hf_model_on_saved' / 'iter_2')) == [])
-    verify_folder(log_dir / 'hf_model')
+    assert_whole(log_dir / 'hf_model')
     assert len(list(log_dir.glob('.hf_model.kept-*'))) == 2, 'what was read, and what waited'
     folder = CheckpointFolder(log_dir / 'hf_model', max_keep=1)
     folder.claim()  # as the next run does

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.zoo.llamas import VOCAB
+from tests.helpers.zoo.llamas import VOCAB, odd_llama
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -62,18 +62,42 @@ def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def verify_folder(folder: Path) -> int:
-    """Compare every file with the manifest, by size and CRC-32; returns the number of files."""
-    import json
-    import zlib
+def make_trainer(
+    root: Path, options: dict[str, Any] | None, *callbacks: Any, model: Any = None, **arguments: Any
+) -> Any:
+    """A Trainer that trains four steps in fp32 on a CPU and saves nothing itself, unless ``arguments`` say otherwise.
 
-    files = json.loads((folder / 'xhf_manifest.json').read_text())['files']
-    assert sorted(files) == sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob('*')
-        if path.is_file() and path.name != 'xhf_manifest.json'
+    Args:
+        options: Of the callback that saves; None goes without it.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+    torch.manual_seed(0)
+    arguments = {'max_steps': 4, 'save_strategy': 'no', 'per_device_train_batch_size': 1, **arguments}
+    machine: dict[str, Any] = dict(use_cpu=True, ddp_backend='gloo', report_to=[], disable_tqdm=True)
+    model = odd_llama() if model is None else model
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(root), **machine, **arguments),
+        train_dataset=Sequences(),
+        optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-2), None),
+        callbacks=[*([] if options is None else [HFCheckpointCallback(**options)]), *callbacks],
     )
-    for name, said in files.items():
-        data = (folder / name).read_bytes()
-        assert (len(data), f'{zlib.crc32(data):08x}') == (said['nbytes'], said['crc32']), name
-    return len(files)
+
+
+def trainer_run(options: dict[str, Any], arguments: dict[str, Any], zero: dict[str, Any], root: Path) -> list[str]:
+    """Train in bf16 under DeepSpeed; returns what is in output_dir at the end.
+
+    Args:
+        zero: The DeepSpeed config.
+    """
+    import torch.distributed as dist
+
+    with fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        trainer = make_trainer(root, options, bf16=True, deepspeed=zero, **arguments)
+        trainer.train()
+        trainer.model_wrapped.destroy()
+    dist.barrier()
+    return sorted(path.name for path in root.iterdir())

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import frontends as doors
 from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.frontends import verify_folder
+from tests.helpers.assert_intact import assert_whole
 from tests.helpers.zoo.llamas import odd_llama
 
 PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'
@@ -67,7 +67,7 @@ def test_a_run_that_saves_nothing_else(plugin, tmp_path, options):
     kept = ['hf_model'] if options is None else ['hf_model', 'hf_model_iter_2']
     assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == kept
     assert_same_folder_tensors(tmp_path / 'out' / 'hf_model', tmp_path / 'theirs')
-    verify_folder(tmp_path / 'out' / 'hf_model')
+    assert_whole(tmp_path / 'out' / 'hf_model')
 
 
 def test_wrong_options_are_refused(plugin):
