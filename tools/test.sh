@@ -23,7 +23,7 @@ source tools/env.sh
 XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,test_both_stacks.py,test_installed.py})
 XTUNERS+=(tests/distributed/test_{any_set,checkpoint_source,convert,equivalence,llava,lora,other_layouts,untouched,zoo}.py)
 # Runs with object stores go with tests/stress, since that run is shorter
-STORES=(tests/distributed/test_{upload_to,out_dir_store}.py)
+STORES=(tests/distributed/test_stores.py)
 
 logs=$(mktemp -d)
 # Each background job has its own process group

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.test_hook_runs import log_dir_of, run, saves
+from tests.distributed.test_hook_runs import log_dir_of, log_of, run, saves
 from tests.helpers import ending_run
 from tests.helpers.compare import folder_tensors
 from tests.helpers.engines import zero_engine
@@ -54,26 +54,22 @@ def nice_value(thread: int) -> int:
     return os.getpriority(os.PRIO_PROCESS, thread)
 
 
-def direct(writer: str, root: Path) -> int:
+def direct(root: Path) -> dict[str, int]:
     """Save slices that are large enough to go to the disk directly. Runs on: all ranks.
 
     Returns:
-        How many bytes went there so, of the save in the background.
+        By writer, how many bytes went there so, of the save in the background.
     """
     import torch
 
+    from tests.helpers.engines import make_saver
     from tests.helpers.zoo.llamas import larger_llama
     from xhf_hooks.collective import Collective
-    from xhf_hooks.model import unwrap
-    from xhf_hooks.options import SaveOptions
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.save import Saver
     from xhf_hooks.writers.direct import DirectWrites
 
     model = zero_engine(larger_llama().to(torch.bfloat16), 3).module
-    saver = Saver(unwrap(model), SaveOptions(), Collective(), writer=writer, in_background=True)
-    saver.prepare()
     write, done = DirectWrites.write, [0]
 
     def count(self: DirectWrites, *args: Any) -> tuple[int, int]:
@@ -81,13 +77,19 @@ def direct(writer: str, root: Path) -> int:
         done.append(end - start)
         return start, end
 
+    found = {}
     with mock.patch.object(DirectWrites, 'write', count):
-        saver.save(CheckpointFolder(root / 'waited', 1), Step('iter', 1, 1))
-        assert done == [0]
-        saver.start(CheckpointFolder(root / 'background', 1), Step('iter', 1, 1))
-        saver.outcome()
-    saver.close()
-    return sum(done)
+        for writer in WRITERS:
+            saver = make_saver(model, Collective(), writer=writer, in_background=True)
+            saver.prepare()
+            done[:] = [0]
+            saver.save(CheckpointFolder(root / f'{writer}_waited', 1), Step('iter', 1, 1))
+            assert done == [0]
+            saver.start(CheckpointFolder(root / f'{writer}_background', 1), Step('iter', 1, 1))
+            saver.outcome()
+            saver.close()
+            found[writer] = sum(done)
+    return found
 
 
 def failing(on_error: str, work_dir: Path) -> list[Any]:
@@ -122,20 +124,12 @@ def finished(tmp_path_factory):
             hook = dict(EVERY, writer=writer, async_save=mode)
             options = dict(hook=hook, stage=stage, max_iters=LAST)
             scenarios[f'{name}_{mode}'] = partial(run, options, root / f'{name}_{mode}')
-    scenarios['wait'] = partial(slowed, dict(async_save=True), root / 'wait')
     scenarios['goes_on'] = partial(slowed, dict(async_save=True, interval=LAST - 1), root / 'goes_on')
     scenarios['not_async'] = partial(slowed, {}, root / 'not_async')
-    for writer in WRITERS:
-        scenarios[f'direct_{writer}'] = partial(direct, writer, root / f'direct_{writer}')
-    best = dict(hook=dict(save_best='acc', interval=2, by_epoch=False, async_save=True), stage=3, max_iters=8)
-    scenarios['best'] = partial(run, dict(best, scores=[0.5, 0.7, 0.6, 0.4]), root / 'best')
+    scenarios['direct'] = partial(direct, root / 'direct')
     for on_error in ('continue', 'raise'):
         scenarios[on_error] = partial(failing, on_error, root / on_error)
     return root, run_scenarios(scenarios, 2)
-
-
-def log_of(log_dir: Path) -> str:
-    return (log_dir / f'{log_dir.name}.log').read_text()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -154,11 +148,11 @@ def test_same_files_as_without(finished, name):
 
 @pytest.mark.parametrize('writer', WRITERS)
 def test_same_files_when_written_directly(finished, writer):
-    written, root = check(finished[1], f'direct_{writer}'), finished[0] / f'direct_{writer}'
-    assert files_of(root / 'background') == files_of(root / 'waited')
+    written, root = [rank[writer] for rank in check(finished[1], 'direct')], finished[0] / 'direct'
+    assert files_of(root / f'{writer}_background') == files_of(root / f'{writer}_waited')
     if not written[0]:
         pytest.skip(f'NOT TESTED: {root} is not on ext4 or XFS')
-    nbytes = (root / 'waited' / 'model.safetensors').stat().st_size
+    nbytes = (root / f'{writer}_waited' / 'model.safetensors').stat().st_size
     # Slices of 512 KB, but for their ends, and not those of 256 KB; only a rank's own, which lie where they should
     assert (0.5 if writer == 'positional' else 0.25) * nbytes < sum(written) < nbytes
     assert (written[1] == 0) == (writer == 'stream')
@@ -190,19 +184,11 @@ def test_training_stands_still_for_the_copy_alone(finished):
     assert times and all(seconds >= slow_secs and stalled < seconds for seconds, stalled in times), times
 
 
-def test_a_save_that_is_due_waits(finished):
-    assert saves(log_dir_of(finished, 'wait')) == saves(log_dir_of(finished, 'not_async'))
-
-
-def test_best(finished):
-    assert saves(log_dir_of(finished, 'best')) == {'hf_model': 8, 'hf_model_best': 4}
-
-
 def test_an_error_in_the_background_is_logged(finished):
     outcome, log_dir = check(finished[1], 'continue')[0]
     assert outcome == 'ended'
     assert sorted(saves(Path(log_dir)).values()) == [1, 3, 4, LAST]
-    log = log_of(Path(log_dir))
+    log = log_of(log_dir)
     assert 'the save in the background failed and training goes on' in log and 'rank 1: OSError' in log
 
 

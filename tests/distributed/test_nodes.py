@@ -14,12 +14,8 @@ from tests.helpers.compare import assert_loads_clean
 from tests.helpers.ranks import run_ranks
 
 #: Options of the hook by name.
-SHARED = {
-    'auto': dict(),
-    'parallel': dict(writer='parallel'),
-    'async': dict(async_save=True),
-}
-APART = {'auto': dict(), 'stream': dict(writer='stream')}
+SHARED = {'auto': dict(async_save=True), 'parallel': dict(writer='parallel')}
+APART = {'auto': dict()}
 
 
 def train_on_two_nodes(
@@ -98,23 +94,13 @@ def test_all_writers_write_the_same(shared):
     assert len(set(written.values())) == 1
 
 
-@pytest.mark.parametrize('name', APART)
-def test_on_separate_file_systems_node_0_has_it_all(apart, name):
+def test_on_separate_file_systems_node_0_has_it_all_and_the_log_says_why(apart):
     from transformers import LlamaForCausalLM
 
     _, ranks = apart
-    assert [bool(rank[name][1]) for rank in ranks] == [True, True, False, False]
-    folder = Path(ranks[0][name][0], 'hf_model')
-    assert_loads_clean(folder, LlamaForCausalLM)
-    assert manifest(folder)['writer'] == 'stream'
-
-
-@pytest.mark.parametrize(('name', 'wanted'), [('auto', 'positional'), ('stream', None)])
-def test_the_log_says_which_writer_needs_a_shared_one(apart, name, wanted):
-    _, ranks = apart
-    log_dir = Path(ranks[0][name][0])
+    assert [bool(rank['auto'][1]) for rank in ranks] == [True, True, False, False]
+    log_dir = Path(ranks[0]['auto'][0])
+    assert_loads_clean(log_dir / 'hf_model', LlamaForCausalLM)
+    assert manifest(log_dir / 'hf_model')['writer'] == 'stream'
     log = (log_dir / f'{log_dir.name}.log').read_text()
-    if wanted is None:
-        assert 'not all ranks see' not in log
-    else:
-        assert f'the writer is stream, not {wanted}' in log and 'set out_dir to a folder on a shared file system' in log
+    assert 'the writer is stream, not positional' in log and 'set out_dir to a folder on a shared file system' in log

@@ -12,54 +12,49 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.test_frontends import trainer_run
 from tests.distributed.test_hook_runs import run, saves
-from tests.helpers.frontends import verify_folder
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.frontends import trainer_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.requesting_run import Preempted, RandomSignals
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zero_config import zero_config
 
 N_SIGNALS = 5
 #: Of a run that is asked once: long enough for the ranks to agree on a busy machine.
 LAST = 40
 NEVER_DUE = dict(interval=-1, by_epoch=False, max_keep_ckpts=-1, save_on_signal='SIGUSR2')
+ZERO3: dict[str, Any] = dict(stage=3, ddp=False)
 #: Training checkpoints would take most of the time.
 NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
-#: Name to (ZeRO stage, further options of the hook, further options of the run).
-RANDOM: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    'zero3': (3, {}, {}),
-    'async': (3, dict(async_save=True), {}),
-    'with_validation': (2, {}, dict(scores=[0.5] * 5000)),
+#: Name to options of the hook and of the run.
+RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    'zero3_async': (dict(async_save=True), dict(stage=3)),
+    'with_validation': ({}, dict(stage=None, ddp=True, scores=[0.5] * 5000)),
 }
 
 
-def random_signals(name: str, n_signals: int, work_dir: Path) -> Any:
+def random_signals(name: str, work_dir: Path) -> Any:
     """Runs on: all ranks."""
-    stage, hook, options = RANDOM[name]
-    signals = dict(type='RandomSignals', n_signals=n_signals, seed=stage)
+    hook, options = RANDOM[name]
+    signals = dict(type='RandomSignals', n_signals=N_SIGNALS, seed=len(name))
     hook = {**NEVER_DUE, 'save_last': True, **hook}
-    log_dir = run(
-        dict(hook=hook, stage=stage, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals], **options),
-        work_dir,
-    )
+    how = dict(hook=hook, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals], **options)
+    log_dir = run(how, work_dir)
     asked = RandomSignals.newest
     return log_dir, asked.saved, asked.sent
 
 
-def every_iteration(max_iters: int, work_dir: Path) -> str:
+def every_iteration(work_dir: Path) -> str:
     hook = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
-    return run(dict(hook=hook, stage=3, max_iters=max_iters, checkpoint=NO_CHECKPOINTS), work_dir)
+    return run(dict(hook=hook, stage=3, max_iters=25, checkpoint=NO_CHECKPOINTS), work_dir)
 
 
-def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, max_iters: int = LAST, **more: Any) -> str:
+def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, **more: Any) -> str:
     """Training goes on after the save. Runs on: all ranks."""
     hooks = [dict(type='AtIteration', **ask)]
-    return run(
-        dict(
-            hook={**NEVER_DUE, **options}, stage=3, max_iters=max_iters, checkpoint=NO_CHECKPOINTS, hooks=hooks, **more
-        ),
-        work_dir,
-    )
+    how = dict(stage=None, ddp=True, max_iters=LAST, checkpoint=NO_CHECKPOINTS, hooks=hooks)
+    return run({**how, 'hook': {**NEVER_DUE, **options}, **more}, work_dir)
 
 
 def with_handler(handler: Any, options: dict[str, Any], work_dir: Path) -> Any:
@@ -108,10 +103,12 @@ def callback(work_dir: Path) -> list[str]:
 
     options = dict(save_strategy='no', save_on_signal='SIGUSR2', max_keep_ckpts=-1)
     with mock.patch.object(HFCheckpointCallback, 'on_train_begin', on_train_begin):
-        return trainer_run(options, dict(save_strategy='no', max_steps=LAST), 3, False, work_dir)
+        return trainer_run(options, dict(max_steps=LAST), zero_config(2), work_dir)
 
 
 SCENARIOS: dict[str, Any] = {
+    **{f'random_{name}': partial(random_signals, name) for name in RANDOM},
+    'every': every_iteration,
     'one_rank': partial(asked, {}, dict(iteration=5, ask='SIGUSR2', rank=1)),
     'validation': partial(
         asked,
@@ -120,10 +117,9 @@ SCENARIOS: dict[str, Any] = {
         scores=[0.5] * 6,
         max_iters=8,
     ),
-    'all_ranks': partial(asked, {}, dict(iteration=5, ask='SIGUSR2')),
-    'preempted': partial(with_handler, 'raise', {}),
-    'preempted_async': partial(with_handler, 'raise', dict(async_save=True)),
+    'preempted': partial(with_handler, 'raise', dict(async_save=True)),
     'goes_on': partial(with_handler, 'return', {}),
+    'callback': callback,
 }
 
 
@@ -131,14 +127,8 @@ SCENARIOS: dict[str, Any] = {
 def finished(tmp_path_factory):
     """Folder of the runs, and what gives the outcome of one."""
     root = tmp_path_factory.mktemp('on_demand')
-    scenarios = {name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}
-    for name in RANDOM:
-        scenarios[f'random_{name}'] = partial(random_signals, name, N_SIGNALS, root / f'random_{name}')
-    scenarios['every'] = partial(every_iteration, 25, root / 'every')
-    scenarios['callback'] = partial(callback, root / 'callback')
-
-    outcomes = run_scenarios(scenarios, 3)
-    return root, partial(check, outcomes)
+    results = run_scenarios({name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}, 3)
+    return root, partial(check, results)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -164,13 +154,12 @@ def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
     found = {iteration: folder for folder, iteration in saves(Path(log_dir)).items()}
     assert set(saved) <= set(found)
     for folder in found.values():
-        verify_folder(Path(log_dir, folder))
+        assert_whole(Path(log_dir, folder))
 
 
-@pytest.mark.parametrize('name', ['zero3', 'async'])
-def test_the_weights_are_those_of_the_step(finished, name):
+def test_the_weights_are_those_of_the_step(finished):
     _, outcome = finished
-    log_dir = outcome(f'random_{name}')[0][0]
+    log_dir = outcome('random_zero3_async')[0][0]
     other = Path(outcome('every')[0])
     expected = {iteration: folder for folder, iteration in saves(other).items()}
     compared = 0
@@ -181,12 +170,13 @@ def test_the_weights_are_those_of_the_step(finished, name):
     assert compared, 'all saves are of later iterations than the other run has'
 
 
-@pytest.mark.parametrize('name', ['one_rank', 'all_ranks'])
-def test_one_save_then_training_goes_on(finished, name):
+def test_one_save_then_training_goes_on(finished):
     root, outcome = finished
-    outcome(name)
-    asked_for, last = sorted(saves(only_log_dir(root, name)).values())
-    assert 5 < asked_for < LAST and last == LAST
+    outcome('one_rank')
+    assert outcome('goes_on') == [('to its end', 1)] * 3, 'a handler may let training go on after SIGTERM'
+    for name in ('one_rank', 'goes_on'):
+        asked_for, *others = sorted(saves(only_log_dir(root, name)).values())
+        assert 5 < asked_for < LAST and others[-1] == LAST
 
 
 def test_in_a_validation_it_is_the_step_before(finished):
@@ -195,24 +185,16 @@ def test_in_a_validation_it_is_the_step_before(finished):
     assert sorted(saves(only_log_dir(root, 'validation')).values()) == [4, 8]
 
 
-@pytest.mark.parametrize('name', ['preempted', 'preempted_async'])
-def test_sigterm_ends_the_run_after_the_save(finished, name):
+def test_sigterm_ends_the_run_after_the_save(finished):
     root, outcome = finished
-    assert outcome(name) == [('preempted', 1)] * 3
-    found = saves(only_log_dir(root, name))
+    assert outcome('preempted') == [('preempted', 1)] * 3
+    found = saves(only_log_dir(root, 'preempted'))
     assert list(found) == ['hf_model'] and 5 < found['hf_model'] < LAST
-    verify_folder(only_log_dir(root, name) / 'hf_model')
-
-
-def test_a_handler_may_let_training_go_on_after_sigterm(finished):
-    root, outcome = finished
-    assert outcome('goes_on') == [('to its end', 1)] * 3
-    found = sorted(saves(only_log_dir(root, 'goes_on')).values())
-    assert found[-1] == LAST and 5 < found[0] < LAST
+    assert_whole(only_log_dir(root, 'preempted') / 'hf_model')
 
 
 def preempted_by_default(work_dir: Path) -> None:
-    asked(dict(save_on_signal='SIGTERM', async_save=True), dict(iteration=5, ask='SIGTERM'), work_dir)
+    asked(dict(save_on_signal='SIGTERM', async_save=True), dict(iteration=5, ask='SIGTERM'), work_dir, **ZERO3)
 
 
 def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):
@@ -220,7 +202,7 @@ def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):
     log_dir = only_log_dir(tmp_path, 'run')
     assert list(saves(log_dir)) == ['hf_model']
     assert 5 < saves(log_dir)['hf_model'] < LAST
-    verify_folder(log_dir / 'hf_model')
+    assert_whole(log_dir / 'hf_model')
 
 
 def test_trainer_saves_on_a_signal(finished):

@@ -17,9 +17,8 @@ import pytest
 
 from tests.conftest import NOT_TESTED
 from tests.distributed.test_hook_runs import log_dir_of, run
-from tests.distributed.test_upload_to import bytes_in
 from tests.helpers.scenarios import run_scenarios
-from tests.helpers.stored_saves import download_newest
+from tests.helpers.stored_saves import bytes_in, download_newest
 from xhf_hooks.cli import verify
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.objects import open_store

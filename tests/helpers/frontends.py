@@ -87,7 +87,9 @@ def make_trainer(
     )
 
 
-def trainer_run(options: dict[str, Any], arguments: dict[str, Any], zero: dict[str, Any], root: Path) -> list[str]:
+def trainer_run(
+    options: dict[str, Any] | None, arguments: dict[str, Any], zero: dict[str, Any], root: Path
+) -> list[str]:
     """Train in bf16 under DeepSpeed; returns what is in output_dir at the end.
 
     Args:

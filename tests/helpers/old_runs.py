@@ -10,19 +10,22 @@ from tests.helpers.zero_config import zero_config
 #: Name to options of ``run_config``: MMEngine runs, each with the hook's export of its last iteration.
 MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero0': dict(stage=0),
-    'zero1': dict(stage=1),
-    'zero2': dict(stage=2),
-    'zero3': dict(stage=3),
-    'zero3_float32': dict(stage=3, hook=dict(dtype='float32')),
     'zero1_frozen': dict(stage=1, model=dict(freeze='embed_tokens')),
-    'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
     'zero2_tied': dict(stage=2, model=dict(tied=True)),
-    'zero3_fp32_training': dict(stage=3, bf16=False),
-    'runner': dict(stage=None, ddp=True),
     'zero2_weights_only': dict(
         stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
     ),
-    'zero3_epochs': dict(stage=3, epochs=1, checkpoint=dict(type='CheckpointHook', by_epoch=True, interval=1)),
+    'zero2_epochs': dict(stage=2, epochs=1, checkpoint=dict(type='CheckpointHook', by_epoch=True, interval=1)),
+    'zero3': dict(stage=3),
+    'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
+    'zero3_fp32_training': dict(stage=3, bf16=False),
+    'runner': dict(stage=None, ddp=True),
+}
+#: Ways to save a model from a base of mixed dtypes.
+MIXED_WAYS: dict[str, dict[str, Any]] = {
+    'positional': dict(writer='positional'),
+    'stream': dict(writer='stream', in_background=True),
+    'gather': dict(writer='gather'),
 }
 
 
@@ -43,7 +46,7 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
     import torch.distributed as dist
 
     from tests.helpers.adapted import adapt
-    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.engines import save_folder
     from tests.helpers.zoo import build
 
     model = build(family).bfloat16()
@@ -53,24 +56,32 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
     model.config._name_or_path = str(folder / 'base')
     model.name_or_path = str(folder / 'base')
     trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
-    engine = zero_engine(trained, stage)
+    engine = _trained_engine(trained, stage, folder)
+    for mode in [None] if lora is None else ['adapter', 'both']:
+        save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
+
+
+def _trained_engine(model: Any, stage: int, folder: Path) -> Any:
+    """With its checkpoint after two steps."""
+    import torch
+
+    from tests.helpers.engines import zero_engine
+
+    engine = zero_engine(model, stage)
     ids = torch.arange(24).reshape(2, 12) % 131
     for _ in range(2):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
     engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2')
-    modes = [None] if lora is None else ['adapter', 'merge', 'both']
-    for mode in modes:
-        save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
+    return engine
 
 
 def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
     """As :func:`plain_deepspeed`, from a base in bf16 with norms in fp32; saved with ``dtype`` by every writer."""
-    import torch
     import torch.distributed as dist
     from safetensors.torch import load_file, save_file
 
-    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.engines import save_folder
     from tests.helpers.zoo import build
 
     model, base = build(family).bfloat16(), folder / 'base'
@@ -80,67 +91,31 @@ def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
         save_file(tensors, base / 'model.safetensors', metadata={'format': 'pt'})
     dist.barrier()
     model.config._name_or_path = model.name_or_path = str(base)
-    engine = zero_engine(model, stage)
-    ids = torch.arange(24).reshape(2, 12) % 131
-    for _ in range(2):
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-    engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2')
-    for writer in ('positional', 'stream', 'gather'):
-        for in_background in (False, True):
-            name = f'{writer}_background' if in_background else writer
-            save_folder(engine.module, folder / name, writer=writer, in_background=in_background, dtype=dtype)
-
-
-def trainer_run(stage: int, folder: Path) -> None:
-    """A transformers.Trainer run: ``folder/checkpoint-2``, which also holds the model that Trainer saved."""
-    import torch
-    from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainingArguments
-
-    from tests.helpers.zoo import build
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # from the previous run
-
-    zero = {'stage3_gather_16bit_weights_on_model_save': True} if stage == 3 else {}
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=2,
-        save_steps=2,
-        per_device_train_batch_size=2,
-        use_cpu=True,
-        bf16=True,
-        ddp_backend='gloo',
-        report_to=[],
-        deepspeed=zero_config(stage, sections={'train_micro_batch_size_per_gpu': 'auto'}, **zero),
-    )
-    ids = torch.arange(12)
-    data = [{'input_ids': (ids + shift) % 131, 'labels': (ids + shift) % 131} for shift in range(16)]
-    Trainer(model=build('qwen2'), args=arguments, train_dataset=data).train()
+    engine = _trained_engine(model, stage, folder)
+    for way, how in MIXED_WAYS.items():
+        save_folder(engine.module, folder / way, dtype=dtype, **how)
 
 
 def accelerate_run(folder: Path) -> None:
     """An Accelerate run: ``accelerator.save_state(folder/state)``, config in ``base``, Accelerate's save in ``own``."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState
 
+    from tests.helpers.frontends import fresh_accelerate
     from tests.helpers.zoo import build
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # from the previous run
 
     # Small parameters stay whole, the default: else Accelerate saves empty ones with DeepSpeed 0.16.2 on a CPU
     zero = dict(stage3_gather_16bit_weights_on_model_save=True, stage3_param_persistence_threshold=100_000)
-    plugin = DeepSpeedPlugin(hf_ds_config=zero_config(3, **zero))
-    accelerator = Accelerator(deepspeed_plugin=plugin)
-    model = build('llama')
-    engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    ids = torch.arange(24).reshape(2, 12) % 131
-    accelerator.backward(engine(input_ids=ids, labels=ids).loss)
-    accelerator.save_state(str(folder / 'state'))
-    weights = accelerator.get_state_dict(engine)
-    if accelerator.is_main_process:
-        model.config.architectures = [type(model).__name__]  # as in any saved model
-        model.config.save_pretrained(folder / 'base')
-        accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
-    accelerator.wait_for_everyone()
+    with fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(3, **zero)))
+        model = build('llama')
+        engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        ids = torch.arange(24).reshape(2, 12) % 131
+        accelerator.backward(engine(input_ids=ids, labels=ids).loss)
+        accelerator.save_state(str(folder / 'state'))
+        weights = accelerator.get_state_dict(engine)
+        if accelerator.is_main_process:
+            model.config.architectures = [type(model).__name__]  # as in any saved model
+            model.config.save_pretrained(folder / 'base')
+            accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
+        accelerator.wait_for_everyone()

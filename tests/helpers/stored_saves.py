@@ -21,3 +21,8 @@ def download(store: Store, prefix: str, folder: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(store.get(key))
     return folder / prefix
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Content of each file, by its path there."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}

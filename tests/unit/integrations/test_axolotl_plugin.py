@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import frontends as doors
-from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.assert_intact import assert_whole
+from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.zoo.llamas import odd_llama
 
 PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'

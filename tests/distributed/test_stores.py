@@ -1,0 +1,421 @@
+"""Saves in stores that speak S3, that fail, hang, and are away: ``out_dir='s3://...'``, and ``upload_to``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, run, scalars
+from tests.helpers import on_stored_program
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.engines import zero_engine
+from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
+from tests.helpers.peak_sampler import PeakSampler
+from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
+from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.stored_saves import bytes_in, download_newest
+from xhf_hooks import system
+from xhf_hooks.errors import XhfError
+from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.store import read_pointer
+
+N_RANKS = 2
+SMALL = dict(bucket_size=20_000, max_shard_size=9_000)
+BUCKET_NBYTES = 16 * 10**6
+EACH = dict(interval=1, by_epoch=False)
+LAST = 5
+#: Calls of save_hf: name to server, options of the model and of the call.
+CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    'ZeRO-3': ('moto', {}, dict(SMALL, verify='full')),
+    'one file': ('moto', {}, dict(bucket_size=20_000)),
+    'both': ('rclone', dict(lora=True), dict(SMALL, lora='both')),
+}
+#: Reads all weights of a save.
+READS = [
+    *(sys.executable, '-c'),
+    'import json, sys; from pathlib import Path; weights = Path(sys.argv[1]).glob("*.safetensors"); '
+    'print(json.dumps({"iteration": int(sys.argv[2]), "weights": sum(len(file.read_bytes()) for file in weights)}))',
+    *('{path}', '{step}'),
+]
+#: Runs with upload_to: name to server and further options of the hook.
+UPLOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    'moto': ('moto', dict(upload_keep=2, save_best='acc', on_saved=READS)),
+    'not_shared': ('file', dict(upload_keep=1)),
+    'fails_in_turn': ('proxy', dict(async_save=True)),
+    'hangs': ('proxy', {}),
+    'never_there': ('proxy', dict(exit_wait_secs=3)),
+}
+#: Of runs that must not start: options of the hook, and expected in the message.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    'no_such_bucket': (dict(upload_to='s3://no-such-bucket/run'), 's3://no-such-bucket/run'),
+    'no_library': (dict(upload_to='oss://bucket/run'), 'object-stores.md'),
+    'read_only': (dict(upload_to=f's3://{BUCKET}/read_only/läufe'), 'cannot write'),
+    'no_such_out_dir': (dict(out_dir='s3://no-such-bucket/run'), 'Check out_dir'),
+}
+
+
+def url_of(name: str) -> str:
+    return f's3://{BUCKET}/{name}/läufe'
+
+
+# What each server does
+
+
+def faults() -> dict[str, Any]:
+    """Name of a run to what the proxy does to its requests."""
+
+    def of_saves(name: str) -> Any:
+        def matters(method: str, path: str) -> bool:
+            return f'/{name}/' in path and ('/hf_model_iter_' in path or (method == 'PUT' and 'hf_model.json' in path))
+
+        return matters
+
+    def denied(method: str, path: str) -> bool:
+        return '/denied/' in path and 'iter_2' in path and method == 'PUT' and 'model-' in path
+
+    return {
+        'faulty': EachInTurn(lambda method, path: '/faulty/' in path, (500, 503, 'cut', 'lose')),
+        'denied': AwayFor(denied, 1e9, 403),
+        'fails_in_turn': EachInTurn(of_saves('fails_in_turn'), (503, 'cut', 403, 500, 'lose', 404)),
+        'hangs': AwayFor(of_saves('hangs'), 3.0, 'hang'),
+        'never_there': AwayFor(lambda method, path: '/never_there/läufe/hf_model_iter_' in path, 1e9),
+        'read_only': AwayFor(lambda method, path: '/read_only/' in path, 1e9, 403),
+    }
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp('stores')
+
+
+@pytest.fixture(scope='module')
+def servers(root) -> Iterator[dict[str, dict[str, Any]]]:
+    """Kind to backend_args."""
+    written_at_once = [f'{url_of("both")}/hf_model_iter_7'.removeprefix(f's3://{BUCKET}/')]
+    with (
+        s3_server('moto', root / 'moto') as moto,
+        s3_server('rclone', root / 'rclone', prefixes=written_at_once) as rclone,
+        faulty_proxy(rclone.port) as proxy,
+    ):
+        plans = faults()
+
+        def decide(method: str, path: str) -> Fault:
+            return next((fault for plan in plans.values() if (fault := plan(method, path)) is not None), None)
+
+        proxy.decide = decide
+        through = {
+            'endpoint_url': f'http://127.0.0.1:{proxy.port}',
+            'config_kwargs': {'read_timeout': 2, 'connect_timeout': 2},
+        }
+        yield {'moto': moto.backend_args, 'rclone': rclone.backend_args, 'proxy': through, 'file': {}}
+
+
+# Saves in a store alone
+
+
+def save_to_both(name: str, args: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Save to the store and to a folder. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks import save_hf
+    from xhf_hooks.places import store as stored
+
+    _, kind, how = CALLS[name]
+    engine = zero_engine(odd_llama(bf16=True, **kind), 3)
+    made, send = [], stored.send_file
+
+    def note(store: Any, prefix: str, file: str, *args: Any, **more: Any) -> None:
+        made.extend([file] if file.endswith('.safetensors') else [])
+        send(store, prefix, file, *args, **more)
+
+    with mock.patch.object(stored, 'send_file', note):
+        committed = save_hf(engine, url_of(name), backend_args=args, step=7, **how)
+    dist.barrier()
+    left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{system._PREFIX}*')]
+    save_hf(engine, root / name, **how)
+    engine.destroy()
+    return {'path': committed.path, 'made': made, 'left': left}
+
+
+def run_hook(name: str, args: dict[str, Any], root: Path, *runs: dict[str, Any], **hook: Any) -> tuple[str, list[str]]:
+    """Runs of the hook into one store: their logs, and what is left on disk. Runs on: all ranks."""
+    hook = dict(out_dir=url_of(name), backend_args=args, **SMALL, **hook)
+    logs = [log_of(run(dict(hook=hook, stage=3, **how), root / name)) for how in runs]
+    return '\n'.join(logs), [str(path) for path in (root / name).rglob('*hf_model*')]
+
+
+def run_with_commands(args: dict[str, Any], root: Path) -> str:
+    """A run that keeps one save, and a program that reads each; gives its log_dir. Runs on: all ranks."""
+    endpoint = f'AWS_ENDPOINT_URL={args["endpoint_url"]}'
+    program = [sys.executable, on_stored_program.__file__, '{path}', '{output}', '{step}', str(LAST)]
+    hook = dict(out_dir=url_of('on_saved'), backend_args=args, async_save=True, **EACH, **SMALL)
+    return run(dict(hook=dict(hook, on_saved=['env', endpoint, *program]), stage=3, max_iters=LAST), root / 'on_saved')
+
+
+def memory(args: dict[str, Any]) -> dict[str, int]:
+    """What a save takes on this rank. Runs on: all ranks."""
+    import torch
+
+    from tests.helpers.zoo.llamas import larger_llama
+    from xhf_hooks import save_hf
+
+    engine = zero_engine(larger_llama().to(torch.bfloat16), 3)
+    how = dict(backend_args=args, bucket_size=BUCKET_NBYTES, max_shard_size='24MB')
+    save_hf(engine, url_of('memory'), **how)  # what the first save brings with it
+    with PeakSampler() as sampler:
+        committed = save_hf(engine, url_of('memory'), **how)
+    engine.destroy()
+    return {'memory': sampler.meter.peak_extra_nbytes, 'weights': committed.cost.nbytes}
+
+
+# Uploads of saves that stay on disk
+
+
+def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
+    """A run of some saves. Runs on: all ranks."""
+    from xhf_hooks.background import upload as uploading
+    from xhf_hooks.places import kept_folder
+
+    def no_links(*args: Any, **options: Any) -> None:
+        raise PermissionError('no links here')
+
+    options: dict[str, Any] = dict(hook={**EACH, **SMALL, **hook}, stage=3, max_iters=LAST)
+    if 'save_best' in hook:
+        options.update(scores=[0.5, 0.7])
+    with (
+        mock.patch.object(uploading.Uploads, 'patience_secs', 5.0),
+        mock.patch.object(uploading, 'is_shared', lambda *args: False) if name == 'not_shared' else mock.MagicMock(),
+        mock.patch.object(kept_folder.os, 'link', no_links) if 'on_saved' in hook else mock.MagicMock(),
+    ):
+        return run(options, work_dir)
+
+
+def best_of_two_runs(hook: dict[str, Any], root: Path) -> str:
+    """The second run begins on a fresh disk, and its scores are worse. Runs on: all ranks."""
+    how = dict(hook={**EACH, 'save_best': 'acc', **hook}, stage=None, ddp=True)
+    run({**how, 'max_iters': 4, 'scores': [0.5, 0.7]}, root / 'first')
+    return run({**how, 'max_iters': 2, 'scores': [0.6]}, root / 'second')
+
+
+def lost_rank(hook: dict[str, Any], work_dir: Path) -> str:
+    """Rank 1 uploads nothing, as if its thread had died. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.background.upload import Uploads
+
+    def never(*args: Any) -> None:
+        pass
+
+    with (
+        mock.patch.object(Uploads, 'patience_secs', 1.0),
+        mock.patch.object(Uploads, 'work', never) if dist.get_rank() == 1 else mock.MagicMock(),
+    ):
+        return run(dict(hook={**EACH, **SMALL, **hook}, stage=3, max_iters=LAST), work_dir)
+
+
+def refused(hook: dict[str, Any], work_dir: Path) -> str:
+    """The message of a run that must not start. Runs on: all ranks."""
+    from tests.helpers.toy_run import ToyLM
+
+    with (
+        mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
+        pytest.raises(XhfError) as caught,
+    ):
+        run(dict(hook={**EACH, **hook}, stage=None, ddp=True), work_dir)
+    return str(caught.value)
+
+
+def two_runs(hook: dict[str, Any], work_dir: Path) -> str:
+    """Another run takes the same URL during this one. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.places import store as stored
+
+    claim, other = stored.StoredSaves.claim, []
+
+    def claim_twice(self: stored.StoredSaves) -> None:
+        claim(self)
+        if not other:
+            other.append(stored.StoredSaves(self.url, self.name, 1, self._options))
+            claim(other[0])
+
+    with mock.patch.object(stored.StoredSaves, 'claim', claim_twice) if dist.get_rank() == 0 else mock.MagicMock():
+        return run(dict(hook={**EACH, **hook}, stage=None, ddp=True, max_iters=1), work_dir)
+
+
+def place(name: str, kind: str, servers: dict[str, Any], root: Path) -> dict[str, Any]:
+    url = (root / 'stored' / name).as_uri() if kind == 'file' else url_of(name)
+    return dict(upload_to=url, backend_args=servers[kind] or None)
+
+
+@pytest.fixture(scope='module')
+def results(servers, root):
+    def to_moto(name: str) -> dict[str, Any]:
+        return place(name, 'moto', servers, root)
+
+    moto, proxy, three = servers['moto'], servers['proxy'], dict(max_iters=3)
+    scenarios: dict[str, Any] = {
+        **{name: partial(save_to_both, name, servers[kind], root) for name, (kind, *_) in CALLS.items()},
+        'kept': partial(run_hook, 'kept', moto, root, three, max_keep_ckpts=2, async_save=True, **EACH),
+        'best': partial(
+            *(run_hook, 'best', moto, root, dict(max_iters=4, scores=[0.2, 0.9]), dict(scores=[0.5, 0.6])),
+            save_best='acc',
+            interval=-1,
+        ),
+        'denied': partial(run_hook, 'denied', proxy, root, three, max_keep_ckpts=-1, **EACH),
+        'faulty': partial(run_hook, 'faulty', proxy, root, three, interval=-1),
+        'on_saved': partial(run_with_commands, moto, root),
+        'memory': partial(memory, moto),
+        **{
+            name: partial(upload, name, {**hook, **place(name, kind, servers, root)}, root / name)
+            for name, (kind, hook) in UPLOADS.items()
+        },
+        'lost_rank': partial(lost_rank, to_moto('lost_rank'), root / 'lost_rank'),
+        'two_runs': partial(two_runs, to_moto('two_runs'), root / 'two_runs'),
+        'best_again': partial(best_of_two_runs, to_moto('best_again'), root / 'best_again'),
+        **{name: partial(refused, dict(hook, backend_args=proxy), root / name) for name, (hook, _) in REFUSED.items()},
+    }
+    return run_scenarios(scenarios, N_RANKS, env=READS_OWN_CHECKPOINTS | CREDENTIALS)
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+def prefixes_in(store: Store) -> set[str]:
+    keys = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
+    return {key.partition('/')[0] for key in keys if '/' in key}
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_the_same_files_as_in_a_folder_each_sent_once_by_one_rank(results, servers, root, name):
+    ranks = check(results, name)
+    assert {rank['path'] for rank in ranks} == {f'{url_of(name)}/hf_model_iter_7'}
+    found = download_newest(open_store(url_of(name), servers[CALLS[name][0]]), root / 'downloaded' / name)
+    assert_whole(found)
+    ours, local = bytes_in(found), bytes_in(root / name)
+    del ours['xhf_manifest.json'], local['xhf_manifest.json']
+    assert ours == local
+    weights = [file for file in local if file.endswith('.safetensors')]
+    assert sorted(file for rank in ranks for file in rank['made']) == sorted(weights)
+    assert sum(bool(rank['made']) for rank in ranks) == (1 if name == 'one file' else N_RANKS)
+    assert not any(rank['left'] for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ('name', 'prefixes', 'pointers', 'said'),
+    [
+        ('kept', ['hf_model_iter_2', 'hf_model_iter_3'], {'hf_model': 3}, []),
+        (
+            'best',
+            ['hf_model_best_iter_4', 'hf_model_iter_4_2'],
+            {'hf_model': 4, 'hf_model_best': 4},
+            ['best acc so far: 0.9000'],
+        ),
+        ('faulty', ['hf_model_iter_3'], {'hf_model': 3}, []),
+        (
+            'denied',
+            ['hf_model_iter_1', 'hf_model_iter_3'],
+            {'hf_model': 3},
+            ['the save of iter_2 failed and training goes on', 'hf_model_iter_2/model-', 'backend_args'],
+        ),
+    ],
+)
+def test_what_runs_leave(results, servers, tmp_path, name, prefixes, pointers, said):
+    """Though each request has failed once, or one save was denied."""
+    for log, left in check(results, name):
+        assert left == [] and all(words in log for words in said)
+    store = open_store(url_of(name), servers['moto' if name in ('kept', 'best') else 'rclone'])
+    assert sorted(prefixes_in(store)) == prefixes
+    found = {name: read_pointer(store, name) for name in ('hf_model', 'hf_model_best')}
+    assert {name: pointer.step['number'] for name, pointer in found.items() if pointer} == pointers
+    assert_whole(download_newest(store, tmp_path))
+
+
+def test_a_command_reads_the_save_in_the_store(results, servers):
+    """Also after a later save has replaced it: it is deleted when the command has ended."""
+    log_dir = Path(check(results, 'on_saved')[0])
+    found = scalars(log_dir, 'on_saved/hf_model/')
+    assert len(found) >= 2 and max(found) == LAST, found
+    for step, numbers in found.items():
+        assert numbers == {'step': step, 'is_listed': 1, 'is_newest': step == LAST, 'verified': 1}
+        assert f'on_saved for hf_model, iter_{step} took' in log_of(log_dir)
+        assert (log_dir / 'hf_model_on_saved' / f'iter_{step}' / 'output.log').is_file()
+    assert prefixes_in(open_store(url_of('on_saved'), servers['moto'])) == {f'hf_model_iter_{LAST}'}
+
+
+def test_memory_is_that_of_the_sending_and_the_parts(results):
+    from xhf_hooks.places.objects import _S3_PART_NBYTES, _S3_PARTS
+
+    for rank in check(results, 'memory'):
+        assert rank['weights'] > 2.5 * BUCKET_NBYTES
+        assert rank['memory'] < 3 * BUCKET_NBYTES + _S3_PARTS * _S3_PART_NBYTES, rank
+
+
+@pytest.mark.parametrize('name', ['moto', 'not_shared', 'fails_in_turn', 'hangs', 'lost_rank'])
+def test_the_newest_save_is_uploaded(results, servers, root, tmp_path, name):
+    local = Path(check(results, name)[0])
+    kind, hook = UPLOADS.get(name, ('moto', {}))
+    where = place(name, 'rclone' if kind == 'proxy' else kind, servers, root)
+    store = open_store(where['upload_to'], where['backend_args'])
+    pointer = read_pointer(store, 'hf_model')
+    assert (pointer.newest, pointer.step) == (f'hf_model_iter_{LAST}', {'unit': 'iter', 'number': LAST})
+    downloaded = download_newest(store, tmp_path / 'downloaded')
+    assert bytes_in(downloaded) == bytes_in(local / 'hf_model') and len(bytes_in(downloaded)) > 3
+    prefixes = prefixes_in(store)
+    assert len(prefixes & {*pointer.saves}) <= hook.get('upload_keep', 10)
+    assert all('xhf_manifest.json' in store.sizes(save) for save in pointer.saves)
+    best = read_pointer(store, 'hf_model_best')
+    # An upload that is cancelled for a newer save may leave something: listed, for the next run to delete
+    assert prefixes <= {*pointer.saves, *(best.saves if best else ()), *pointer.unfinished}
+    assert not [path.name for path in local.iterdir() if '.kept' in path.name]
+    log = log_of(local)
+    assert SECRET not in log and KEY not in log
+    assert f'uploaded iter_{LAST} to {store.url}/hf_model_iter_{LAST}' in log
+    if name in ('moto', 'lost_rank'):  # ranks share the files, or else rank 0 uploads all
+        assert ('in place of other ranks' in log) == (name == 'lost_rank')
+
+
+def test_a_worse_model_of_a_run_on_a_fresh_disk_is_not_the_best(results, servers):
+    assert 'best acc so far: 0.7000' in log_of(check(results, 'best_again')[0])
+    store = open_store(url_of('best_again'), servers['moto'])
+    assert read_pointer(store, 'hf_model_best').newest == 'hf_model_best_iter_4'
+
+
+def test_a_store_that_is_away_stops_nothing(results):
+    """Training ends, the save is there, what was not uploaded is told, and nothing is left on disk."""
+    local = Path(check(results, 'never_there')[0])
+    assert_whole(local / 'hf_model')
+    log = log_of(local)
+    assert log.count('uploads: not finished within exit_wait_secs=3 s') == 1 and log.count('waiting for uploads') == 1
+    assert 'not uploaded: hf_model, iter_' in log
+    assert not [path.name for path in local.iterdir() if '.kept' in path.name]
+
+
+def test_a_command_reads_what_is_uploaded(results):
+    """From copies, where the file system has no links."""
+    found = scalars(Path(check(results, 'moto')[0]), 'on_saved/hf_model/')
+    assert found and max(found) == LAST
+    for step, numbers in found.items():
+        assert numbers['iteration'] == step and numbers['weights'] > 10_000
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_refused_before_training(results, name):
+    (message,) = {*check(results, name)}
+    assert REFUSED[name][1] in message and SECRET not in message
+
+
+def test_of_two_runs_on_one_url_the_later_goes_on(results):
+    log = log_of(check(results, 'two_runs')[0])
+    assert 'another run saves here since 20' in log and 'not uploaded: hf_model, iter_1' in log
