@@ -18,15 +18,15 @@ from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo.llamas import larger_llama, odd_llama
 
 WRITERS = ('stream', 'parallel', 'positional', 'gather')
-KINDS = ('fsdp2', 'fsdp2_columns', 'fsdp2_root_only', 'fsdp1', 'fsdp1_grad_op', 'fsdp1_root_only')
 MEMORY = [('fsdp1', 'gather'), ('fsdp2', 'stream')]
-#: Those that differ in what a save changes for a moment.
-UNTOUCHED = ('fsdp2', 'fsdp1', 'fsdp1_grad_op')
 #: FSDP1 and FSDP2 in a Runner, and MMEngine's FSDPStrategy.
 HOOKED = ('fsdp1', 'fsdp2', 'strategy')
-CASES = ('untied-fsdp1', 'untied-fsdp2', 'untied-fsdp2_columns', 'lora-fsdp1', 'lora-fsdp2')
-#: On three ranks, which the rows of no weight are shared out to evenly.
-UNEVEN = tuple(f'tied-{kind}' for kind in KINDS)
+#: By number of ranks; to three, the rows of no weight are shared out evenly.
+CASES_OF = {
+    2: ('untied-fsdp2_columns', 'lora-fsdp1', 'lora-fsdp2'),
+    3: ('tied-fsdp2', 'tied-fsdp2_root_only', 'tied-fsdp1', 'tied-fsdp1_grad_op'),
+}
+CASES = [(n, case) for n, cases in CASES_OF.items() for case in cases]
 
 
 def whole_state(model: Any) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def whole_state(model: Any) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
-    """Returns which writers gathered nothing."""
+def save_case(model_kind: str, kind: str, root: Path) -> None:
+    """Runs on: all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -47,27 +47,20 @@ def save_case(model_kind: str, kind: str, root: Path) -> dict[str, bool]:
         return odd_llama(tied=model_kind == 'tied', lora=model_kind == 'lora')
 
     model = shard(build(), kind)
-    for writer in WRITERS:
-        save_hf(model, root / 'fresh' / writer, writer=writer, bucket_size=20_000, max_shard_size=20_000)
-    if dist.get_rank() == 0:
-        build().save_pretrained(root / 'fresh' / 'theirs')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    doors.train_steps(model, optimizer)
+    doors.train_steps(model, torch.optim.AdamW(trained, lr=1e-2))
     with torch.no_grad():
         model(**doors.batch())  # what it gathered for this, it keeps until the next step
     for writer in WRITERS:
-        save_hf(model, root / 'trained' / writer, writer=writer, bucket_size=20_000, max_shard_size=20_000)
-    doors.train_steps(model, optimizer)
+        save_hf(model, root / writer, writer=writer, bucket_size=20_000, max_shard_size=20_000)
     save_hf(model, root / 'bf16', dtype='bfloat16')
-    save_hf(model, root / 'last')
     if model_kind == 'lora':
         save_hf(model, root / 'merged', lora='merge')
     state = whole_state(model)
     if dist.get_rank() == 0:
         whole = build()
         whole.load_state_dict(state)  # save_pretrained(state_dict=...) would not see what is tied
-        whole.save_pretrained(root / 'theirs')
+        whole.save_pretrained(root / 'theirs', max_shard_size=20_000)
 
 
 def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
@@ -150,71 +143,53 @@ def hook_run(kind: str, root: Path) -> None:
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
+    """By number of ranks."""
     root = tmp_path_factory.mktemp('fsdp')
-    scenarios = {case: partial(save_case, *case.split('-'), root / case) for case in CASES}
-    for kind in UNTOUCHED:
-        scenarios |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
-    scenarios |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
-    scenarios['flat_only'] = partial(flat_only, root)
-    scenarios |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in HOOKED}
-    return root, run_scenarios(scenarios, 2)
+    scenarios = {n: {case: partial(save_case, *case.split('-'), root / case) for case in CASES_OF[n]} for n in CASES_OF}
+    for kind in ('fsdp2', 'fsdp1'):
+        scenarios[2] |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
+    scenarios[2] |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
+    scenarios[2] |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in HOOKED}
+    scenarios[2]['flat_only'] = partial(flat_only, root)
+    return root, {n: run_scenarios(cases, n) for n, cases in scenarios.items()}
 
 
-@pytest.fixture(scope='module')
-def uneven(tmp_path_factory):
-    root = tmp_path_factory.mktemp('fsdp_uneven')
-    return root, run_scenarios({case: partial(save_case, *case.split('-'), root / case) for case in UNEVEN}, 3)
-
-
-@pytest.mark.parametrize('case', CASES)
-def test_fsdp_writes_the_same(results, case):
-    compare(*results, case)
-
-
-@pytest.mark.parametrize('case', UNEVEN)
-def test_uneven_shards(uneven, case):
-    compare(*uneven, case)
-
-
-def compare(root: Path, outcomes: Any, case: str) -> None:
-    """Each writer, before and after training, with what the whole model gives."""
-    check(outcomes, case)
-    folder = root / case
+@pytest.mark.parametrize(('n_ranks', 'case'), CASES)
+def test_every_writer_writes_what_the_whole_model_gives(results, n_ranks, case):
+    root, outcomes = results
+    check(outcomes[n_ranks], case)
+    folder, is_lora = root / case, case.startswith('lora')
     for writer in WRITERS:
-        assert_same_folder_tensors(folder / 'fresh' / writer, folder / 'fresh' / 'theirs')
-        assert_same_folder_tensors(folder / 'trained' / writer, folder / 'trained' / 'stream')
-        assert_whole(folder / 'trained' / writer)
-    config = 'adapter_config.json' if case.startswith('lora') else 'config.json'
-    if config == 'config.json':
-        assert_same_config(folder / 'last', folder / 'theirs')
-    assert_same_folder_tensors(folder / 'last', folder / 'theirs')
-    before, after = folder_tensors(folder / 'trained' / 'stream'), folder_tensors(folder / 'last')
-    assert any(not tensor.equal(after[name]) for name, tensor in before.items())
+        assert_same_folder_tensors(folder / writer, folder / 'theirs')
+        assert_whole(folder / writer)
+    if not is_lora:
+        assert_same_config(folder / 'gather', folder / 'theirs')
     rounded = folder_tensors(folder / 'bf16')
-    assert all(tensor.bfloat16().equal(rounded[name]) for name, tensor in after.items())
+    assert all(tensor.bfloat16().equal(rounded[name]) for name, tensor in folder_tensors(folder / 'theirs').items())
+    assert not is_lora or 'model.embed_tokens.weight' in folder_tensors(folder / 'merged')
 
 
-@pytest.mark.parametrize('kind', UNTOUCHED)
+@pytest.mark.parametrize('kind', ['fsdp2', 'fsdp1'])
 def test_training_is_untouched(results, kind):
     _, outcomes = results
-    without, with_saves = (check(outcomes, f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
+    without, with_saves = (check(outcomes[2], f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
     assert without and all(tensor.equal(with_saves[name]) for name, tensor in without.items())
 
 
 @pytest.mark.parametrize(('kind', 'writer'), MEMORY)
 def test_memory_is_that_of_buckets_or_a_unit(results, kind, writer):
     _, outcomes = results
-    nbytes, extra_nbytes = check(outcomes, f'memory-{kind}-{writer}')[0]
+    nbytes, extra_nbytes = check(outcomes[2], f'memory-{kind}-{writer}')[0]
     assert nbytes > 100e6 and extra_nbytes < 0.45 * nbytes, (nbytes, extra_nbytes)
 
 
 def test_flat_parameters_alone_are_refused(results):
     _, outcomes = results
-    assert all('use_orig_params=True' in message for message in check(outcomes, 'flat_only'))
+    assert all('use_orig_params=True' in message for message in check(outcomes[2], 'flat_only'))
 
 
 @pytest.mark.parametrize('kind', HOOKED)
 def test_hook(results, kind):
     root, outcomes = results
-    check(outcomes, f'hook-{kind}')
+    check(outcomes[2], f'hook-{kind}')
     assert_same_folder_tensors(root / f'hook-{kind}' / 'hf_model', root / f'hook-{kind}' / 'theirs')

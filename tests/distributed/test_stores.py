@@ -189,7 +189,7 @@ def upload(name: str, hook: dict[str, Any], work_dir: Path) -> str:
 
     options: dict[str, Any] = dict(hook={**EACH, **SMALL, **hook}, stage=3, max_iters=LAST)
     if 'save_best' in hook:
-        options.update(scores=[0.5, 0.7])
+        options.update(scores=[0.5, 0.7, 0.6])
     with (
         mock.patch.object(uploading.Uploads, 'patience_secs', 5.0),
         mock.patch.object(uploading, 'is_shared', lambda *args: False) if name == 'not_shared' else mock.MagicMock(),

@@ -13,26 +13,23 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from tests.helpers.scenarios import check, run_scenarios
 
-ENGINES = {'zero2': 2, 'zero3': 3, 'runner': None}
+#: Stage, and fields of zero_optimization: small parameters may stay whole on every rank between iterations.
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    'zero2': (2, {}),
+    'zero3': (3, {}),
+    'zero3_persistent': (3, dict(stage3_param_persistence_threshold=100_000)),
+}
 N_LARGE = 4_000_000  # takes gloo some 10 ms
-TIMES = 10
+TIMES = 5
 MAX_ITERS = 7  # with accumulation over 3, saves fall into the middle of an accumulation
 
 
-def train_both(stage: int | None, root: Path) -> None:
-    """Runs on: all ranks."""
-    from tests.helpers.toy_run import run_config, train
+def train_both(stage: int, zero: dict[str, Any], root: Path) -> None:
+    """With the hook and without. Runs on: all ranks.
 
-    for name, hook in (('with', {'interval': 2, 'by_epoch': False}), ('without', None)):
-        train(run_config(root / name, hook=hook, stage=stage, ddp=stage is None, max_iters=MAX_ITERS, accumulate=3))
-
-
-def train_persistent(root: Path) -> None:
-    """Small parameters stay whole on every rank between iterations. Runs on: all ranks.
-
-    After a step DeepSpeed gathers them and waits for the last of them only, which with gloo says nothing of the others
-    (see ``xhf_hooks/sources/zero3.py``): now and then it trains on memory that nothing initialised, and never the same
-    twice. So each is waited for here.
+    After a step DeepSpeed gathers persistent parameters and waits for the last of them only, which with gloo says
+    nothing of the others (see ``xhf_hooks/sources/zero3.py``): now and then it trains on memory that nothing
+    initialised, and never the same twice. So each is waited for here.
     """
     import deepspeed
 
@@ -47,9 +44,8 @@ def train_persistent(root: Path) -> None:
         return handle
 
     with mock.patch.object(deepspeed.comm, 'all_gather_into_tensor', waited_for):
-        for name, hook in (('with', {'interval': 1, 'by_epoch': False}), ('without', None)):
-            zero = dict(stage3_param_persistence_threshold=100_000)
-            train(run_config(root / name, hook=hook, stage=3, max_iters=MAX_ITERS, accumulate=3, zero=zero))
+        for name, hook in (('with', {'interval': 2, 'by_epoch': False}), ('without', None)):
+            train(run_config(root / name, hook=hook, stage=stage, max_iters=MAX_ITERS, accumulate=3, zero=zero))
 
 
 def count_missing(persistent: bool) -> dict[str, int]:
@@ -84,13 +80,12 @@ def count_missing(persistent: bool) -> dict[str, int]:
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp('untouched')
-    scenarios = {name: partial(train_both, stage, root / name) for name, stage in ENGINES.items()}
-    scenarios['zero3_persistent'] = partial(train_persistent, root / 'zero3_persistent')
+    scenarios: dict[str, Any] = {name: partial(train_both, *how, root / name) for name, how in ENGINES.items()}
     scenarios |= {f'arrival_{persistent}': partial(count_missing, persistent) for persistent in (False, True)}
     return root, run_scenarios(scenarios, 2)
 
 
-@pytest.mark.parametrize('name', [*ENGINES, 'zero3_persistent'])
+@pytest.mark.parametrize('name', ENGINES)
 def test_same_weights_and_optimizer_state(trained, name):
     root, results = trained
     check(results, name)

@@ -16,7 +16,6 @@ N_RANKS, GROUP_SIZE = 4, 2
 WAYS = {
     'stream': dict(),
     'gather': dict(writer='gather'),
-    'positional': dict(writer='positional'),
     'masters, positional': dict(dtype='float32', writer='positional'),
 }
 
@@ -78,34 +77,15 @@ def save_mics(root: Path) -> int:
     return numel
 
 
-class TorchQuantizer:
-    """In the place of the operator that DeepSpeed compiles with CUDA: symmetric, in 8 bits."""
-
-    Symmetric = 0
-
-    @staticmethod
-    def quantize(tensor: Any, n_groups: int, n_bits: int, kind: int) -> tuple[Any, Any]:
-        import torch
-
-        groups = tensor.reshape(n_groups, -1).float()
-        scales = groups.abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
-        return (groups / scales).round().to(torch.int8).reshape(tensor.shape), scales.reshape(-1)
-
-    @staticmethod
-    def dequantize(quantized: Any, scales: Any, n_groups: int, n_bits: int, kind: int) -> Any:
-        groups = quantized.reshape(n_groups, -1).float() * scales.reshape(n_groups, 1)
-        return groups.half().reshape(quantized.shape)
-
-
 def save_quantized(root: Path) -> dict[str, str]:
-    """What each way to save says. All but the CUDA operator is DeepSpeed's own."""
-    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
-
+    """What each way to save says, where DeepSpeed has quantized frozen weights; it does so by a CUDA operator."""
     from xhf_hooks.errors import AgreedError
 
-    CUDAQuantizer.quantizer_cuda_module = TorchQuantizer
+    engine = zero_engine(build_model(lora=True), 3)
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            parameter.ds_tensor.ds_quant_scale = 1.0
     said = {}
-    engine = zero_engine(build_model(lora=True), 3, zero_quantized_nontrainable_weights=True)
     for lora in ('adapter', 'merge'):
         try:
             save_folder(engine.module, root / 'quantized' / lora, lora=lora)
@@ -113,7 +93,6 @@ def save_quantized(root: Path) -> dict[str, str]:
         except AgreedError as error:
             said[lora] = str(error)
     engine.destroy()
-    CUDAQuantizer.quantizer_cuda_module = None
     return said
 
 

@@ -39,27 +39,22 @@ def shard(model: Any, kind: str) -> Any:
     )
 
 
-def sharded(kind: str, version: int, *, columns: bool = False) -> Any:
-    """A trained model under FSDP1 or FSDP2; each decoder layer is a separate unit.
-
-    Args:
-        kind: ``'untied'``, ``'tied'``, ``'lora'`` or ``'bf16'``.
-        columns: Shard matrices along their second dimension if that is even.
-    """
+def sharded(kind: str, version: int) -> Any:
+    """A trained model (``'untied'``, ``'tied'``, ``'lora'`` or ``'bf16'``), sharded by FSDP1 or FSDP2."""
     import torch
 
     model = odd_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
-    model = shard(model, f'fsdp{version}{"_columns" if columns else ""}')
+    model = shard(model, f'fsdp{version}')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     doors.train_steps(model, optimizer)
     return model, optimizer
 
 
-def accelerates(kind: str, version: int, state_dict_type: str, folder: Path, **options: Any) -> None:
+def accelerates(kind: str, version: int, state_dict_type: str, folder: Path) -> None:
     """Write what ``accelerator.save_state(folder/state)`` writes for an FSDP model, by the functions that it calls.
 
-    Accelerate itself wraps a model in FSDP only on a machine with a GPU. With ``use_dcp=False`` each rank saves a file.
+    Accelerate itself wraps a model in FSDP only on a machine with a GPU.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
@@ -71,25 +66,22 @@ def accelerates(kind: str, version: int, state_dict_type: str, folder: Path, **o
     with doors.fresh_accelerate(ACCELERATE_USE_CPU='true'):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=state_dict_type)
         accelerator = Accelerator(cpu=True)
-        save_fsdp_model(plugin, accelerator, model, str(folder / 'state'), **options)
-        if state_dict_type == 'SHARDED_STATE_DICT' and not options:
+        save_fsdp_model(plugin, accelerator, model, str(folder / 'state'))
+        if state_dict_type == 'SHARDED_STATE_DICT':
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder / 'state'))
 
 
-def plain_dcp(kind: str, folder: Path, *, columns: bool = False, all_in_one: bool = False) -> None:
-    """``torch.distributed.checkpoint.save`` of FSDP2's state dict; with ``all_in_one``, optimizer state included."""
+def plain_dcp(kind: str, folder: Path) -> None:
+    """``torch.distributed.checkpoint.save`` of FSDP2's state dict, with optimizer state, as torch's tutorial has it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from xhf_hooks import save_hf
 
-    model, optimizer = sharded(kind, 2, columns=columns)
+    model, optimizer = sharded(kind, 2)
     save_hf(model, folder / 'hook')
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    if all_in_one:
-        dcp.save({'app': {'model': model_state, 'optimizer': optimizer_state}}, checkpoint_id=folder / 'state')
-    else:
-        dcp.save(model_state, checkpoint_id=folder / 'state')
+    dcp.save({'app': {'model': model_state, 'optimizer': optimizer_state}}, checkpoint_id=folder / 'state')
 
 
 def strategy_run(kind: str, folder: Path) -> None:
