@@ -83,19 +83,6 @@ def test_an_earlier_iteration_in_shards_is_another_model(finished, tmp_path):
     assert not all(torch.equal(sharded[name], last[name]) for name in last)
 
 
-@pytest.mark.parametrize('name', ['zero2_tied', 'zero3', 'zero3_frozen_tied'])
-def test_float32_is_zero_to_fp32(finished, name, tmp_path):
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    folder = convert(finished[0] / name, tmp_path / 'out', '--base', export_of(finished, name), '--dtype', 'float32')
-    expected = get_fp32_state_dict_from_zero_checkpoint(str(finished[0] / name), tag='iter_4.pth')
-    rounded = 0
-    for key, tensor in folder_tensors(folder).items():
-        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[f'llm.{key}'].float()), key
-        rounded += int((tensor != tensor.bfloat16().float()).sum())
-    assert rounded > 0
-
-
 def test_float16_is_rounded_once_from_the_master(finished, tmp_path):
     base = export_of(finished, 'zero3')
     exact = folder_tensors(convert(finished[0] / 'zero3', tmp_path / 'a', '--base', base, '--dtype', 'float32'))
@@ -126,7 +113,7 @@ def test_lora(finished, name, mode, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', MIXED)
-def test_fp32_tensors_are_the_masters_whatever_the_writer(finished, name, tmp_path):
+def test_fp32_tensors_are_the_masters_whatever_writes_them(finished, name, tmp_path):
     """What dtype makes fp32 is read from the master weights, and all else from the 16-bit weights."""
     check(finished[1], name)
     folder, dtype = finished[0] / name, MIXED[name][2]
@@ -145,17 +132,11 @@ def test_fp32_tensors_are_the_masters_whatever_the_writer(finished, name, tmp_pa
         assert any(not torch.equal(found[key], found[key].bfloat16().float()) for key in wide)
     for way in MIXED_WAYS:
         assert_same_folder_tensors(folder / way, folder / 'positional')
-
-
-@pytest.mark.parametrize('name', [name for name, (_, _, dtype) in MIXED.items() if dtype != 'float16'])
-def test_conversions_have_the_hooks_dtypes_and_bytes(finished, name, tmp_path):
-    check(finished[1], name)
-    folder, dtype = finished[0] / name, MIXED[name][2]
-    for shard in ('5GB', '20KB'):
+    for shard in ('5GB', '20KB') if dtype != 'float16' else ():
         options = ['--base', folder / 'base', '--dtype', dtype, '--max-shard-size', shard, '--verify']
-        found = convert(folder / 'checkpoint', tmp_path / shard, *options)
-        assert_same_folder_tensors(found, folder / 'positional')
-        assert config_of(found) == config_of(folder / 'positional')
+        converted = convert(folder / 'checkpoint', tmp_path / shard, *options)
+        assert_same_folder_tensors(converted, folder / 'positional')
+        assert config_of(converted) == config_of(folder / 'positional')
 
 
 @pytest.mark.parametrize('stage', TRAINER_STAGES)

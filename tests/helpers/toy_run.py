@@ -67,8 +67,11 @@ def toy_lm_in_ddp(**options: Any) -> MMDistributedDataParallel:
 class ToyTokens(Dataset):
     """Random token ids, the same in every process."""
 
+    def __init__(self, length: int = 64) -> None:
+        self._length = length
+
     def __len__(self) -> int:
-        return 64
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -140,7 +143,7 @@ def run_config(
     )
     if scores is not None:
         config.update(
-            val_dataloader=_dataloader(),
+            val_dataloader=_dataloader(length=16),
             val_cfg=dict(type='ValLoop'),
             val_evaluator=dict(type='ScriptedMetric', scores=scores),
         )
@@ -194,11 +197,11 @@ def _loop(max_iters: int, epochs: int | None) -> dict[str, Any]:
     return dict(type='EpochBasedTrainLoop', max_epochs=epochs)
 
 
-def _dataloader() -> dict[str, Any]:
+def _dataloader(**dataset: Any) -> dict[str, Any]:
     return dict(
         batch_size=2,
         num_workers=0,
-        dataset=dict(type='ToyTokens'),
+        dataset=dict(type='ToyTokens', **dataset),
         sampler=dict(type='DefaultSampler', shuffle=False),
         collate_fn=dict(type='default_collate'),
     )
