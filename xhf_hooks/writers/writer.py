@@ -59,6 +59,9 @@ class Writer:
             File name to identity, with which other ranks check that they open the same files.
         """
         names = {file.name for file in plan.files} if owner is None else plan.files_of(owner)
+        for name in names:
+            if '/' in name:  # such as adapter/, which the assets make on rank 0 alone
+                (place / name).parent.mkdir(exist_ok=True)
         return {
             file.name: create_file(place / file.name, file.header, file.nbytes)
             for file in plan.files
