@@ -5,7 +5,6 @@ XTuner's stack cannot run it without a GPU: transformers 4.48 refuses bitsandbyt
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.ranks import run_ranks
 
 N_STEPS = 3
 
@@ -32,48 +31,30 @@ def load_quantized(base: Path) -> Any:
     return auto.from_pretrained(base, quantization_config=nf4, torch_dtype=torch.bfloat16)
 
 
-def qlora(base: Path, kind: str) -> Any:
-    """XTuner's SupervisedFinetune or RewardModel, in shape."""
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from torch import nn
-
-    model = nn.Module()
-    llm = load_quantized(base)
-    task_type = 'CAUSAL_LM' if kind == 'sft' else 'FEATURE_EXTRACTION'
-    llm = prepare_model_for_kbit_training(llm if kind == 'sft' else llm.model, use_gradient_checkpointing=False)
-    torch.manual_seed(1)
-    model.llm = get_peft_model(llm, LoraConfig(r=3, target_modules=['q_proj', 'v_proj'], task_type=task_type))
-    if kind == 'reward':
-        model.v_head = nn.Linear(llm.config.hidden_size, 1, bias=False)
-    return model
-
-
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    if hasattr(model, 'v_head'):
-        return model.v_head(model.llm(input_ids=tokens)[0].to(model.v_head.weight.dtype)).mean()
-    return model.llm(input_ids=tokens, labels=tokens).loss
-
-
-def train_and_save(kind: str, root: Path) -> tuple[set[str], set[str], str]:
+def train_and_save(root: Path) -> tuple[set[str], set[str], str]:
     """Names that were read, and that were trained; why it is not merged. Runs on: all ranks."""
     import torch.distributed as dist
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from torch import nn
 
     from tests.helpers.engines import names_read, save_folder, zero_engine
     from xhf_hooks.errors import AgreedError
 
-    engine = zero_engine(qlora(root / 'base', kind), 2)
-    model = engine.module
+    model = nn.Module()  # in the shape of XTuner's SupervisedFinetune
+    llm = prepare_model_for_kbit_training(load_quantized(root / 'base'), use_gradient_checkpointing=False)
+    torch.manual_seed(1)
+    model.llm = get_peft_model(llm, LoraConfig(r=3, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM'))
+    engine = zero_engine(model, 2)
     tokens = torch.randint(131, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(N_STEPS):
-        engine.backward(loss_of(model, tokens))
+        engine.backward(model.llm(input_ids=tokens, labels=tokens).loss)
         engine.step()
-    plan, _ = save_folder(model, root / kind)
+    plan, _ = save_folder(engine.module, root / 'hf_model')
     with pytest.raises(AgreedError) as caught:
-        save_folder(model, root / f'{kind}_merged', lora='both')
-    if dist.get_rank() == 0 and kind == 'sft':
+        save_folder(engine.module, root / 'merged', lora='both')
+    if dist.get_rank() == 0:
         model.llm.save_pretrained(root / 'expected')
-    engine.destroy()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     return names_read(plan), trained, str(caught.value)
 
 
@@ -84,19 +65,17 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('qlora')
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
     llama(vocab_size=VOCAB, **sizes).save_pretrained(root / 'base')  # bitsandbytes quantizes in blocks of 64
-    scenarios = {kind: partial(train_and_save, kind, root) for kind in ('sft', 'reward')}
-    return root, run_scenarios(scenarios, 2)
+    return root, run_ranks(train_and_save, 2, root)
 
 
-@pytest.mark.parametrize('kind', ['sft', 'reward'])
-def test_only_what_was_trained_is_read_and_nothing_is_merged(saved, kind):
-    read, trained, refusal = check(saved[1], kind)[0]
+def test_only_what_was_trained_is_read_and_nothing_is_merged(saved):
+    root, ((read, trained, refusal), _) = saved
     assert read == trained
-    tensors = folder_tensors(saved[0] / kind)
+    tensors = folder_tensors(root / 'hf_model')
     assert len(tensors) == len(trained)
     assert all(tensor.any() for tensor in tensors.values()), 'B begins as zero: it was trained'
     assert 'is quantized (bitsandbytes), and such weights can neither be exported nor merged' in refusal
-    assert "set lora to 'adapter'" in refusal and not (saved[0] / f'{kind}_merged').exists()
+    assert "set lora to 'adapter'" in refusal and not (root / 'merged').exists()
 
 
 def test_adapter_is_pefts_and_loads_onto_the_base(saved):
@@ -104,25 +83,12 @@ def test_adapter_is_pefts_and_loads_onto_the_base(saved):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    root, results = saved
-    check(results, 'sft')
-    assert_same_folder_tensors(root / 'expected', root / 'sft')
+    root, _ = saved
+    assert_same_folder_tensors(root / 'expected', root / 'hf_model')
     tokens = torch.tensor([[1, 5, 9]])
     quantized = load_quantized(root / 'base')
     assert quantized.model.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
     for base in (AutoModelForCausalLM.from_pretrained(root / 'base'), quantized):
         before = base.eval()(input_ids=tokens).logits
-        after = PeftModel.from_pretrained(base, root / 'sft').eval()(input_ids=tokens).logits
+        after = PeftModel.from_pretrained(base, root / 'hf_model').eval()(input_ids=tokens).logits
         assert not torch.equal(before, after)
-
-
-def test_reward_adapter_loads_with_its_head(saved):
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
-
-    root, results = saved
-    check(results, 'reward')
-    base = AutoModelForSequenceClassification.from_pretrained(root / 'base', num_labels=1)
-    loaded = PeftModel.from_pretrained(base, root / 'reward')
-    head = folder_tensors(root / 'reward')['base_model.model.score.weight']
-    assert torch.equal(loaded.base_model.model.score.modules_to_save['default'].weight, head.float())

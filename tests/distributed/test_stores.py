@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, run, scalars
-from tests.helpers import on_stored_program
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.engines import zero_engine
 from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
@@ -152,14 +151,6 @@ def run_hook(name: str, args: dict[str, Any], root: Path, *runs: dict[str, Any],
     return '\n'.join(logs), [str(path) for path in (root / name).rglob('*hf_model*')]
 
 
-def run_with_commands(args: dict[str, Any], root: Path) -> str:
-    """A run that keeps one save, and a program that reads each; gives its log_dir. Runs on: all ranks."""
-    endpoint = f'AWS_ENDPOINT_URL={args["endpoint_url"]}'
-    program = [sys.executable, on_stored_program.__file__, '{path}', '{output}', '{step}', str(LAST)]
-    hook = dict(out_dir=url_of('on_saved'), backend_args=args, async_save=True, **EACH, **SMALL)
-    return run(dict(hook=dict(hook, on_saved=['env', endpoint, *program]), stage=3, max_iters=LAST), root / 'on_saved')
-
-
 def memory(args: dict[str, Any]) -> dict[str, int]:
     """What a save takes on this rank. Runs on: all ranks."""
     import torch
@@ -272,7 +263,6 @@ def results(servers, root):
         ),
         'denied': partial(run_hook, 'denied', proxy, root, three, max_keep_ckpts=-1, **EACH),
         'faulty': partial(run_hook, 'faulty', proxy, root, three, interval=-1),
-        'on_saved': partial(run_with_commands, moto, root),
         'memory': partial(memory, moto),
         **{
             name: partial(upload, name, {**hook, **place(name, kind, servers, root)}, root / name)
@@ -340,18 +330,6 @@ def test_what_runs_leave(results, servers, tmp_path, name, prefixes, pointers, s
     found = {name: read_pointer(store, name) for name in ('hf_model', 'hf_model_best')}
     assert {name: pointer.step['number'] for name, pointer in found.items() if pointer} == pointers
     assert_whole(download_newest(store, tmp_path))
-
-
-def test_a_command_reads_the_save_in_the_store(results, servers):
-    """Also after a later save has replaced it: it is deleted when the command has ended."""
-    log_dir = Path(check(results, 'on_saved')[0])
-    found = scalars(log_dir, 'on_saved/hf_model/')
-    assert len(found) >= 2 and max(found) == LAST, found
-    for step, numbers in found.items():
-        assert numbers == {'step': step, 'is_listed': 1, 'is_newest': step == LAST, 'verified': 1}
-        assert f'on_saved for hf_model, iter_{step} took' in log_of(log_dir)
-        assert (log_dir / 'hf_model_on_saved' / f'iter_{step}' / 'output.log').is_file()
-    assert prefixes_in(open_store(url_of('on_saved'), servers['moto'])) == {f'hf_model_iter_{LAST}'}
 
 
 def test_memory_is_that_of_the_sending_and_the_parts(results):
