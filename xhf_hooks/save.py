@@ -44,7 +44,7 @@ from xhf_hooks.planning.types import (
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import Replicas
-from xhf_hooks.sources.snapshot import Snapshot, live_chunks
+from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system import allow_open_files
 from xhf_hooks.telemetry import Progress, RunLog, SaveClock
 from xhf_hooks.threads import Background, WorkerThreads

@@ -55,9 +55,8 @@ class Fsdp2Source(ModuleSource):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        return any(_is_torchs(module, 'FSDPModule') for module in model.modules()) or any(
-            _is_torchs(parameter, 'DTensor') for parameter in model.parameters()
-        )
+        is_sharded = any(_is_torchs(module, 'FSDPModule') for module in model.modules())
+        return is_sharded or not all(map(_is_whole, model.parameters()))
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if _is_whole(tensor):
@@ -210,9 +209,7 @@ def _is_torchs(thing: object, name: str) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return not isinstance(tensor, DTensor)
+    return not _is_torchs(tensor, 'DTensor')
 
 
 def _is_in_rows(tensor: DTensor) -> bool:

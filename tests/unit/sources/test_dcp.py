@@ -116,7 +116,7 @@ def test_missing_and_cut_files(whole, tmp_path):
     for name, nbytes, words in (
         ('.metadata', None, r'/\.metadata: missing'),
         ('.metadata', 0, 'empty file'),
-        ('.metadata', 700, 'invalid or unsafe pickle'),
+        ('.metadata', 700, 'damaged or unsafe'),
         ('__0_0.distcp', 2000, 'truncated: expected'),
         ('__0_0.distcp', 0, 'empty file'),
     ):

@@ -22,14 +22,16 @@ from xhf_hooks.sources.checkpoint.regions import (
     zero3_regions,
     zero12_regions,
 )
-from xhf_hooks.sources.checkpoint.same_save import require_all_ranks, require_one_save, unproven
 from xhf_hooks.sources.checkpoint.states import (
     ModelState,
     load_model_state,
     load_optim_state,
     parsing,
+    require_all_ranks,
+    require_one_save,
     tensors_in,
     trained_dtype,
+    unproven,
 )
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -48,7 +50,7 @@ class CheckpointSource:
         found: The checkpoint.
         tensors: By first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
-        unproven: Statements that the files cannot confirm, see :func:`.same_save.unproven`.
+        unproven: Statements that the files cannot confirm, see :func:`.states.unproven`.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
             ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
         iteration: Completed training iterations; None if unknown.

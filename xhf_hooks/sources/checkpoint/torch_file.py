@@ -28,6 +28,8 @@ from xhf_hooks.sources.mapped_files import COPY_HINT, MappedFile
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b'PK\x03\x04'
+#: Besides ours, what zipfile raises for a damaged directory, a wrong compression, encryption, names that are no UTF-8.
+_DAMAGE = (UnsafePickle, zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, TypeError, ValueError, EOFError)
 #: A part's local header (.ZIP File Format Specification 6.3, 4.3.7): the lengths of its name and extra field.
 _LOCAL = struct.Struct('<26xHH')
 
@@ -52,10 +54,10 @@ def load_pickle_file(path: Path) -> Any:
     """The object in a file of ``pickle.dump``. Executes nothing.
 
     Raises:
-        CheckpointError: The file is missing, empty, damaged, or refers to storages.
+        CheckpointError: The file is missing, empty or damaged.
     """
     with told_of(path):
-        return load_pickle(_reader(MappedFile(path)), lambda pid: _storage_id(None, 5))
+        return load_pickle(_reader(MappedFile(path)), _storage_id)
 
 
 def zip_root(path: Path) -> str | None:
@@ -77,14 +79,11 @@ def told_of(path: Path) -> Iterator[None]:
     """Turns errors in the content of a file into a CheckpointError with its path."""
     try:
         yield
-    except UnsafePickle as error:
-        raise CheckpointError(f'{path}: invalid or unsafe pickle: {error}; {COPY_HINT}') from error
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f'{path}: cannot be read ({reason}); check its name and permissions') from error
-    # What zipfile raises for a damaged directory, an unknown or wrong compression, encryption, names that are no UTF-8
-    except (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, TypeError, ValueError, EOFError) as error:
-        raise CheckpointError(f'{path}: not a valid zip file of torch.save: {error}; {COPY_HINT}') from error
+    except _DAMAGE as error:
+        raise CheckpointError(f'{path}: damaged or unsafe, not of torch.save: {error}; {COPY_HINT}') from error
 
 
 def _load_zip(file: MappedFile) -> Any:
@@ -100,18 +99,15 @@ def _load_zip(file: MappedFile) -> Any:
     found: dict[str, torch.UntypedStorage] = {}
 
     def storage_of(pid: Any) -> Storage:
-        dtype, key, numel = _storage_id(pid, 5)
+        dtype, key, numel = _storage_id(pid)
         part = parts.get(f'data/{key}')
-        if part is None:
-            raise UnsafePickle(f'storage {key[:80]!a} is not in the file')
-        if part.compress_type != zipfile.ZIP_STORED:
-            raise UnsafePickle(f'storage {key[:80]!a} is compressed, which torch.save never does')
-        if dtype is not None and part.file_size != numel * dtype.itemsize:
-            raise UnsafePickle(f'storage {key[:80]!a} has {part.file_size} bytes, expected {numel * dtype.itemsize}')
+        nbytes = numel * dtype.itemsize
+        if part is None or part.compress_type != zipfile.ZIP_STORED or part.file_size != nbytes:
+            raise UnsafePickle(f'storage {key[:80]!a} is missing, is compressed, or has not {nbytes} bytes')
         if key not in found:
             start = part.header_offset + _LOCAL.size + sum(_LOCAL.unpack_from(file.data, part.header_offset))
             found[key] = file.storage(start, part.file_size)
-        return Storage(found[key], dtype or torch.uint8)
+        return Storage(found[key], dtype)
 
     return load_pickle(io.BytesIO(pickled), storage_of)
 
@@ -128,9 +124,7 @@ def _load_legacy(file: MappedFile) -> Any:
     def storage_of(pid: Any) -> Any:
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == 'module':
             return pid[1]
-        dtype, key, numel = _storage_id(pid, 6)
-        if dtype is None:
-            raise UnsafePickle(f'storage {key[:80]!a} has an unknown dtype and therefore an unknown size')
+        dtype, key, numel = _storage_id(pid)
         sizes[key] = numel * dtype.itemsize
         return Storage(file.storage(places.get(key, 0), sizes[key]), dtype)
 
@@ -157,14 +151,12 @@ def _load_legacy(file: MappedFile) -> Any:
     return load_pickle(reader, storage_of)
 
 
-def _storage_id(pid: Any, length: int) -> tuple[torch.dtype | None, str, int]:
-    """Dtype (None if unknown), key and number of elements of a storage's persistent id."""
-    if not isinstance(pid, tuple) or len(pid) != length or pid[0] != 'storage':
-        raise UnsafePickle('a persistent id is not that of a storage')
-    dtype, key, numel = pid[1], pid[2], pid[4]
-    if not isinstance(key, str) or type(numel) is not int or numel < 0:
-        raise UnsafePickle('a storage without key and size')
-    return dtype if isinstance(dtype, torch.dtype) else None, key, numel
+def _storage_id(pid: Any) -> tuple[torch.dtype, str, int]:
+    """Dtype, key and number of elements of a storage's persistent id."""
+    match pid:
+        case ('storage', torch.dtype() as dtype, str() as key, _, int() as numel, *_) if numel >= 0:
+            return dtype, key, numel
+    raise UnsafePickle('a persistent id is not that of a storage with a dtype, a key and a size')
 
 
 def _reader(file: MappedFile) -> io.BufferedReader:
