@@ -27,10 +27,10 @@ def save_and_count(stage: int, root: Path) -> dict[str, dict[str, int]]:
 
     from tests.helpers.zoo.llamas import larger_llama
     from xhf_hooks.collective import Collective
-    from xhf_hooks.sources import ModuleSource, Zero3Source
+    from xhf_hooks.sources import Source, Zero3Source
 
     model = zero_engine(larger_llama().to(torch.bfloat16), stage).module
-    source = Zero3Source if stage == 3 else ModuleSource
+    source = Zero3Source if stage == 3 else Source
     post, gathered = Collective.post, source.gathered
     sent, whole = [], []
 

@@ -7,10 +7,9 @@ from torch import nn
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.fsdp import Fsdp1Source, Fsdp2Source
-from xhf_hooks.sources.replicated import ModuleSource
 from xhf_hooks.sources.zero3 import Zero3Source
 
-__all__ = ['Fsdp1Source', 'Fsdp2Source', 'ModuleSource', 'Source', 'Zero3Source', 'source_for']
+__all__ = ['Fsdp1Source', 'Fsdp2Source', 'Source', 'Zero3Source', 'source_for']
 
 
 def source_for(model: nn.Module) -> Source:

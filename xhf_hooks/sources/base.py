@@ -1,20 +1,20 @@
-"""The interface of sources."""
+"""Sources of tensors: of models whose parameters are whole on every rank, and the base class of the others."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
+from xhf_hooks.collective import Collective, rank_and_world_size
+from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import Spread, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from xhf_hooks.collective import Collective
+from xhf_hooks.registry import SOURCES
+from xhf_hooks.sources.master_fragments import spread_of_fragments
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,12 @@ class LocalShard:
     elements: torch.Tensor
 
 
-class Source(ABC):
-    """Gives tensors by name, either whole or as this rank's local shard, however they are partitioned.
+@SOURCES.register_module()
+class Source:
+    """Gives tensors by name, either whole or as this rank's local shard.
+
+    As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where nothing is gathered but the fp32 masters, which are
+    spread over the ranks. Other engines override what differs.
 
     A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`; then :meth:`local_shard` any number
     of times; then, inside one :meth:`opened`, :meth:`gathered` any number of times, one at a time.
@@ -38,16 +42,27 @@ class Source(ABC):
     memory_factor = 1
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        tensors = names_by_identity(model)
+        self._tensors = {names[0]: tensor for tensor, names in tensors}
+        self._aliases = {names[0]: names[1:] for _, names in tensors}
 
     @classmethod
-    @abstractmethod
     def accepts(cls, model: nn.Module) -> bool:
         """Whether this source can read the model."""
+        return True
 
-    @abstractmethod
     def specs(self) -> list[TensorSpec]:
         """Every tensor of the state dict, with its full shape. Reads no data."""
+        return [
+            TensorSpec(
+                name,
+                self._full_shape(tensor),
+                dtype_code(tensor.dtype),
+                aliases=tuple(self._aliases[name]),
+                has_master=self._has_master(tensor),
+            )
+            for name, tensor in self._tensors.items()
+        ]
 
     def require_readable(self, names: Collection[str]) -> None:
         """Refuse tensors that cannot be saved as trained. Called on all ranks when a save is planned.
@@ -65,7 +80,21 @@ class Source(ABC):
         Args:
             masters: The names of which :meth:`local_shard` will read the fp32 master.
         """
-        return {}
+        fragments = {n: t for n, t in self._tensors.items() if n in masters}
+        found = spread_of_fragments(fragments, collective)  # a collective, so it comes before anything that may fail
+        others = ((n, self._spread_of(t)) for n, t in self._tensors.items() if n not in masters)
+        return found | {name: spread for name, spread in others if spread is not None}
+
+    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        """Which elements each rank holds; None if a rank's elements are not consecutive."""
+        if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
+            return Spread(tensor.numel(), max(1, tensor.numel()))
+        return replace(evenly(tensor.numel()), on_every_rank=True)
+
+    def _held(self, tensor: torch.Tensor) -> range:
+        """This rank's elements of a sliced tensor."""
+        spread = self._spread_of(tensor)
+        return range(0) if spread is None else spread.held_by(rank_and_world_size()[0])
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         """This rank's local shard of a tensor, which may be all of it. Does not communicate.
@@ -75,18 +104,24 @@ class Source(ABC):
         Raises:
             TensorError: The tensor is not partitioned as expected.
         """
-        raise NotImplementedError
+        tensor = self._tensors[name]
+        if not (use_fp32_master and self._has_master(tensor)):
+            return LocalShard(0, tensor.detach().reshape(-1))
+        mapping = tensor._hp_mapping
+        if mapping is None:  # the master is entirely on other ranks
+            return LocalShard(0, torch.empty(0, dtype=torch.float32))
+        return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
     def replicated(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Those of the tensors of which every rank holds a whole copy, which must be equal. Reads no data."""
-        return {}
+        spreads = ((name, self._spread_of(self._tensors[name])) for name in names)
+        return {name: self._tensors[name] for name, spread in spreads if spread is not None and spread.on_every_rank}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Make the model readable, and restore its state afterwards. Runs on: all ranks."""
         yield
 
-    @abstractmethod
     @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
@@ -100,4 +135,24 @@ class Source(ABC):
             wanted: The names that this rank receives. For the others, it only takes part in gathering.
             use_fp32_master: Return the fp32 master copies where they exist.
         """
-        yield {}
+        read = {}
+        for name in names:
+            tensor = self._tensors[name].detach()
+            if use_fp32_master and self._has_master(self._tensors[name]):
+                from deepspeed.utils import safe_get_full_fp32_param
+
+                tensor = safe_get_full_fp32_param(self._tensors[name])  # all ranks help to assemble it
+            if name in wanted:
+                read[name] = tensor
+        yield read
+
+    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def _has_master(self, tensor: torch.Tensor) -> bool:
+        return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def evenly(numel: int) -> Spread:
+    """The spread of a parameter at ZeRO-3: ceil(numel / world_size) elements on each rank."""
+    return Spread(numel, max(1, -(-numel // rank_and_world_size()[1])))

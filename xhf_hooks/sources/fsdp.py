@@ -20,8 +20,7 @@ from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalShard
-from xhf_hooks.sources.replicated import ModuleSource, evenly
+from xhf_hooks.sources.base import LocalShard, Source, evenly
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @SOURCES.register_module()
-class Fsdp2Source(ModuleSource):
+class Fsdp2Source(Source):
     """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another dimension.
 
     Gathers one DTensor at a time. Parameters that a forward pass without a backward pass has left gathered are freed
@@ -95,7 +94,7 @@ class Fsdp2Source(ModuleSource):
 
 
 @SOURCES.register_module()
-class Fsdp1Source(ModuleSource):
+class Fsdp1Source(Source):
     """Every FSDP module has one flat parameter; each rank holds consecutive elements of it.
 
     Gathers one flat parameter at a time with ``summon_full_params``. ``FlatParameter`` records where each parameter

@@ -16,18 +16,9 @@ import torch
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.planning.types import Spread
-from xhf_hooks.sources.base import LocalShard
 
 #: A rank and the end of its fragment in one number, so that the smallest one is that of the first rank.
 _RANK_FACTOR, _NO_RANK = 2**43, 2**62
-
-
-def local_fragment(tensor: torch.Tensor) -> LocalShard:
-    """This rank's part of a parameter's master. It may alias live memory."""
-    mapping = tensor._hp_mapping
-    if mapping is None:  # the master is entirely on other ranks
-        return LocalShard(0, torch.empty(0, dtype=torch.float32))
-    return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
 
 def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collective) -> dict[str, Spread]:

@@ -15,12 +15,11 @@ from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalShard
-from xhf_hooks.sources.replicated import ModuleSource
+from xhf_hooks.sources.base import LocalShard, Source
 
 
 @SOURCES.register_module()
-class Zero3Source(ModuleSource):
+class Zero3Source(Source):
     """Reads this rank's partitions, or gathers them with ``deepspeed.zero.GatheredParameters``, offloaded or not.
 
     Between iterations a partitioned parameter has the shape ``[0]``. ``ds_shape`` is its full shape, ``ds_id`` its

@@ -25,7 +25,7 @@ from tests.e2e.xtuner_stack.stand_ins import family_of, stand_ins
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.chat_template import template_of_config
-from xhf_hooks.sources.replicated import ModuleSource
+from xhf_hooks.sources import Source
 
 NOT_MMENGINE = 'none: transformers.Trainer trains it, without MMEngine hooks'
 #: Options that choose an attention, a length, or weights to start from, and no other tensors.
@@ -135,7 +135,7 @@ def _build(cfg: Config) -> nn.Module:
 
 
 def _choose(model: nn.Module) -> Found:
-    source = ModuleSource(model)
+    source = Source(model)
     try:
         exporter = exporter_for(model, None)
         entries = exporter.entries(source.specs(), None)
