@@ -79,7 +79,7 @@ def test_verify_of_hostile_names(tmp_path, capfd):
     save_file({f'{CLEAR}{i}': torch.zeros(1) for i in range(200)}, other / 'model.safetensors')
     assert verify.main([str(folder), str(other)]) == verify.DIFFERENT
     said = ''.join(capfd.readouterr())
-    assert is_plain(said) and said.count('only in A') == 21
+    assert is_plain(said) and 'only in A: ' in said and ' and 280 more' in said
     assert verify.main([str(folder), '--json']) == verify.DIFFERENT
     out = capfd.readouterr().out
     assert is_plain(out) and json.loads(out)['path'] == str(folder)

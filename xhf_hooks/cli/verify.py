@@ -8,11 +8,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.installed import require_usable
 from xhf_hooks.options import LORA_MODES
+
+if TYPE_CHECKING:
+    from xhf_hooks.integrity.report import Report
+    from xhf_hooks.verify.compare import Comparison
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -62,23 +66,19 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     try:
         require_usable('torch', 'transformers')
         with redirect_stdout(sys.stderr):  # standard output is for the result alone
-            status, result = _check(args, prog) if args.b is None else _compare(args)
-        if isinstance(result, dict):
-            print(json.dumps(result, indent=2))
+            is_good, result = _check(args, prog) if args.b is None else _compare(args)
+        if args.json:
+            print(json.dumps(result.as_json(), indent=2))
         else:
-            for line in result:
+            for line in result.lines():
                 say(line)
-        return status
+        return SAME if is_good else DIFFERENT
     except (Exception, KeyboardInterrupt) as error:
         explain(prog, error)
         return UNUSABLE
 
 
-#: The result: lines of text, or JSON.
-_Result = list[str] | dict[str, Any]
-
-
-def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
+def _check(args: argparse.Namespace, prog: str) -> tuple[bool, Report]:
     from xhf_hooks.verify.folder import verify_folder
 
     with progress('reading') as on_progress:
@@ -89,19 +89,17 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[int, _Result]:
         load_and_run(args.a, report, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
         complain(f'{prog}: the folder is damaged, so it was not loaded')
-    return SAME if report.is_good else DIFFERENT, report.as_json() if args.json else report.lines()
+    return report.is_good, report
 
 
-def _compare(args: argparse.Namespace) -> tuple[int, _Result]:
+def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
     from xhf_hooks.convert import ConvertOptions
     from xhf_hooks.threads import default_workers
-    from xhf_hooks.verify import compare as comparison
-    from xhf_hooks.verify.compare import compare_models
+    from xhf_hooks.verify import compare
     from xhf_hooks.verify.models import open_models
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)
     with progress('comparing') as on_progress:
-        found = compare_models(a, b, args.workers or default_workers(), on_progress)
-    status = DIFFERENT if found.verdict == comparison.DIFFERENT else SAME
-    return status, found.as_json() if args.json else found.lines()
+        found = compare.compare_models(a, b, args.workers or default_workers(), on_progress)
+    return found.verdict != compare.DIFFERENT, found

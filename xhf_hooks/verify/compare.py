@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from xhf_hooks.convert.weights import one_torch_thread
-from xhf_hooks.format.text import size_text
+from xhf_hooks.format.text import size_text, some
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.verify.models import Model
@@ -125,8 +125,7 @@ class Comparison:
         lines += [tensor.line() for tensor in worst[:_SHOWN]]
         lines += [f'... and {len(worst) - _SHOWN} more; --json has all'] if len(worst) > _SHOWN else []
         for what, names in (('only in A', self.missing), ('only in B', self.extra)):
-            lines += [f'{what}: {name}' for name in names[:_SHOWN]]
-            lines += [f'{what}: and {len(names) - _SHOWN} more'] if len(names) > _SHOWN else []
+            lines += [f'{what}: {some(names, _SHOWN)}'] if names else []
         verdict = {IDENTICAL: 'identical', ROUNDING: 'the same but for rounding', DIFFERENT: 'DIFFERENT'}[self.verdict]
         counts = ', '.join(f'{self.count(kind)} {kind}' for kind in (IDENTICAL, ROUNDING, DIFFERENT))
         rate = self.read_nbytes / max(self.seconds, 1e-9) / 1e9
