@@ -24,9 +24,6 @@ from xhf_hooks.writers.writer import cuts
 #: Bytes that a thread reads, casts and writes at once.
 PART_NBYTES = 4 * 2**20
 
-#: Arguments of :meth:`Tally.add`.
-_Written = tuple[Placement, int, int, int, int]
-
 
 def write_weights(
     staging: Path,
@@ -48,29 +45,29 @@ def write_weights(
         XhfError, OSError: Reading or writing failed.
     """
     total = sum(placement.nbytes for placement in plan.placements)
-    tally, done = Tally(plan), 0
     with ExitStack() as opened:
         files: dict[str, OutputFile] = {}
         for planned in plan.files:
             identity = create_file(staging / planned.name, planned.header, planned.nbytes)
             files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
-
         work = _Work(tensors, plan, files, use_fp32_master=use_fp32_master, meter=meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
-            for made in threads.run(work.jobs()):
+            for _ in threads.run(work.jobs()):
                 meter.sample()
-                for one in made:
-                    tally.add(*one)
-                    done += one[2]
-                on_progress(done, total)
+                on_progress(work.done, total)
         for file in files.values():
             file.fsync()
-    return tally
+    return work.tally
 
 
 class _Work:
-    """The jobs of the threads: each makes bytes of the plan and writes them."""
+    """The jobs of the threads: each makes bytes of the plan and writes them.
+
+    Attributes:
+        tally: What was written.
+        done: Bytes written.
+    """
 
     def __init__(
         self,
@@ -83,10 +80,12 @@ class _Work:
     ) -> None:
         self._tensors, self._plan, self._files = tensors, plan, files
         self._use_fp32_master, self._meter = use_fp32_master, meter
+        self.tally, self.done = Tally(plan), 0
         self._own = threading.local()
+        self._counting = threading.Lock()
         self._gathering = threading.Lock()  # whole tensors, of one group at a time
 
-    def jobs(self) -> Iterator[Callable[[], list[_Written]]]:
+    def jobs(self) -> Iterator[Callable[[], None]]:
         """All jobs, the longest first."""
         yield from (partial(self._write_group, group) for group in self._plan.gathered)
         for group in self._plan.sliced:
@@ -94,30 +93,27 @@ class _Work:
                 for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
                     yield partial(self._write_part, place, group.reads[0].name, start, end)
 
-    def _write_part(self, place: Placement, read: str, start: int, end: int) -> list[_Written]:
-        out = self._buffer()[: end - start].view(TORCH_DTYPES[place.dtype])
+    def _write_part(self, place: Placement, read: str, start: int, end: int) -> None:
+        if not hasattr(self._own, 'buffer'):
+            self._own.buffer = torch.empty(PART_NBYTES, dtype=torch.uint8)
+        out = self._own.buffer[: end - start].view(TORCH_DTYPES[place.dtype])
         first = place.run.start + start // out.itemsize
         self._tensors[read].read_into(first, out, use_fp32_master=self._use_fp32_master)
-        return [self._write(place, start, host_bytes(out))]
+        self._write(place, start, host_bytes(out))
 
-    def _write_group(self, group: Group) -> list[_Written]:
-        made = []
+    def _write_group(self, group: Group) -> None:
         with self._gathering, torch.no_grad():
             tensors = {spec.name: self._tensors[spec.name].whole(self._use_fp32_master) for spec in group.reads}
             for found in made_from(group, tensors, 0):
                 self._meter.sample()  # the peak: what was read, what was made from it, and the cast result
-                made.append(self._write(found.placement, 0, found.chunk().data))
-        return made
+                self._write(found.placement, 0, found.chunk().data)
 
-    def _write(self, place: Placement, start: int, data: memoryview) -> _Written:
+    def _write(self, place: Placement, start: int, data: memoryview) -> None:
         self._files[place.file].write(data, place.offset + start)
-        return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
-
-    def _buffer(self) -> torch.Tensor:
-        """This thread's buffer of one part."""
-        if not hasattr(self._own, 'buffer'):
-            self._own.buffer = torch.empty(PART_NBYTES, dtype=torch.uint8)
-        return self._own.buffer
+        crc, non_finite = crc32(data), count_non_finite(data, place.dtype)
+        with self._counting:
+            self.tally.add(place, start, data.nbytes, crc, non_finite)
+            self.done += data.nbytes
 
 
 @contextmanager

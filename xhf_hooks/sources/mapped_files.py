@@ -6,6 +6,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,26 +17,29 @@ from xhf_hooks.system import allow_open_files
 COPY_HINT = 'copy or download it again, or take another iteration'
 
 
+@dataclass(frozen=True)
 class MappedFile:
     """The bytes of a file, or of a part of it. They must not be written, and the file must not shrink meanwhile.
 
     Not torch.UntypedStorage.from_file: its private mappings may not be larger than the machine's memory.
-
-    Attributes:
-        data: The bytes.
-
-    Raises:
-        CheckpointError: The file is empty or shorter than expected.
-        OSError: It cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
+    data: memoryview
+
+    @classmethod
+    def open(cls, path: Path) -> MappedFile:
+        """Map a file.
+
+        Raises:
+            CheckpointError: It is empty.
+            OSError: It cannot be opened.
+        """
         allow_open_files(1, 'each mapped file')
         with path.open('rb') as file:
             if not os.fstat(file.fileno()).st_size:
                 raise CheckpointError(f'{path}: empty file; {COPY_HINT}')
-            self.data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return cls(path, memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
     def part(self, start: int, nbytes: int) -> MappedFile:
         """A part of the file as a file of its own."""
@@ -43,9 +47,7 @@ class MappedFile:
             raise CheckpointError(
                 f'{self.path}: truncated: expected {start + nbytes} bytes, found {len(self.data)}; {COPY_HINT}'
             )
-        found = MappedFile.__new__(MappedFile)
-        found.path, found.data = self.path, self.data[start : start + nbytes]
-        return found
+        return MappedFile(self.path, self.data[start : start + nbytes])
 
     def storage(self, start: int, nbytes: int) -> torch.UntypedStorage:
         """Bytes for tensors to view."""

@@ -107,7 +107,7 @@ def tensors_of(file: Path, dtype: str | None = None) -> Iterator[StoredTensor]:
         DamagedError: It cannot be read.
         CheckpointError: torch has no dtype for one of them.
     """
-    header, mapped = read_header(file), MappedFile(file)
+    header, mapped = read_header(file), MappedFile.open(file)
     for entry in header.entries:
         if entry.dtype not in TORCH_DTYPES:
             raise CheckpointError(f'{file}: {entry.name} has dtype {entry.dtype}, which torch cannot read')

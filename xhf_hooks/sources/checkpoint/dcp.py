@@ -126,7 +126,7 @@ class _Chunks:
             )
         if file not in self._mapped:
             with told_of(self._files[file]):
-                self._mapped[file] = MappedFile(self._files[file])
+                self._mapped[file] = MappedFile.open(self._files[file])
         tensor = load_mapped(self._mapped[file].part(info['offset'], info['length']))
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (sizes, dtype):
             raise CheckpointError(

@@ -41,7 +41,7 @@ def load_torch_file(path: Path) -> Any:
         CheckpointError: The file is missing, empty, truncated, damaged, or not of ``torch.save``.
     """
     with told_of(path):
-        return load_mapped(MappedFile(path))
+        return load_mapped(MappedFile.open(path))
 
 
 def load_mapped(file: MappedFile) -> Any:
@@ -57,7 +57,7 @@ def load_pickle_file(path: Path) -> Any:
         CheckpointError: The file is missing, empty or damaged.
     """
     with told_of(path):
-        return load_pickle(_reader(MappedFile(path)), _storage_id)
+        return load_pickle(_reader(MappedFile.open(path)), _storage_id)
 
 
 def zip_root(path: Path) -> str | None:
