@@ -105,8 +105,12 @@ def plain():
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token='<s>', eos_token='</s>')
 
 
+def for_run(tokenizer, template: dict):
+    return chat_template.tokenizer_for_run(tokenizer, {'prompt_template': template})
+
+
 def chatting(tokenizer, template: dict):
-    return chat_template.apply_to_tokenizer(tokenizer, template)[0]
+    return for_run(tokenizer, template)[0]
 
 
 @pytest.mark.skipif(not HAS_XTUNER, reason='xtuner is the judge')
@@ -150,7 +154,7 @@ def test_bos_depends_on_the_tokenizer(kind, expected):
 def test_a_template_with_the_same_text_is_kept(plain):
     tokenizer = chatting(plain, DEFAULT)
     tokenizer.chat_template += '{# mine #}'
-    assert chat_template.apply_to_tokenizer(tokenizer, DEFAULT) == (tokenizer, [])
+    assert for_run(tokenizer, DEFAULT)[::2] == (tokenizer, [])
 
 
 OTHERS = [
@@ -165,7 +169,7 @@ OTHERS = [
 def test_another_template_is_replaced_in_a_copy(existing, plain):
     tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = existing
-    found, messages = chat_template.apply_to_tokenizer(tokenizer, DEFAULT)
+    found, _, messages = for_run(tokenizer, DEFAULT)
     assert found is not tokenizer and tokenizer.chat_template == existing
     assert len(messages) == 1 and 'gets the chat template' in messages[0]
     assert found.apply_chat_template(ORDINARY['one turn'], tokenize=False).startswith('<s><|User|>:Why?')
@@ -174,12 +178,12 @@ def test_another_template_is_replaced_in_a_copy(existing, plain):
 
 def test_stop_words_are_ids_or_named(plain):
     expected = [plain.convert_tokens_to_ids(token) for token in ('</s>', '<|im_end|>', '<|endoftext|>')]
-    assert chat_template.eos_token_ids(plain, QWEN) == expected
-    assert chat_template.eos_token_ids(plain, DEFAULT) == expected[:1]
-    assert chat_template.eos_token_ids(plain, dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True)) == expected[:2]
+    assert for_run(plain, QWEN)[1] == expected
+    assert for_run(plain, DEFAULT)[1] == expected[:1]
+    assert for_run(plain, dict(INSTRUCTION='', SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True))[1] == expected[:2]
     template = {**DEFAULT, 'STOP_WORDS': ['<eoa> never seen', '</s>']}
-    assert chat_template.eos_token_ids(plain, template) == [plain.eos_token_id]
-    assert "['<eoa> never seen'] are not single tokens" in chat_template.apply_to_tokenizer(plain, template)[1][0]
+    assert for_run(plain, template)[1] == [plain.eos_token_id]
+    assert "['<eoa> never seen'] are not single tokens" in for_run(plain, template)[2][0]
 
 
 def run_config(*map_fns, kind: str = 'process_hf_dataset', **others) -> ConfigDict:
@@ -234,4 +238,4 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize('template', IMPOSSIBLE)
 def test_templates_that_xtuner_cannot_use_are_refused(template, plain):
     with pytest.raises(OptionError, match='prompt_template'):
-        chat_template.apply_to_tokenizer(plain, template)
+        for_run(plain, template)

@@ -109,48 +109,13 @@ def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
     return tokenizer.bos_token or '', eos
 
 
-def eos_token_ids(tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
-    """EOS token ids for generation_config: the tokenizer's, STOP_WORDS, and SUFFIX if it replaces EOS.
-
-    Words of several tokens are omitted.
-    """
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids += [stop_id for stop_id in _stop_words(tokenizer, template).values() if stop_id is not None]
-    return list(dict.fromkeys(ids))
-
-
-def apply_to_tokenizer(tokenizer: Any, template: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The tokenizer to write for a run that was trained with ``template``. Runs on: rank 0.
-
-    Args:
-        tokenizer: It is not changed.
-
-    Returns:
-        The tokenizer itself if its chat template renders the training text, else a copy with one that does; and log
-        messages.
-
-    Raises:
-        OptionError: XTuner could not train with this template.
-    """
-    bos, eos = bos_eos_text(tokenizer)
-    wanted = jinja_template(template, bos=bos, eos=eos)
-    messages = []
-    skipped = [word for word, stop_id in _stop_words(tokenizer, template).items() if stop_id is None]
-    if skipped:
-        messages.append(f'stop words {skipped} are not single tokens: not in eos_token_id of generation_config.json')
-    if _renders_as(tokenizer, wanted, has_system=template.get('SYSTEM') is not None):
-        return tokenizer, messages
-    copied = copy.deepcopy(tokenizer)
-    several = copied.chat_template if isinstance(copied.chat_template, dict) else None
-    copied.chat_template = wanted if several is None else {**several, 'default': wanted}
-    messages.append("the exported tokenizer gets the chat template of the training, which the base's does not render")
-    return copied, messages
-
-
 def tokenizer_for_run(
     tokenizer: Any | None, cfg: Mapping[str, Any], *, may_import: bool = True
 ) -> tuple[Any | None, Sequence[int], Sequence[str]]:
     """The tokenizer to write for a run with this config, the EOS token ids of answers, and log messages.
+
+    It is the tokenizer itself if its chat template renders the text of training, else a copy with one that does. The
+    ids are of its EOS, STOP_WORDS, and SUFFIX if that replaces EOS; those must be single tokens. Runs on: rank 0.
 
     Args:
         may_import: Whether to import a template that the config names, other than XTuner's.
@@ -161,8 +126,19 @@ def tokenizer_for_run(
     template = template_of_config(cfg, may_import=may_import)
     if template is None or tokenizer is None:
         return tokenizer, (), ()
-    tokenizer, messages = apply_to_tokenizer(tokenizer, template)
-    return tokenizer, eos_token_ids(tokenizer, template), messages
+    bos, eos = bos_eos_text(tokenizer)
+    wanted = jinja_template(template, bos=bos, eos=eos)
+    stop_ids = {word: _token_id(tokenizer, word) for word in _stop_words(template)}
+    ids = [found for found in (tokenizer.eos_token_id, *stop_ids.values()) if found is not None]
+    messages = []
+    if skipped := [word for word, found in stop_ids.items() if found is None]:
+        messages.append(f'stop words {skipped} are not single tokens: not in eos_token_id of generation_config.json')
+    if not _renders_as(tokenizer, wanted, has_system=template.get('SYSTEM') is not None):
+        tokenizer = copy.deepcopy(tokenizer)
+        several = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else None
+        tokenizer.chat_template = wanted if several is None else {**several, 'default': wanted}
+        messages.append("the exported tokenizer gets the chat template of training, which the base's does not render")
+    return tokenizer, list(dict.fromkeys(ids)), messages
 
 
 def template_of_config(cfg: Mapping[str, Any], *, may_import: bool = True) -> Mapping[str, Any] | None:
@@ -174,21 +150,21 @@ def template_of_config(cfg: Mapping[str, Any], *, may_import: bool = True) -> Ma
     Raises:
         OptionError: The template does not exist or is ambiguous.
     """
-    dataset = _value(cfg, 'train_dataset')
-    dataloader = _value(cfg, 'train_dataloader')
-    if isinstance(dataloader, Mapping) and _value(dataloader, 'dataset') is not None:
-        dataset = _value(dataloader, 'dataset')
+    dataset = cfg.get('train_dataset')
+    dataloader = cfg.get('train_dataloader')
+    if isinstance(dataloader, Mapping) and dataloader.get('dataset') is not None:
+        dataset = dataloader.get('dataset')
     used, no_template = [], False
     for part in _mappings(dataset):
         no_template |= _type_name(part) in _OWN_FORMAT
         if 'template_map_fn' in part:
-            map_fn = _value(part, 'template_map_fn')
+            map_fn = part.get('template_map_fn')
             no_template |= map_fn is None
-            if isinstance(map_fn, Mapping) and _value(map_fn, 'template') is not None:
-                used.append(_resolve(_value(map_fn, 'template'), may_import))
+            if isinstance(map_fn, Mapping) and map_fn.get('template') is not None:
+                used.append(_resolve(map_fn.get('template'), may_import))
     if used and all(template == used[0] for template in used):
         return used[0]
-    named = _value(cfg, 'prompt_template')
+    named = cfg.get('prompt_template')
     if not used and (no_template or named is None):
         return None
     if named is not None and (not used or _resolve(named, may_import) in used):
@@ -220,13 +196,12 @@ def _quoted(text: str) -> str:
     return f"'{text}'"
 
 
-def _stop_words(tokenizer: Any, template: Mapping[str, Any]) -> dict[str, int | None]:
-    """The token id of each stop word; None if it is not a single token."""
+def _stop_words(template: Mapping[str, Any]) -> list[str]:
     words = template.get('STOP_WORDS', [])
     if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
         raise OptionError('prompt_template.STOP_WORDS', 'a list of texts', words)
     suffix = template.get('SUFFIX') if template.get('SUFFIX_AS_EOS', False) else None
-    return {word: _token_id(tokenizer, word) for word in [*words, *([suffix] if suffix else [])]}
+    return [*words, *([suffix] if suffix else [])]
 
 
 def _token_id(tokenizer: Any, word: str) -> int | None:
@@ -258,25 +233,15 @@ def _renders_as(tokenizer: Any, wanted: str, *, has_system: bool) -> bool:
 def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(node, Mapping):
         yield node
-        for key in node:
-            yield from _mappings(_value(node, key))
+        for item in node.values():
+            yield from _mappings(item)
     elif isinstance(node, (list, tuple)):
         for item in node:
             yield from _mappings(item)
 
 
-def _value(mapping: Mapping[str, Any], key: str) -> Any:
-    """A value of the config. MMEngine's lazy configs import it on access, which fails for unknown names."""
-    try:
-        return mapping.get(key)
-    except (ImportError, AttributeError) as error:
-        if 'template' not in key:
-            return None  # not needed here
-        raise OptionError(key, 'something that can be imported', str(error)) from error
-
-
 def _type_name(config: Mapping[str, Any]) -> str:
-    kind = _value(config, 'type')
+    kind = config.get('type')
     return kind.rsplit('.', 1)[-1] if isinstance(kind, str) else getattr(kind, '__name__', '')
 
 
