@@ -75,15 +75,12 @@ class Exporter(ABC):
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        """Write all files except the weights, and create the folders of the entries. Runs on: rank 0.
+        """Write all files except the weights, create the entries' folders, and return warnings. Runs on: rank 0.
 
         Called after :meth:`entries`.
 
         Args:
             eos_token_ids: Token ids to add to the model's own.
-
-        Returns:
-            Warnings for the log.
         """
 
 
@@ -164,11 +161,7 @@ class ComputedTensor(Protocol):
 
 
 def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, ComputedTensor]) -> list[ExportEntry]:
-    """Make entries that read a replaced tensor read its inputs instead, and compute it first.
-
-    Args:
-        computed: Computations by the name of the tensor that they replace.
-    """
+    """Make entries that read a tensor which one of ``computed`` replaces read its inputs instead, and compute it."""
     combines: dict[int | str, Combine] = {}  # entries with one combine keep one
     result = []
     for entry in entries:

@@ -68,11 +68,7 @@ def write(
     eos_token_ids: Sequence[int],
     base_dir: str,
 ) -> list[str]:
-    """Write the files. Runs on: rank 0.
-
-    Returns:
-        Warnings for the log.
-    """
+    """Write the files, and return warnings. Runs on: rank 0."""
     from transformers.dynamic_module_utils import custom_object_save
 
     warnings = []
@@ -150,11 +146,7 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> Non
 
 
 def add_transformers_4_fields(folder: Path, config: PretrainedConfig) -> list[str]:
-    """Add RoPE in the words of transformers 4 to the config.json that ``config`` was saved to. Runs on: rank 0.
-
-    Returns:
-        A warning for each RoPE that cannot be described to transformers 4.
-    """
+    """Add RoPE in the words of transformers 4 to the config.json that ``config`` was saved to, and return warnings."""
     path = folder / 'config.json'
     content = strict_json.read(path)
     with_rope = [found for found in _parts('', config, content) if isinstance(found[2].get(_ROPE), dict)]

@@ -39,9 +39,6 @@ class LoraExporter(CompositeExporter):
 
     Writes the adapter, the merged model, or the merged model with the adapter in a subfolder.
 
-    Args:
-        lora: One of LORA_MODES.
-
     Raises:
         ModelError: There is not exactly one trainable LoRA adapter, or it cannot be merged.
     """
@@ -181,9 +178,6 @@ class MergedExporter(HuggingFaceExporter):
     Args:
         path: Path of the model without its adapters.
         adapters: PeftModels by path below ``path``; '' for the one that holds the whole model.
-
-    Raises:
-        ModelError: The model is quantized, or a layer has an unsupported kind of adapter.
     """
 
     def __init__(self, model: nn.Module, path: str, adapters: Mapping[str, PeftModel]) -> None:
@@ -335,13 +329,6 @@ class NestedLoraExporter(MergedExporter):
 
     The parts cannot be loaded separately, and other trained weights (InternVL's ``mlp1``) must be saved with them.
     XTuner's ``configs/internvl/v1_5/convert_to_official.py`` does the same.
-
-    Args:
-        lora: Only 'merge' is accepted.
-
-    Raises:
-        OptionError: Another value was given.
-        ModelError: A part is quantized, or has an adapter that cannot be merged.
     """
 
     options = ('lora',)

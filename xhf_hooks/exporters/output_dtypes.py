@@ -116,11 +116,6 @@ def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) 
 
     The rule differs between versions, and between parameters and buffers. So a model with these names, and one element
     in each tensor, is loaded.
-
-    Args:
-        reference: The model that ``from_pretrained`` will build.
-        names: Floating-point tensors of it.
-        code: Safetensors dtype.
     """
     listed = {
         name: getattr(reference, name, None) for name in ('_keep_in_fp32_modules', '_keep_in_fp32_modules_strict')

@@ -44,11 +44,7 @@ def base_file(base_dir: str, name: str) -> Path | None:
 
 
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
-    """The base model's tokenizer; None if it has none. Runs on: rank 0.
-
-    Args:
-        **options: Of ``from_pretrained``.
-    """
+    """The base model's tokenizer, by ``from_pretrained``; None if it has none. Runs on: rank 0."""
     if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -79,13 +75,10 @@ _WRITTEN: WeakKeyDictionary[Any, tuple[Any, tuple[_Files, list[str]]]] = WeakKey
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
-    """Write the tokenizer or processor, beside the model's config.json if there is one. Runs on: rank 0.
+    """Write the tokenizer or processor, beside config.json if there is one, and return warnings. Runs on: rank 0.
 
     Args:
         base_dir: Folder or hub name of the base model, used if the tokenizer does not know where it came from.
-
-    Returns:
-        Warnings for the log.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -261,10 +254,7 @@ def _put(files: _Files, folder: Path) -> None:
 
 
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
-    """The tokenizer of the option, else of the run, else of the base model.
-
-    Returns:
-        The tokenizer or None, and warnings.
+    """The tokenizer of the option, else of the run, else of the base model; and warnings.
 
     Raises:
         OptionError: The option names a folder without tokenizer files.

@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 
 
 def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> list[ExportEntry]:
-    """The entries that ``save_pretrained`` would write for these tensors.
+    """The entries that ``save_pretrained`` would write for these tensors, in its order, with the dtypes of the specs.
 
     Args:
         model: The model on the meta device; some conversions read its shapes.
         specs: Specs by name in the model, which may differ from the name in the source.
-
-    Returns:
-        Entries in the order of ``save_pretrained``, with the dtypes of the specs.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -111,11 +108,7 @@ class ConversionGroup:
         self.shapes = shapes
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert gathered tensors, given by source name. Runs on: the rank that writes.
-
-        Raises:
-            ModelError: The outputs have other names or shapes than planned.
-        """
+        """Convert gathered tensors, given by source name. Runs on: the rank that writes."""
         from transformers.core_model_loading import revert_weight_conversion
 
         outputs = revert_weight_conversion(self._model, {n: tensors[s.name] for n, s in self.inputs.items()})

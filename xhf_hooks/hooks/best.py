@@ -74,13 +74,10 @@ class BestMetric(CheckpointHook):
         self._earlier: Sequence[BestSave] = ()
 
     def begin(self, newest: Path | str, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
-        """Take over the scores of earlier saves. Runs on: all ranks, with the same result.
+        """Take over the scores of earlier saves, and return log messages. Runs on: all ranks, with the same result.
 
         Args:
             newest: The folder of the newest save, for the runs that are resumed from this one.
-
-        Returns:
-            Log messages.
 
         Raises:
             TargetError: One that would be replaced belongs to another metric, or has no known score.

@@ -75,11 +75,7 @@ def match_checkpoint(
 def _from_bases(
     meta_model: MetaModel, wanted: Collection[int], dtype: str | None
 ) -> tuple[dict[int, StoredTensor], list[str], list[str]]:
-    """Tensors of the base models, by ``id`` of the meta model's tensor.
-
-    Returns:
-        What was found, names of tensors whose base has no weights, and the folders that were opened.
-    """
+    """Tensors of the base models, by ``id`` of the meta model's; names of those whose base has no weights; folders."""
     found: dict[int, StoredTensor] = {}
     lacking, folders = list[str](), list[str]()
     for folder, names_of in meta_model.bases:

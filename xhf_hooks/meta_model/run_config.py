@@ -56,9 +56,6 @@ def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: P
         given: File given by the user.
         in_checkpoint: The text of the checkpoint's ``meta.cfg``.
         checkpoint: The tag folder or file; configs beside it are read.
-
-    Raises:
-        ConfigError: The config cannot be read.
     """
     if given is not None:
         return _read(given)
@@ -89,11 +86,7 @@ def _read(file: Path) -> RunConfig:
 
 
 def required(value: Any, what: str, where: str) -> Any:
-    """Return a value of the config that must be there.
-
-    Raises:
-        ConfigError: It is missing, or not a plain value.
-    """
+    """Return a value of the config that must be there."""
     if isinstance(value, Unread):
         raise ConfigError(
             f'{where}, line {value.line}: {what} is {value.text!r}, which is not run; give --config the config that '
@@ -118,9 +111,6 @@ class _Imported(str):
 
 def parse_config(text: str, where: str) -> dict[str, Any]:
     """The config's fields.
-
-    Args:
-        where: Its file, for messages.
 
     Raises:
         ConfigError: It is not Python, or inherits from another config.

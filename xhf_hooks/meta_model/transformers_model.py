@@ -122,11 +122,7 @@ def class_named(name: str | None) -> Any | None:
 
 
 def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
-    """peft's LoraConfig from the options in a run's config.
-
-    Raises:
-        ConfigError: It is another kind of adapter, or peft refuses the options.
-    """
+    """peft's LoraConfig from the options in a run's config."""
     from peft import LoraConfig
 
     kind = str(options.get('type', ''))
@@ -137,11 +133,7 @@ def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
 
 
 def adapter_config_in(folder: Path) -> PeftConfig:
-    """Read the ``adapter_config.json`` in a folder.
-
-    Raises:
-        ConfigError: peft cannot read it, or it is of another kind of adapter.
-    """
+    """Read the ``adapter_config.json`` in a folder."""
     from peft import LoraConfig, PeftConfig
 
     with refused_as(ConfigError, f'{folder}/adapter_config.json: peft cannot read it'):
@@ -156,9 +148,6 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
 
     Without ``target_modules``, all linear layers but the head are adapted, as in XTuner (``find_all_linear_names`` in
     ``model/utils.py``).
-
-    Raises:
-        ConfigError: peft cannot adapt this model as configured.
     """
     from peft import get_peft_model
 

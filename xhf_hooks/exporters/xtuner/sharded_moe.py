@@ -62,9 +62,6 @@ class ShardedMoeExporter(HuggingFaceExporter):
 
     The official class is transformers' own if this version has it, else XTuner's class with
     ``moe_implementation='origin'``, which has the names of the base model's custom code.
-
-    Raises:
-        ModelError: XTuner has no such model.
     """
 
     @classmethod
