@@ -52,7 +52,7 @@ class MetaModel:
         auto_class: str | None = None,
         edit: Callable[[Any], None] = lambda config: None,
     ) -> nn.Module:
-        """Build the model of ``folder``'s edited config.json, and record it as a base while its names match the files."""
+        """Build the model of ``folder``'s edited config, and record it as a base while its names match the files."""
         trust = self.trust_remote_code
         hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why)
         edit(hf_config)
