@@ -45,8 +45,6 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize('case', OTHER_MODELS)
 def test_another_model(trained, tmp_path, capsys, case, given):
     changed, words = OTHER_MODELS[case]
-    layers = json.loads((trained / 'model' / 'config.json').read_text())['num_hidden_layers']
-    assert layers == 2
     base = base_model(trained, tmp_path / 'base', **changed)
     checkpoint = trained / 'iter_5.pth'
     if not given:
@@ -55,7 +53,6 @@ def test_another_model(trained, tmp_path, capsys, case, given):
     assert main([str(checkpoint), str(tmp_path / 'out'), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line and str(base) in line and '--base has to name the model that training started from' in line
-    assert 'model.safetensors is not there' not in line
 
 
 @pytest.mark.parametrize('given', [True, False], ids=['by --base', 'beside it'])
