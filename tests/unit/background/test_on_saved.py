@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import on_saved_family
-from tests.helpers.ranks import HANG_SECS
+from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one, iteration
 from tests.unit.places.test_store_folder import folder as stored_folder  # noqa: F401
 from tests.unit.places.test_store_folder import newest, prefixes, save, url  # noqa: F401
@@ -203,6 +203,20 @@ def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog, monkeypatch
     said = {'it ends': '', 'out of time': 'killed by signal 9', 'training has ended': 'cancelled: training has ended'}
     assert said[how] in caplog.text
     assert members(tmp_path)
+    until(lambda: alive(members(tmp_path)) == [])
+
+
+def _run_family(folder: Path) -> None:
+    run = Run(folder, [*FAMILY, str(folder), '10000'])
+    run.save()
+    run.after.wait(HANG_SECS)
+
+
+def test_nothing_is_left_when_the_run_is_killed(tmp_path):
+    rank = start_process(_run_family, tmp_path)
+    until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
+    rank.kill()
+    rank.join()
     until(lambda: alive(members(tmp_path)) == [])
 
 

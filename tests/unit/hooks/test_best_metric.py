@@ -9,7 +9,7 @@ import pytest
 import torch
 from mmengine.logging import MessageHub
 
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import OptionError, TargetError
 from xhf_hooks.hooks.best import BestMetric, BestSave
 
 
@@ -92,3 +92,22 @@ def test_a_score_comes_back_from_the_manifest(score):
     """Strict JSON has no infinities."""
     manifest = json.dumps(BestMetric('acc', None).facts('acc', score), allow_nan=False).encode()
     assert BestSave.described_by(manifest, 'hf_best') == BestSave('hf_best', 'acc', float(score), None)
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"best": 5}', '{"best": {"metric": "acc", "score": "nan"}}'])
+def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(text, hub):
+    earlier = [BestSave.described_by(text.encode(), 'hf_best', 'best')]
+    with pytest.raises(TargetError, match='hf_best has no recorded score'):
+        BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub)
+    hub.update_info('hf_checkpoint_best_score_acc', 2.5)
+    assert BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 2.5000']
+
+
+def test_the_best_of_all_places_and_the_hub_is_to_be_beaten(hub):
+    best = BestMetric('acc', None)
+    hub.update_info('hf_checkpoint_best_score_acc', 2.5)
+    earlier = [BestSave('hf_best', 'acc', 2.0, 'best'), BestSave('s3://bucket/hf_best', 'acc', 3.0, 'best')]
+    earlier += [BestSave('earlier_run', 'acc', 1.0, None), BestSave('earlier_run', 'loss', 9.0, None)]
+    assert best.begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 3.0000']
+    assert best.improved({'acc': 2.7}, hub) == {}
+    assert best.improved({'acc': 3.1}, hub) == {'acc': 3.1}

@@ -101,3 +101,11 @@ def test_small_slices_of_very_many_ranks_are_gathered():
         assert [group.reads[0].name for group in plan.gathered] == gathered
         pieces = sum(len(p.spread.holders) for at_once in plan.rounds for p in at_once.portions if p.number == 0)
         assert pieces <= plan.nbytes / 4096 + 16 * len(specs)
+
+
+def test_each_file_has_one_owner_and_owners_as_many_bytes():
+    plan = plan_of([spec(f'w{i}', 10 + i) for i in range(17)], shard=100, n_writers=4)
+    owners = {file.name: {place.owner for place in plan.placements if place.file == file.name} for file in plan.files}
+    assert all(len(found) == 1 for found in owners.values())
+    loads = [sum(place.nbytes for place in plan.placements if place.owner == owner) for owner in range(4)]
+    assert max(loads) - min(loads) <= max(file.nbytes for file in plan.files)
