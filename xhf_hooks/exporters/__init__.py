@@ -47,11 +47,7 @@ def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Export
         )
     chosen = accepting[-1]
     given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        if name not in chosen.options:
-            raise OptionError(
-                name,
-                f'None, because {chosen.__name__}, which exports this {type(model).__name__}, has no {name}',
-                value,
-            )
+    for name in (name for name in given if name not in chosen.options):
+        reason = f'because {chosen.__name__}, which exports this {type(model).__name__}, has no {name}'
+        raise OptionError(name, f'None, {reason}', given[name])
     return chosen(model, module, **given)

@@ -137,27 +137,23 @@ class HuggingFaceExporter(Exporter):
         return {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
 
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
-        expected = self._expected_shapes()
-        missing, unexpected = (
-            [name for name in names if not _matches(getattr(self._reference, ignored, None) or (), name)]
-            for names, ignored in (
-                ([n for n in expected if n not in own], '_keys_to_ignore_on_load_missing'),
-                ([n for n in own if n not in expected], '_keys_to_ignore_on_load_unexpected'),
-            )
-        )
-        other_shape = [
-            f'{n} expected {expected[n]}, found {own[n].shape}'
-            for n in own
-            if n in expected and own[n].shape != expected[n]
-        ]
-        wrong = {'missing': missing, 'unexpected': unexpected, 'of other shape': other_shape}
+        expected, reference = self._expected_shapes(), self._reference
+        may_lack = getattr(reference, '_keys_to_ignore_on_load_missing', None) or ()
+        may_have = getattr(reference, '_keys_to_ignore_on_load_unexpected', None) or ()
+        shapes = {n: (shape, own[n].shape) for n, shape in expected.items() if n in own}
+        unexpected = [n for n in own if n not in expected and not _matches(may_have, n)]
+        wrong = {
+            'missing': [n for n in expected if n not in own and not _matches(may_lack, n)],
+            'unexpected': unexpected,
+            'of other shape': [f'{n} expected {one}, found {two}' for n, (one, two) in shapes.items() if one != two],
+        }
         if any(wrong.values()):
             told = '; '.join(f'{what}: {some(names, 5)}' for what, names in wrong.items() if names)
             hint = ''
             if any('lora_' in name for name in unexpected):
                 hint = ' There are LoRA weights outside of a PeftModel; add the adapter with get_peft_model.'
             raise ModelError(
-                f'{type(self._reference).__name__}, which from_pretrained will build, and the trained model at '
+                f'{type(reference).__name__}, which from_pretrained will build, and the trained model at '
                 f'{self._path or "its root"!r} differ: {told}.{hint}'
             )
 

@@ -77,7 +77,7 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
     """Read the headers of the base model's files, from its folder or the local hub cache. Reads no tensors.
 
     Raises:
-        OptionError: It has no safetensors files, or no floats in them.
+        OptionError: It has no safetensors files.
         DamagedError: One of its files cannot be read.
     """
     of_tensor: dict[str, str] = {}
@@ -87,9 +87,7 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
             of_tensor[entry.name] = entry.dtype
             if entry.dtype in _WRITABLE:
                 elements[entry.dtype] += math.prod(entry.shape)
-    if not elements:
-        raise _cannot_tell(f'{base_dir} has no tensor in any of {_WRITABLE}')
-    ((most, _),) = elements.most_common(1)
+    most = max(elements, key=elements.__getitem__, default='F32')
     config = base_file(base_dir, 'config.json')
     content = {} if config is None else strict_json.read(config)
     named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))

@@ -211,7 +211,7 @@ def _base_files(base_dir: str, names: Iterable[str]) -> _Files:
     for name in names:
         path = base_file(base_dir, name)
         if path is not None:
-            home = (Path(base_dir) if Path(base_dir).is_dir() else path.parent).resolve()
+            home = path.parent.resolve()
             home = home.parent.parent if home.parent.name == 'snapshots' else home
             if path.resolve().is_relative_to(home):
                 found[name] = path.read_bytes()
