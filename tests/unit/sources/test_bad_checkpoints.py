@@ -73,10 +73,10 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'another model file at 3': (3, from_another(model3(2), step=6), model3(2), 'global_steps 6'),
     'another stage': (1, from_another(optim(1), stage=2), optim(1), 'ZeRO stage 2'),
     'leftovers of stage 3': (1, from_another(model3(0), stage=3), MODEL, 'files of several runs'),
-    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(0), 'ends within'),
+    'other shape': (1, edit(MODEL, lambda s: shapes(s, 'b.weight', (12,))), optim(0), 'in equal parts'),
     'other shape at 3': (3, edit(model3(0), lambda s: shapes(s, 'b.weight', (99,))), model3(1), 'shapes of parameters'),
     'same size, other shape': (1, edit(MODEL, lambda s: shapes(s, 'a.weight', (3, 5))), MODEL, 'another one in'),
-    'uneven ranks': (1, edit(optim(1), lambda s: fewer(s, FLAT)), optim(0), 'has parts of sizes'),
+    'uneven ranks': (1, edit(optim(1), lambda s: fewer(s, FLAT)), optim(0), 'in equal parts'),
     'short frozen slice': (
         3, edit(model3(1), lambda s: s['frozen_param_fragments'].update(frozen=HALF[0])), model3(1), 'elements'),
     'lost frozen slice': (
