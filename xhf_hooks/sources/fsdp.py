@@ -111,8 +111,8 @@ class Fsdp1Source(Source):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
-        self._place: dict[int, tuple[FullyShardedDataParallel, int]] = {}
-        self._skipped: dict[int, int] = {}  # number of elements before this parameter in the flat parameter
+        #: The FSDP module of a parameter, its number there, and how many elements precede it in the flat parameter
+        self._place: dict[int, tuple[FullyShardedDataParallel, int, int]] = {}
         for module in self._modules:
             self._enter(module)
         super().__init__(model)
@@ -133,8 +133,7 @@ class Fsdp1Source(Source):
         lengths = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=False)
         starts = [end - numel for end, numel, is_padding in lengths if not is_padding]
         for index, (parameter, start) in enumerate(zip(flat._params, starts, strict=True)):
-            self._place[id(parameter)] = (module, index)
-            self._skipped[id(parameter)] = start
+            self._place[id(parameter)] = (module, index, start)
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -144,17 +143,17 @@ class Fsdp1Source(Source):
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if not self._is_sharded(tensor):
             return super()._spread_of(tensor)
-        module, _ = self._place[id(tensor)]
+        module, _, skipped = self._place[id(tensor)]
         if not _is_of_all_ranks(module.process_group):
             return None
         each = module._handle.flat_param._sharded_size.numel()
-        return Spread(math.prod(self._full_shape(tensor)), max(1, each), self._skipped[id(tensor)])
+        return Spread(math.prod(self._full_shape(tensor)), max(1, each), skipped)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
         if not self._is_sharded(tensor):
             return super().local_shard(name, use_fp32_master)
-        module, index = self._place[id(tensor)]
+        module, index, _ = self._place[id(tensor)]
         flat = module._handle.flat_param
         place = flat._shard_param_infos[index]
         if not place.in_shard:
@@ -193,7 +192,7 @@ class Fsdp1Source(Source):
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         if id(tensor) not in self._place:
             return tuple(tensor.shape)
-        module, index = self._place[id(tensor)]
+        module, index, _ = self._place[id(tensor)]
         return tuple(module._handle.flat_param._shapes[index])
 
     def _is_sharded(self, tensor: torch.Tensor) -> bool:

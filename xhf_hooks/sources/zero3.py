@@ -115,8 +115,6 @@ class Zero3Source(Source):
         for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used, since it returns nothing for an
         optimizer that is swapped to NVMe in a pipeline.
         """
-        if not names:
-            return {}
         from deepspeed.accelerator import get_accelerator
 
         device = get_accelerator().current_device_name()

@@ -40,22 +40,20 @@ def _run(folder: Path, report: Report, base: str | None, trust_remote_code: bool
         model, keys = _load_adapter(folder, base, trust_remote_code)
     else:
         model, keys = _load_model(folder, trust_remote_code)
-    name, load_secs = type(model).__name__, time.perf_counter() - started
+    name, secs = type(model).__name__, time.perf_counter() - started
     for kind, names in keys.items():
         if names:
             report.add(PROBLEM, 'load', f'{name}: {len(names)} {kind} keys: {some(sorted(map(str, names)))}')
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, 9)[None] % rows if tokenizer is None else tokenizer(_PROMPT, return_tensors='pt').input_ids
-    started = time.perf_counter()
     needs_more = {'decoder_input_ids': ids} if getattr(model.config, 'is_encoder_decoder', False) else {}
     output = model.eval()(input_ids=ids, **needs_more)
-    forward_secs = time.perf_counter() - started
     if not bool((output[0] if 'logits' not in output else output.logits).isfinite().all()):
         report.add(PROBLEM, 'load', f'{name}: the forward pass returns infinite or NaN values')
     if report.problems('load'):
         return
-    report.add(OK, 'load', f'{name} in {load_secs:.1f} s, forward {forward_secs:.2f} s')
+    report.add(OK, 'load', f'{name} in {secs:.1f} s')
     if hasattr(model, 'generate') and model.can_generate():
         answer = model.generate(input_ids=ids, **_GENERATION)[0].tolist()
         report.add(OK, 'generation', str(answer) if tokenizer is None else repr(tokenizer.decode(answer)))
