@@ -132,12 +132,9 @@ class HuggingFaceExporter(Exporter):
     def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
         return convert_specs(self._reference, own)
 
-    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes that :meth:`_own_names` must return."""
-        return {n: tuple(t.shape) for n, t in module_tensors(self._reference)}
-
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
-        expected, reference = self._expected_shapes(), self._reference
+        reference = self._reference
+        expected = {n: tuple(t.shape) for n, t in module_tensors(reference)}
         may_lack = getattr(reference, '_keys_to_ignore_on_load_missing', None) or ()
         may_have = getattr(reference, '_keys_to_ignore_on_load_unexpected', None) or ()
         shapes = {n: (shape, own[n].shape) for n, shape in expected.items() if n in own}

@@ -24,9 +24,7 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
 from xhf_hooks.exporters.lora import base_path
 from xhf_hooks.exporters.tokenizer import base_file
-from xhf_hooks.exporters.weight_conversion import convert_specs
-from xhf_hooks.format.dtypes import dtype_code
-from xhf_hooks.model import model_class, module_tensors
+from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -60,8 +58,7 @@ class Unfuse:
 class ShardedMoeExporter(HuggingFaceExporter):
     """Writes the official model, with its names and a config without XTuner's options.
 
-    The official class is transformers' own if this version has it, else XTuner's class with
-    ``moe_implementation='origin'``, which has the names of the base model's custom code.
+    XTuner's class with ``moe_implementation='origin'`` has the official names.
     """
 
     @classmethod
@@ -84,31 +81,15 @@ class ShardedMoeExporter(HuggingFaceExporter):
         return warnings
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        from transformers import CONFIG_MAPPING
-
         config = super()._exported_config(own, dtype)
-        official = CONFIG_MAPPING.get(config.model_type)
-        if official is None:
-            for name in _XTUNER_OPTIONS:
-                config.__dict__.pop(name, None)
-            return config
-        options = {name: value for name, value in config.to_dict().items() if name not in _XTUNER_OPTIONS}
-        return official.from_dict(options)
+        for name in _XTUNER_OPTIONS:
+            config.__dict__.pop(name, None)
+        return config
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        official = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        if official:
-            return build_on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
         config = copy.deepcopy(config)
         config.moe_implementation = 'origin'
         return build_on_meta(model_class(self._model), config)
-
-    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names in the checkpoint: transformers 5 also fuses experts in memory, but differently."""
-        specs = {n: TensorSpec(n, tuple(t.shape), dtype_code(t.dtype)) for n, t in module_tensors(self._reference)}
-        return {entry.hf_name: entry.shape for entry in convert_specs(self._reference, specs)}
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """The official names; the specs of an expert's parts have the source name of the fused tensor."""
