@@ -79,11 +79,11 @@ def test_a_reader_never_finds_the_name_missing(folder):
 
     reader = threading.Thread(target=poll, daemon=True)
     reader.start()
-    for number in range(2, 27):
+    for number in range(2, 14):
         commit_one(folder, number)
     ended.set()
     reader.join()
-    assert missed == [] and content(folder.final) == 26
+    assert missed == [] and content(folder.final) == 13
 
 
 @pytest.mark.parametrize(
