@@ -36,23 +36,13 @@ def pins(file: str, applicable: bool = True) -> dict[str, set[str]]:
     return found
 
 
-def deviations(installed: dict[str, str], locked: dict[str, set[str]]) -> dict[str, str]:
-    """What a lock file does not have, or has in another version. The two builds of torch are one version."""
-    return {
-        name: version
-        for name, version in installed.items()
-        if name not in NOT_LOCKED and version.partition('+')[0] not in locked.get(name, set())
-    }
-
-
-def installed_here() -> dict[str, str]:
-    folders = {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}
-    return {canonicalize_name(found.metadata['Name']): found.version for found in distributions(path=list(folders))}
-
-
 def test_all_that_is_installed_is_locked():
-    found = deviations(installed_here(), pins(f'{THIS_STACK}.lock.txt'))
-    assert found == {}, f'not as in requirements/{THIS_STACK}.lock.txt: remove .venv*, or run tools/lock.sh'
+    """The two builds of torch are one version."""
+    locked = pins(f'{THIS_STACK}.lock.txt')
+    found = distributions(path=list({sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}))
+    installed = {canonicalize_name(one.metadata['Name']): one.version.partition('+')[0] for one in found}
+    others = {n: v for n, v in installed.items() if n not in NOT_LOCKED and v not in locked.get(n, ())}
+    assert others == {}, f'not as in requirements/{THIS_STACK}.lock.txt: remove .venv*, or run tools/lock.sh'
 
 
 @pytest.mark.parametrize('stack', STACKS)

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import itertools
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -49,16 +49,8 @@ def test_any_offset_and_length_by_several_threads(tmp_path, how):
     order.shuffle(parts)
     create_file(tmp_path / 'file', b'', len(content))
     file = OutputFile(tmp_path / 'file', **how)
-
-    def write(some):
-        for start, end in some:
-            file.write(memoryview(content)[start:end], start)
-
-    threads = [threading.Thread(target=write, args=(parts[i::3],)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda part: file.write(memoryview(content)[slice(*part)], part[0]), parts))
     file.fsync()
     file.close()
     assert (tmp_path / 'file').read_bytes() == content
