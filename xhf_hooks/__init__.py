@@ -14,8 +14,8 @@ from xhf_hooks.installed import __version__
 from xhf_hooks.registry import register_hook
 
 if TYPE_CHECKING:
-    from xhf_hooks.api import save_hf
     from xhf_hooks.hooks import HFCheckpointHook
+    from xhf_hooks.integrations.own_loop import save_hf
 
 __all__ = ['HFCheckpointHook', '__version__', 'save_hf']
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name == 'HFCheckpointHook':
         return _hook()
     if name == 'save_hf':
-        from xhf_hooks.api import save_hf
+        from xhf_hooks.integrations.own_loop import save_hf
 
         return save_hf
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

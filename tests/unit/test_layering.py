@@ -26,7 +26,7 @@ PURE = (
 )
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
-    '__init__', 'hooks', 'integrations', 'cli', 'api', 'manager', 'verify', 'convert', 'save', 'meta_model',
+    '__init__', 'hooks', 'integrations', 'cli', 'manager', 'verify', 'convert', 'save', 'meta_model',
     'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'host_memory',
     'threads', 'registry', 'planning', 'collective', 'format', 'system', 'model', 'installed', 'errors',
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Frontends for trainers other than MMEngine. Each module needs the package that it is named after."""
+"""Frontends for trainers other than MMEngine, and for a loop of your own. The others need the package in their name."""
