@@ -11,8 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from mmengine.config import Config
+from mmengine.registry import HOOKS
 
-from tests.helpers.ranks import run_program
+from tests.helpers.model_folder import save_tokenizer
+from tests.helpers.ranks import run_program, run_ranks
+from xhf_hooks import HFCheckpointHook
+from xhf_hooks.cli import verify
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
@@ -38,7 +43,7 @@ COMMANDS = {
     f'xtuner copy-cfg {XTUNER_CONFIG} .',  # in tests/e2e/xtuner_stack: test_drop_in, test_train
     f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
     f'xhf verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
-    'bash tools/test.sh tests/stress/test_kills.py --times 10',  # once in every run
+    'bash tools/test.sh tests/stress/test_kills.py --times 30',  # once in every run
     'bash tools/test.sh tests/stress/test_network_fs.py --times 2',
     *(f'python tools/bench.py {what}' for what in BENCHMARKS),
     f'{ENTER}-xtuner',
@@ -166,19 +171,11 @@ def test_what_follows_the_demo_works_as_typed(demo_folder, tmp_path):
 
 @pytest.mark.parametrize('words', CONFIG_LINES)
 def test_the_config_lines_configure_the_hook(words):
-    from mmengine.config import Config
-    from mmengine.registry import HOOKS
-
-    from xhf_hooks import HFCheckpointHook
-
     config = Config.fromstring(code(words, CONFIG_LINES[words]), '.py')
     assert isinstance(HOOKS.build(config.custom_hooks[0]), HFCheckpointHook)
 
 
 def test_the_recipe_after_each_save_is_a_command():
-    """It is run by [test_lm_eval], where lm_eval is installed."""
-    from xhf_hooks import HFCheckpointHook
-
     found: dict = {}
     exec(code('lm_eval', 'on-saved.md'), found)
     assert HFCheckpointHook(**{'on_saved': found['on_saved']}).on_saved[-2:] == ('{path}', '{output}/lm_eval')
@@ -190,43 +187,17 @@ def test_the_import_to_change_is_xtuners_name():
     assert before == '-from xtuner.engine.hooks import HFCheckpointHook'
     namespace: dict[str, object] = {}
     exec(after.removeprefix('+'), namespace)
-    from xhf_hooks import HFCheckpointHook
-
     assert namespace['HFCheckpointHook'] is HFCheckpointHook
 
 
-RESUMED_RUN = """
-import sys
-import torch
-from mmengine.model import BaseModel
-from mmengine.runner import Runner
-
-class Model(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(1, 1)
-
-    def forward(self, inputs, mode):
-        return {'loss': self.linear(inputs[0]).sum()}
-
-def train(resume):
-    Runner(
-        Model(),
-        sys.argv[1],
-        train_dataloader=dict(dataset=[dict(inputs=torch.ones(1))] * 2, sampler=dict(type='DefaultSampler')),
-        train_cfg=dict(by_epoch=False, max_iters=2),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
-        resume=resume,
-    ).train()
-
-train(False)
-exec(sys.argv[2])
-train(True)
-"""
-
-
 def test_the_lines_that_let_mmengine_resume(tmp_path):
-    (finished,) = run_program(RESUMED_RUN, tmp_path, code('torch.load', 'getting-started.md'))
+    """Its checkpoints hold its own objects, such as the buffers of its log."""
+    lines = """import sys
+from mmengine.logging import HistoryBuffer
+exec(sys.argv[2])
+torch.save(HistoryBuffer([1.0]), sys.argv[1])
+torch.load(sys.argv[1])"""
+    (finished,) = run_program(lines, tmp_path / 'iter_1.pth', code('torch.load', 'getting-started.md'))
     assert finished.returncode == 0, finished.stderr
 
 
@@ -246,7 +217,7 @@ def test_the_page_of_options_is_made_from_their_descriptions():
     assert (ROOT / 'docs' / 'options.md').read_text() == page()
 
 
-def accelerate_loop(lines: str, folder: Path) -> str:
+def accelerate_loop(lines: str, folder: Path) -> None:
     """The loop of the README at ZeRO-3. Runs on: all ranks.
 
     Without an accelerator Accelerate does not know of the other ranks: each gets all 16 batches.
@@ -258,8 +229,7 @@ def accelerate_loop(lines: str, folder: Path) -> str:
     from tests.helpers.zero_config import zero_config
     from tests.helpers.zoo.llamas import odd_llama
 
-    config = folder / 'zero3.json'
-    config.write_text(json.dumps(zero_config(3)))
+    (folder / 'zero3.json').write_text(json.dumps(zero_config(3)))
     model = odd_llama()
     names = dict(
         model=model,
@@ -267,27 +237,16 @@ def accelerate_loop(lines: str, folder: Path) -> str:
         loader=torch.utils.data.DataLoader(doors.Sequences()),
         tokenizer=AutoTokenizer.from_pretrained(folder / 'tokenizer'),
     )
-    with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true', ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config)):
+    zero3 = dict(ACCELERATE_USE_DEEPSPEED='true', ACCELERATE_DEEPSPEED_CONFIG_FILE=str(folder / 'zero3.json'))
+    with doors.fresh_accelerate(**zero3):
         exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))).replace('500', '3'), names)
-        found = type(names['model']).__name__
-        names['model'].destroy()
-    return found
 
 
 def test_the_accelerate_loop_saves(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from tests.helpers.assert_intact import assert_whole
-    from tests.helpers.model_folder import save_tokenizer
-    from tests.helpers.ranks import run_ranks
-
     save_tokenizer(tmp_path / 'tokenizer', 8)
-    assert run_ranks(accelerate_loop, 2, code('Accelerator', 'trainers.md'), tmp_path) == ['DeepSpeedEngine'] * 2
-    assert_whole(tmp_path / 'hf_model')
+    run_ranks(accelerate_loop, 2, code('Accelerator', 'trainers.md'), tmp_path)
+    assert verify.main([str(tmp_path / 'hf_model'), '--load']) == verify.SAME
     assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 15
-    assert AutoTokenizer.from_pretrained(tmp_path / 'hf_model').convert_tokens_to_ids('w0') == 4
-    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf_model', output_loading_info=True)
-    assert not any(report.values())
 
 
 def test_the_callback_lines_make_a_callback():
@@ -296,7 +255,7 @@ def test_the_callback_lines_make_a_callback():
     assert type(names['callbacks'][0]).__name__ == 'HFCheckpointCallback'
 
 
-def test_the_example_exporter_is_chosen():
+def test_the_example_exporter_is_chosen(monkeypatch):
     from torch import nn
 
     from tests.helpers.zoo import build
@@ -306,18 +265,13 @@ def test_the_example_exporter_is_chosen():
 
     model = nn.Module()
     model.policy, model.reference = build('llama'), build('llama')
-    before = set(EXPORTERS.module_dict)
-    try:
-        exec(code('class PolicyExporter', 'extending.md'), {})
-        exporter = exporter_for(model, None)
-        assert type(exporter).__name__ == 'PolicyExporter'
-        entries = exporter.entries(source_for(model).specs(), None)
-        assert {read for entry in entries for read in entry.reads} == {
-            f'policy.{name}' for name, _ in model.policy.named_parameters()
-        }
-    finally:
-        for name in set(EXPORTERS.module_dict) - before:
-            del EXPORTERS.module_dict[name]
+    monkeypatch.setattr(EXPORTERS, 'module_dict', dict(EXPORTERS.module_dict))
+    exec(code('class PolicyExporter', 'extending.md'), {})
+    exporter = exporter_for(model, None)
+    assert type(exporter).__name__ == 'PolicyExporter'
+    entries = exporter.entries(source_for(model).specs(), None)
+    names = {f'policy.{name}' for name, _ in model.policy.named_parameters()}
+    assert {read for entry in entries for read in entry.reads} == names
 
 
 @pytest.mark.parametrize('what', sorted(file.stem for file in (ROOT / 'docs' / 'bench').glob('*.json')))
@@ -351,20 +305,15 @@ def test_the_tests_that_are_named_are_there():
     assert len(named) > 40 and not named - there
 
 
-def test_the_benchmark_runs_outside_of_the_environment(monkeypatch, tmp_path):
+def test_the_benchmark_runs_outside_of_the_environment(tmp_path):
     """By its Python's path alone: torchrun and ninja are not on PATH."""
-    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    from bench.ways import FLOOR_SENT
-
     command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.05', '--repeats', '1', '--in-a-row', '1']
     finished = subprocess.run([*command, '--out', str(tmp_path)], cwd=ROOT, env=BARE, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.startswith('0.05 B parameters'), 'what is pasted into the README is the table alone'
-    assert finished.stderr.startswith('[1/') and ' left' in finished.stderr, 'how long it will take'
     (size,) = json.loads((tmp_path / 'save.json').read_text())['sizes']
     share = {way: runs[0]['sent_mb'] * 1e6 / size['nbytes'] for way, runs in size['runs'].items()}
     assert share['xhf_hooks positional, with fsync, as the hook'] < 0.01
-    assert share[FLOOR_SENT] == pytest.approx(0.5, abs=0.01), 'rank 1 sends its half, and nobody anything else'
     assert '<svg' in (tmp_path / 'save.svg').read_text()
 
 

@@ -26,7 +26,6 @@ class HubServer:
         branches: Branches of the only repository; empty if there is no repository.
         tags: Name to files.
         lfs: Contents uploaded outside of commits, by SHA-256.
-        fails: Number of next requests to answer with 500.
     """
 
     url: str = ''
@@ -35,7 +34,6 @@ class HubServer:
     lfs: dict[str, bytes] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
     private: bool = False
-    fails: int = 0
     refuses: bool = False
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
@@ -118,9 +116,6 @@ def hub_server() -> Iterator[HubServer]:
             with lock:
                 if hub.refuses or (TOKEN not in self.headers.get('Authorization', '') and not path.startswith('/lfs/')):
                     status, content = 403, {'error': 'forbidden by the test'}
-                elif hub.fails:
-                    hub.fails -= 1
-                    status, content = 500, {'error': 'failed by the test'}
                 else:
                     status, content = hub.answer(self.command, path, body)
             data = json.dumps(content).encode()

@@ -49,31 +49,16 @@ class Kind:
         return f'{way}_{"zero3" if self.zero3 else "whole"}_{self.signal.name}_{self.victims}'
 
 
-KINDS = [
-    Kind(writer, in_background, zero3, number, victims)
-    for number in (signal.SIGKILL, signal.SIGTERM)
-    for writer in ('stream', 'parallel', 'positional')
-    for in_background in (False, True)
-    for victims in ('all', 'one')
-    for zero3 in (True, False)
-]
-
-
 @dataclass(frozen=True)
 class Death:
-    """The outcome of one life.
+    """The outcome of one life: the last save that a rank saw committed, and what the survivors said.
 
     Attributes:
-        began: The last save that a rank began.
         copied: The last background save for which all ranks had copied their bytes.
-        committed: The last save that a rank saw committed.
-        found: Saves on disk, by name.
     """
 
-    began: int
     copied: int
     committed: int
-    found: dict[str, int]
     survivors: list[str]
 
 
@@ -102,11 +87,10 @@ def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_
     for victim in victims:
         assert victim.exitcode == -kind.signal, f'{kind}: a victim ended with {victim.exitcode}: {said[-3:]}'
     began, committed = (max([n for what, n in said if what == word], default=0) for word in ('began', 'committed'))
-    found = check_all(parent)
-    assert not committed or found.get(NAME, 0) >= committed, f'{kind}: save {committed} is lost, found {found}'
-    assert found.get(NAME, 0) <= began
+    found = check_all(parent).get(NAME, 0)
+    assert committed <= found <= began, f'{kind}: save {committed} is lost, found {found}'
     copied = max([n for what, n in said if what == 'copied' and said.count((what, n)) == WORLD_SIZE], default=0)
-    return Death(began, copied, committed, found, [text for what, text in said if what == 'error'])
+    return Death(copied, committed, [text for what, text in said if what == 'error'])
 
 
 def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:

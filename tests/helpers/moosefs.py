@@ -33,7 +33,7 @@ TOPOLOGY_FILENAME = {{folder}}/mfstopology.cfg
 MATOML_LISTEN_HOST = {_ADDRESS}
 MATOCS_LISTEN_HOST = {_ADDRESS}
 MATOCL_LISTEN_HOST = {_ADDRESS}
-SESSION_SUSTAIN_TIME = {{sustain_secs}}
+SESSION_SUSTAIN_TIME = 60
 """
 )
 _CHUNKS = (
@@ -55,14 +55,9 @@ class Host:
 
     Attributes:
         pid: Process id of its `mfsmount`.
-        mounted: The mount point, the same on every host.
-        cache_secs: How long it caches names and attributes.
     """
 
-    name: str
     pid: int
-    mounted: Path
-    cache_secs: float
 
     def enter(self) -> None:
         """Move this process, which must not have threads yet, to the host. Runs on: a rank."""
@@ -90,38 +85,26 @@ class MooseFS:
         self.mounted = folder / 'mnt'
         self.hosts: dict[str, Host] = {}
 
-    def add_host(self, name: str, cache_secs: float, *options: str) -> Host:
-        """Start one more client.
-
-        Args:
-            options: More options of `mfsmount`.
-
-        Raises:
-            StartError: It does not mount.
-        """
+    def add_host(self, name: str, cache_secs: float) -> Host:
+        """Start one more client."""
         caches = [f'{what}cacheto={cache_secs:g}' for what in ('mfsentry', 'mfsdirentry', 'mfsnegentry', 'mfsattr')]
-        options = (*caches, *options)
         script = 'hostname "$1" && shift && exec "$@"'
-        mount = ['mfsmount', self.mounted, '-f', '-H', _ADDRESS, '-o', ','.join(options)]
+        mount = ['mfsmount', self.mounted, '-f', '-H', _ADDRESS, '-o', ','.join(caches)]
         log = self._folder / f'{name}.log'
         own = ['nsenter', f'--net=/proc/{self._network}/ns/net']
         own += ['unshare', '--mount', '--uts', '--propagation', 'private', 'sh', '-c', script, 'sh', name]
         process = self._running.enter_context(started([*own, *mount], log))
         mounts = Path(f'/proc/{process.pid}/mountinfo')
         wait_until(lambda: f' {self.mounted} ' in mounts.read_text(), process, log, f'{name} mounted')
-        host = Host(name, process.pid, self.mounted, cache_secs)
+        host = Host(process.pid)
         # The server accepts nothing until it knows a disk
         seen = host.sees(self.mounted)
         wait_until(lambda: os.statvfs(seen).f_bavail > 0, process, log, f'{name} had room to write')
-        if not self.hosts:
-            self._keep_one_copy(host)
+        if not self.hosts:  # one copy per file: with a single disk and two, a second writer waits 30 s at each turn
+            inside = ['nsenter', f'--net=/proc/{host.pid}/ns/net', f'--mount=/proc/{host.pid}/ns/mnt']
+            run(*inside, 'mfssetgoal', '1', self.mounted)
         self.hosts[name] = host
         return host
-
-    def _keep_one_copy(self, host: Host) -> None:
-        """Set one copy per file: with a single disk and two copies, a second writer waits 30 s at each turn."""
-        inside = ['nsenter', f'--net=/proc/{host.pid}/ns/net', f'--mount=/proc/{host.pid}/ns/mnt']
-        run(*inside, 'mfssetgoal', '1', self.mounted)
 
 
 def missing() -> str | None:
@@ -137,15 +120,11 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
+def moosefs(folder: Path) -> Iterator[MooseFS]:
     """Run the servers until the block ends, and end all hosts with them.
 
     Args:
         folder: An empty folder on an ordinary disk, for the servers' data and logs.
-        sustain_secs: How long the server keeps locks and the like of a client that no longer responds.
-
-    Raises:
-        StartError: A server does not start.
     """
     (folder / 'mnt').mkdir(parents=True)
     with contextlib.ExitStack() as running:
@@ -165,7 +144,7 @@ def moosefs(folder: Path, sustain_secs: int = 60) -> Iterator[MooseFS]:
         (chunks / 'mfshdd.cfg').write_text(f'{disk}\n')
         for program, where, text in (('mfsmaster', master, _MASTER), ('mfschunkserver', chunks, _CHUNKS)):
             config = where / f'{program}.cfg'
-            config.write_text(text.format(folder=where, sustain_secs=sustain_secs))
+            config.write_text(text.format(folder=where))
             server = running.enter_context(started([*inside, program, '-f', '-c', config, 'start'], where / 'log'))
             ready = f'{program} daemon initialized properly'
             wait_until(partial(_says, where / 'log', ready), server, where / 'log', f'{program} was ready')

@@ -41,9 +41,7 @@ CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_D
 
 
 @contextmanager
-def s3_server(
-    kind: str, folder: Path, port: int | None = None, prefixes: Iterable[str] = (), options: Sequence[str] = ()
-) -> Iterator[S3Server]:
+def s3_server(kind: str, folder: Path, prefixes: Iterable[str] = (), options: Sequence[str] = ()) -> Iterator[S3Server]:
     """Run a server, ``'moto'`` or ``'rclone'``, until the block ends.
 
     Args:
@@ -53,7 +51,7 @@ def s3_server(
             lost (18 of 1350). So these folders exist from the start, and their parents stay.
         options: Added to the command of rclone.
     """
-    port = port or free_port()
+    port = free_port()
     bucket = folder / 'objects' / BUCKET
     bucket.mkdir(parents=True, exist_ok=True)
     for prefix in prefixes:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
 
 def hidden(parent: Path) -> set[str]:
@@ -85,76 +83,25 @@ def test_others_files_survive_a_death_between_moving_and_deleting(tmp_path):
     assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 2}, set())
 
 
-def commit_and_die_while_deleting(final: Path, max_keep: int, unlinks: int) -> None:
-    """Runs in a process of its own: SIGKILL once the last commit has deleted ``unlinks`` files."""
-    folder = CheckpointFolder(final, max_keep)
-    for number in range(1, max_keep + 1):
-        commit_one(folder, number)
-    unlink, done = os.unlink, []
-
-    def unlink_or_die(*args, **kwargs):
-        if len(done) == unlinks:
-            os.kill(os.getpid(), signal.SIGKILL)
-        done.append(args)
-        unlink(*args, **kwargs)
-
-    os.unlink = unlink_or_die
-    commit_one(folder, max_keep + 1)
-
-
-@pytest.mark.parametrize('unlinks', [0, 2, 4])
-@pytest.mark.parametrize('max_keep', [1, 2])
-def test_killed_while_deleting_the_old_one(tmp_path, max_keep, unlinks):
-    """Whatever has a visible name is whole, at once and after the next run's sweep."""
-    work_dir = tmp_path / 'run' / '20240101'
-    work_dir.mkdir(parents=True)
-    process = start_process(commit_and_die_while_deleting, work_dir / 'hf_model', max_keep, unlinks)
-    process.join(HANG_SECS)
-    assert process.exitcode == -signal.SIGKILL
-    newest = max_keep + 1
-    assert visible(work_dir)['hf_model'] == newest
-    sweep_dead_runs(tmp_path / 'run', 'hf_model')
-    found = visible(work_dir)
-    assert found['hf_model'] == newest and len(found) <= max_keep + 1
-    assert hidden(work_dir) == set()
-
-
 # What is not ours is not replaced
 
 
-def foreign_folder(final: Path) -> None:
-    final.mkdir()
-    (final / 'config.json').write_text('{}')
-
-
-def broken_manifest(final: Path) -> None:
-    final.mkdir()
-    (final / 'xhf_manifest.json').write_text('{"format_version": 2, "files": {}, "step": 5}')
-
-
-def symlink(final: Path) -> None:
-    (final.parent / 'elsewhere').mkdir()
-    final.symlink_to(final.parent / 'elsewhere')
-
-
-@pytest.mark.parametrize(
-    ('make', 'words'),
-    [
-        (foreign_folder, 'did not write'),
-        (broken_manifest, 'did not write'),
-        (symlink, 'is not a folder'),
-        (lambda final: final.write_text('mine'), 'is not a folder'),
-    ],
-)
-def test_what_is_not_ours_is_refused(tmp_path, make, words):
+@pytest.mark.parametrize('kind', ['foreign_folder', 'broken_manifest', 'link', 'file'])
+def test_what_is_not_ours_is_refused(tmp_path, kind):
     """And not held: the user clears the place and starts again, in a notebook in the same process."""
     final = tmp_path / 'hf_model'
-    make(final)
-    before = sorted(tmp_path.rglob('*'))
-    refused = CheckpointFolder(final, 1)
-    with pytest.raises(TargetError, match=words):
-        refused.claim()
-    assert sorted(tmp_path.rglob('*')) == before
+    if kind == 'file':
+        final.write_text('mine')
+    elif kind == 'link':
+        final.symlink_to(tmp_path)
+    else:
+        final.mkdir()
+        name = 'config.json' if kind == 'foreign_folder' else 'xhf_manifest.json'
+        (final / name).write_text('{"format_version": 2, "files": {}, "step": 5}')
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(TargetError, match=r'did not write|is not a folder'):
+        CheckpointFolder(final, 1).claim()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
     final.rename(tmp_path / 'moved')
     CheckpointFolder(final, 1).claim()
 

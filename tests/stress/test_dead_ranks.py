@@ -1,18 +1,22 @@
-"""Ranks that die beside a save: the others learn of it at once or within a bound of its own, whoever it was."""
+"""Ranks that die before, during or after a save: the others get an error at once or within a bound, nothing is lost."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from tests.helpers.compare import assert_same_folder_tensors
 from tests.helpers.ranks import run_ranks
-from tests.helpers.zoo.llamas import llama
+from tests.helpers.zoo.llamas import llama, odd_llama
 
 #: Far less than two hours, and far more than what a busy machine needs.
 BOUND_SECS = 60
@@ -20,104 +24,131 @@ BOUND_SECS = 60
 ENDING_SECS = 8
 
 
-def call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
-    """Save, lose a rank between two steps, save; returns what a survivor got. Runs on: all ranks."""
-    import torch.distributed as dist
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    from xhf_hooks import save_hf
+
+def what_came(function: Callable[[], Any]) -> tuple[str, float]:
+    """The error, and after how many seconds."""
     from xhf_hooks.errors import XhfError
 
-    model = llama()
-    save_hf(model, out_dir)
-    dist.barrier()
-    if dist.get_rank() == dead_rank:
-        os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     try:
-        save_hf(model, out_dir)
+        function()
     except XhfError as error:
         return f'{type(error).__name__}: {error}', time.monotonic() - started
-    return 'no error', 0.0
+    return 'no error', time.monotonic() - started
 
 
-def first_call_without(dead_rank: int, out_dir: Path) -> tuple[str, float]:
-    """The same before the first save: the survivors look for a rank that never comes."""
+def assert_missed(found: list[Any], dead_rank: int, said: str = 'lost contact with the other ranks') -> None:
+    for rank in set(range(len(found))) - {dead_rank}:
+        message, seconds = found[rank]
+        assert f'RankLostError: rank {rank} {said}' in message, message
+        assert seconds < BOUND_SECS
+
+
+def lose_while_saving(dead_rank: int, writer: str, owner: str, method: str, root: Path) -> tuple[str, float]:
+    """A rank dies in its third call of a method; in the background if that is one of Collective. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks import collective, save_hf
-    from xhf_hooks.errors import XhfError
+    from tests.helpers.engines import make_saver, save_folder, zero_engine
+    from xhf_hooks import collective, sources
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.planning.types import Step
 
-    model = llama()
-    dist.barrier()
-    if dist.get_rank() == dead_rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    shorter = partial(collective.Collective.__init__, connect_timeout_secs=5.0)
-    try:
-        with mock.patch.object(collective.Collective, '__init__', lambda self: shorter(self)):
-            save_hf(model, out_dir)
-    except XhfError as error:
-        return f'{type(error).__name__}: {error}', time.monotonic() - started
-    return 'no error', 0.0
+    model = odd_llama(bf16=True)
+    if dist.get_rank() == 0:
+        model.save_pretrained(root / 'expected')
+    engine = zero_engine(model, stage=3)
+    save_folder(engine.module, root / 'hf_model')
+    dies_in = {'Collective': collective.Collective, 'Zero3Source': sources.Zero3Source}[owner]
+    calls, real = [], getattr(dies_in, method)
+
+    def third_is_the_last(*args: Any) -> Any:
+        calls.append(1)
+        if dist.get_rank() == dead_rank and len(calls) == 3:
+            die()
+        return real(*args)
+
+    options = dict(bucket_size=4000, writer=writer)
+    if owner == 'Zero3Source':
+        with mock.patch.object(dies_in, method, third_is_the_last):
+            return what_came(lambda: save_folder(engine.module, root / 'hf_model', **options))
+    saver = make_saver(engine, collective.Collective(), in_background=True, **options)
+    saver.prepare()
+    with mock.patch.object(dies_in, method, third_is_the_last):
+        saver.start(CheckpointFolder(root / 'hf_model', 1), Step('iter', 1, 1))
+        return what_came(saver.outcome)
 
 
 @pytest.mark.parametrize(
-    ('call', 'dead_rank', 'said'),
+    ('n_ranks', 'dead_rank', 'writer', 'dies_in'),
     [
-        (call_without, 0, 'lost contact with the other ranks'),
-        (call_without, 1, 'lost contact with the other ranks'),
-        (first_call_without, 0, 'did not find all 2 ranks'),
+        (2, 1, 'gather', ('Zero3Source', '_gather_partitions')),
+        (2, 0, 'parallel', ('Zero3Source', 'local_shard')),
+        (3, 1, 'stream', ('Collective', 'post')),
+        (3, 0, 'stream', ('Collective', 'post')),
     ],
 )
-def test_a_rank_that_died_between_two_saves_or_before_the_first_is_missed(tmp_path, call, dead_rank, said):
-    survivors = run_ranks(call, 2, dead_rank, tmp_path / 'hf_model', expected_deaths={dead_rank}, init='torch')
-    message, seconds = survivors[1 - dead_rank]
-    assert message.startswith(f'RankLostError: rank {1 - dead_rank} {said}'), message
-    assert seconds < BOUND_SECS
+def test_a_rank_that_dies_during_a_save_is_missed_and_nothing_is_lost(tmp_path, n_ranks, dead_rank, writer, dies_in):
+    found = run_ranks(lose_while_saving, n_ranks, dead_rank, writer, *dies_in, tmp_path, expected_deaths={dead_rank})
+    assert_missed(found, dead_rank)
+    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
+    if dead_rank and dies_in[0] == 'Zero3Source':  # rank 0 clears what it staged
+        assert not list(tmp_path.glob('.hf_model.staging*'))
+
+
+def lose_between_saves(dead_rank: int, first: bool, out_dir: Path) -> tuple[str, float]:
+    """A rank dies between two saves, or before the first, when nobody knows it. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+    from xhf_hooks.collective import Collective
+
+    model = llama()
+    if not first:
+        save_hf(model, out_dir)
+    dist.barrier()
+    if dist.get_rank() == dead_rank:
+        die()
+    shorter = partial(Collective.__init__, connect_timeout_secs=5.0)
+    with mock.patch.object(Collective, '__init__', lambda self: shorter(self)):
+        return what_came(lambda: save_hf(model, out_dir))
+
+
+@pytest.mark.parametrize(('dead_rank', 'first'), [(0, False), (1, False), (0, True)])
+def test_a_rank_that_died_between_two_saves_or_before_the_first_is_missed(tmp_path, dead_rank, first):
+    found = run_ranks(
+        lose_between_saves, 2, dead_rank, first, tmp_path / 'hf_model', expected_deaths={dead_rank}, init='torch'
+    )
+    assert_missed(found, dead_rank, 'did not find all 2 ranks' if first else 'lost contact with the other ranks')
 
 
 def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
-    """One dies between two agreements; returns what each survivor got. Runs on: all ranks."""
+    """One dies between two agreements. Runs on: all ranks."""
     import torch.distributed as dist
 
     from xhf_hooks.collective import Collective
-    from xhf_hooks.errors import RankLostError
 
     ranks = Collective()
     ranks.agree('before')
     if dist.get_rank() == dead_rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        for _ in range(3):
-            ranks.agree('after')
-    except RankLostError as error:
-        again = ''
-        try:
-            ranks.agree('again')
-        except RankLostError as second:
-            again = str(second)
-        return f'{error} / {again}', time.monotonic() - started
-    return 'no error', 0.0
+        die()
+    first, seconds = what_came(lambda: [ranks.agree('after') for _ in range(3)])
+    return f'{first} / {what_came(lambda: ranks.agree("again"))[0]}', seconds
 
 
 def test_all_others_learn_of_a_death_at_once_not_its_neighbours_alone():
     found = run_ranks(lose_one_of_many, 7, 5, expected_deaths={5}, init='torch')
-    for rank in set(range(7)) - {5}:
-        message, seconds = found[rank]
-        assert f'rank {rank} lost contact with the other ranks' in message, message
-        assert 'the connection broke earlier' in message, message
-        assert seconds < BOUND_SECS
+    assert_missed(found, 5)
+    assert all('the connection broke earlier' in message for message, _ in filter(None, found))
 
 
 def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
-    """Lose a rank, or have one that never answers, between two iterations; returns what the others got."""
-    import logging
-
+    """Lose a rank, or have one that never answers, between two iterations. Runs on: all ranks."""
     import torch.distributed as dist
 
     from xhf_hooks.background.save_on_signal import SaveRequests
-    from xhf_hooks.errors import RankLostError
     from xhf_hooks.telemetry import RunLog
 
     requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), ['SIGUSR2'])
@@ -126,26 +157,18 @@ def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
     if dist.get_rank() == dead_rank:
         if is_hung:
             time.sleep(3 * ENDING_SECS)
-        os.kill(os.getpid(), signal.SIGKILL)
-    started, outcome = time.monotonic(), 'no error'
-    try:
-        for _ in range(1 if is_hung else 3):
-            requests.is_due()
-    except RankLostError as error:
-        outcome = str(error)
+        die()
+    started = time.monotonic()
+    message, _ = what_came(lambda: [requests.is_due() for _ in range(1 if is_hung else 3)])
     requests.close()
-    return outcome, time.monotonic() - started
+    return message, time.monotonic() - started
 
 
 def test_a_rank_that_died_is_missed_at_the_end_of_the_next_iteration():
-    found = run_ranks(ask_without, 3, 1, False, expected_deaths={1}, init='torch')
-    for rank in (0, 2):
-        message, seconds = found[rank]
-        assert f"rank {rank} lost contact with the other ranks in stage 'save_on_signal'" in message, message
-        assert seconds < BOUND_SECS
+    assert_missed(run_ranks(ask_without, 3, 1, False, expected_deaths={1}, init='torch'), 1)
 
 
 def test_a_rank_that_fails_does_not_wait_for_one_that_hangs():
     """Its question is still in flight, and torch would wait for that."""
-    found = run_ranks(ask_without, 2, 1, True, expected_deaths={1}, init='torch')
-    assert found[0][0] == 'no error' and found[0][1] < 2 * ENDING_SECS
+    message, seconds = run_ranks(ask_without, 2, 1, True, expected_deaths={1}, init='torch')[0]
+    assert message == 'no error' and seconds < 2 * ENDING_SECS

@@ -1,14 +1,20 @@
-"""One rank fails, in each stage: all ranks report the same, nobody hangs, nothing is lost.
+"""Faults under a save, on one rank: all ranks report the same, nobody hangs, nothing is lost.
 
-Calls to the file system that fail are in test_fault_layer.py.
+Calls to the file system fail in the call itself (an LD_PRELOAD library), whoever makes it.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import resource
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,42 +23,99 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
-from tests.helpers.engines import zero_engine
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.assert_intact import check_all, hidden
+from tests.helpers.fault_layer import fault, launch, no_exchange
+from tests.helpers.scenarios import check
 
-#: Stage to (what is made to fail, on which ranks it runs, the writer).
-STAGES = {
-    'specs': ('xhf_hooks.sources.zero3.Zero3Source.specs', 'any', 'stream'),
-    'spread': ('xhf_hooks.sources.zero3.Zero3Source.spread', 'any', 'stream'),
-    'plan': ('xhf_hooks.save.make_plan', 'any', 'stream'),
-    'gather': ('xhf_hooks.sources.zero3.Zero3Source._gather_partitions', 'any', 'gather'),
-    'check': ('xhf_hooks.sources.read.made_from', 'rank 0', 'gather'),
-    'slice': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'stream'),
-    'slice_of_all': ('xhf_hooks.sources.zero3.Zero3Source.local_shard', 'any', 'parallel'),
-    'pack': ('xhf_hooks.sources.send._fill', 'last', 'stream'),
-    'buffers': ('xhf_hooks.sources.send.SliceSender._make_buffers', 'any', 'stream'),
-    'room': ('xhf_hooks.host_memory.BufferPool.take', 'rank 0', 'stream'),
-    'room_of_all': ('xhf_hooks.host_memory.BufferPool.take', 'any', 'parallel'),
-    'write_of_all': ('xhf_hooks.writers.output_file.OutputFile.write', 'any', 'parallel'),
-}
-#: Stage to how many calls of that are fine.
-FINE_BEFORE = {'room': 2, 'room_of_all': 2, 'pack': 1}
 WORLD_SIZE = 3
+LAST = WORLD_SIZE - 1
+EIO, ENOSPC = errno.EIO, errno.ENOSPC
+#: Name to (failing rank, writer, what is made to fail, how many calls of it are fine).
+STAGES = {
+    'specs': (LAST, 'stream', 'xhf_hooks.sources.zero3.Zero3Source.specs', 0),
+    'spread': (LAST, 'stream', 'xhf_hooks.sources.zero3.Zero3Source.spread', 0),
+    'plan': (0, 'stream', 'xhf_hooks.save.make_plan', 0),
+    'gather': (LAST, 'gather', 'xhf_hooks.sources.zero3.Zero3Source._gather_partitions', 0),
+    'check': (0, 'gather', 'xhf_hooks.sources.read.made_from', 0),
+    'slice': (LAST, 'stream', 'xhf_hooks.sources.zero3.Zero3Source.local_shard', 0),
+    'slice_of_all': (0, 'parallel', 'xhf_hooks.sources.zero3.Zero3Source.local_shard', 0),
+    'pack': (LAST, 'stream', 'xhf_hooks.sources.send._fill', 1),
+    'buffers': (0, 'stream', 'xhf_hooks.sources.send.SliceSender._make_buffers', 0),
+    'room': (0, 'stream', 'xhf_hooks.host_memory.BufferPool.take', 2),
+    'room_of_all': (LAST, 'parallel', 'xhf_hooks.host_memory.BufferPool.take', 2),
+}
+#: Name to (failing rank, call, how it ends, on which paths).
+CALLS = {
+    'write_of_rank0': (0, 'pwrite', ENOSPC, '.safetensors'),
+    'write': (1, 'pwrite', EIO, '.safetensors'),
+    'open': (1, 'open', errno.EMFILE, '.safetensors'),
+    'fsync': (1, 'fsync', EIO, '.safetensors'),
+    'allocate': (0, 'fallocate', ENOSPC, '.safetensors'),
+    'manifest': (0, 'write', ENOSPC, 'xhf_manifest.json'),
+    'staging_folder': (0, 'mkdir', errno.EROFS, '.staging'),
+    'rename': (0, 'renameat2', EIO, '.staging'),
+    'rename_aside': (0, 'rename', EIO, '.previous'),
+}
+#: In a file system's answers, by hand; test_network_fs has a real one.
+STALE = [f'{kind}_{writer}' for kind in ('other_file', 'lost_writes') for writer in ('positional', 'parallel')]
+FAULTS = [*STAGES, *CALLS, *STALE]
+#: Beside a folder that is a link.
+ODD_PLACE = "link/mein Lauf 大模型 it's [a] *glob* $HOME %s {x}"
 ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
 
 
-def cases() -> dict[str, tuple[str, int]]:
-    """Name to (stage, failing rank): a stage that only rank 0 runs fails there, another on the last rank, too."""
-    found = {}
-    for stage, (_, where, _) in STAGES.items():
-        ranks = {'rank 0': (0,), 'last': (WORLD_SIZE - 1,), 'any': (0, WORLD_SIZE - 1)}[where]
-        found.update({f'{stage}_on_rank{rank}': (stage, rank) for rank in ranks})
-    return found
+class Run:
+    """Saves of one tiny model at ZeRO-3, numbered. Runs on: all ranks."""
 
+    def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, **options: Any) -> None:
+        import deepspeed
+        import torch
 
-CASES = cases()
+        from tests.helpers.engines import make_saver
+        from tests.helpers.zero_config import zero_config
+        from tests.helpers.zoo.llamas import odd_llama
+        from xhf_hooks.collective import Collective
+        from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+
+        self.collective = Collective(timeout_secs=timeout_secs)
+        with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
+            self.model = odd_llama(tied=True)
+        options = {'bucket_size': 10_000, 'max_shard_size': 30_000, **options}
+        self.saver = make_saver(self.model, self.collective, writer=writer, **options)
+        self.folder = CheckpointFolder(parent / 'hf_model', 1)
+        with self.collective.stage('claim'):
+            if self.collective.rank == 0:
+                self.folder.claim()
+
+    def save(self, number: int, injected: AbstractContextManager[Any] = nullcontext()) -> str:  # noqa: B008
+        """What came of it; empty when all is well."""
+        from tests.helpers.kill_runs import fill
+        from xhf_hooks.errors import XhfError
+        from xhf_hooks.planning.types import Step
+
+        fill(self.model, number)
+        try:
+            if self.saver.plan is None:
+                self.saver.prepare()
+            with injected:
+                self.saver.save(self.folder, Step('iter', number, number))
+        except XhfError as error:
+            return f'{type(error).__name__}: {error}'
+        return ''
+
+    def when_all_are_here(self, look: Callable[..., Any], *args: Any) -> Any:
+        self.collective.agree('test')
+        found = look(*args)
+        self.collective.agree('test')
+        return found
+
+    def found(self) -> dict[str, int]:
+        """Visible saves, each whole and of one save."""
+        return self.when_all_are_here(check_all, self.folder.final.parent)
+
+    def end(self) -> None:
+        self.folder.release()
+        self.collective.close()
 
 
 def failing_after(n_fine: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,116 +125,99 @@ def failing_after(n_fine: int, function: Callable[..., Any]) -> Callable[..., An
     def call(*args: Any, **options: Any) -> Any:
         if next(calls) < n_fine:
             return function(*args, **options)
-        raise OSError(5, 'injected')
+        raise OSError(EIO, 'injected')
 
     return call
 
 
-def fail_once(stage: str, failing_rank: int, root: Path) -> dict[str, Any]:
-    """Save; save again while one rank fails; save a third time. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.collective import Collective
-    from xhf_hooks.errors import AgreedError
-    from xhf_hooks.integrity.manifest import read_commit
-    from xhf_hooks.model import unwrap
-    from xhf_hooks.options import SaveOptions
-    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-    from xhf_hooks.planning.types import Step
-    from xhf_hooks.save import Saver
-
-    model = odd_llama(tied=True, bf16=True)
-    if dist.get_rank() == 0:
-        model.save_pretrained(root / 'expected')
-    engine = zero_engine(model, stage=3)
-    collective = Collective(timeout_secs=60)
-    what, _, writer = STAGES[stage]
-    saver = Saver(unwrap(engine), SaveOptions(bucket_size=10_000, max_shard_size=30_000), collective, writer=writer)
-    folder = CheckpointFolder(root / 'hf_model', max_keep=1)
-    with collective.stage('claim'):
-        saver.prepare()
-        if dist.get_rank() == 0:
-            folder.claim()
-    saver.save(folder, Step('iter', 1, 1))
-    if stage in ('plan', 'spread'):  # a save plans anew only when the model has changed
-        next(engine.module.parameters()).requires_grad_(False)
-    failing = mock.patch(what, failing_after(FINE_BEFORE.get(stage, 0), resolve_name(what)))
-    if dist.get_rank() == failing_rank:
-        failing.start()
-    try:
-        saver.save(folder, Step('iter', 2, 2))
-        message = 'no error'
-    except AgreedError as error:
-        message = str(error)
-    if dist.get_rank() == failing_rank:
-        failing.stop()
-    dist.barrier()  # rank 0 has cleared what it staged
-    kept = read_commit(folder.final).step
-    leftovers = sorted(path.name for path in root.iterdir())
-    dist.barrier()
-    saver.save(folder, Step('iter', 3, 3))
-    folder.release()
-    collective.close()
-    engine.destroy()
-    then = read_commit(folder.final).step.number
-    return {'message': message, 'kept': kept.number, 'leftovers': leftovers, 'then': then}
+def another_file(self: Any, plan: Any, folder: Path, made: Any) -> None:
+    """As a stale cache of names does: the name stands for another file, of the same size."""
+    for name, identity in made.items():
+        (folder / name).rename(folder / f'{name}.real')
+        with (folder / name).open('wb') as file:
+            file.truncate(identity.nbytes)
+    self._folder, self._made = folder, made
 
 
-def other_model_on_one_rank(root: Path) -> str:
-    """Runs on: all ranks."""
-    import torch.distributed as dist
+def save_fail_save(parent: Path, name: str) -> dict[str, Any]:
+    """Save, save again while one rank fails, save a third time. Runs on: all ranks."""
+    rank, writer, injected, verify = fault_of(name)
+    run = Run(parent, writer, verify=verify)
+    first = run.save(1)
+    if name in ('plan', 'spread'):  # a save plans anew only when the model has changed
+        run.saver._specs = None
+    with no_exchange() if name == 'rename_aside' else nullcontext():
+        message = run.save(2, injected if run.collective.rank == rank else nullcontext())
+    report = dict(message=message, kept=run.found(), left=run.when_all_are_here(hidden, parent))
+    report |= dict(saved=(first, run.save(3)), found=run.found())
+    run.end()
+    return report
 
-    from tests.helpers.engines import save_folder
-    from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.errors import PlanError
 
-    model = odd_llama(tied=dist.get_rank() == 1)
-    with pytest.raises(PlanError) as caught:
-        save_folder(model, root / 'hf_model')
-    return str(caught.value)
+def fault_of(name: str) -> tuple[int, str, AbstractContextManager[Any], str]:
+    """The failing rank, the writer, the fault, and how the save is verified."""
+    if name in STAGES:
+        rank, writer, what, n_fine = STAGES[name]
+        return rank, writer, mock.patch(what, failing_after(n_fine, resolve_name(what))), 'sizes'
+    if name in CALLS:
+        rank, call, outcome, path = CALLS[name]
+        return rank, 'positional', fault(call, path, outcome), 'sizes'
+    kind, writer = name.rsplit('_', 1)
+    if kind == 'other_file':
+        return LAST, writer, mock.patch('xhf_hooks.writers.writer.Writer.open', another_file), 'sizes'
+    return LAST, writer, mock.patch('xhf_hooks.writers.output_file.os.pwrite', lambda fd, data, _: len(data)), 'full'
 
 
-def full_disk_in_the_middle(disk: Path, can_reserve: bool) -> dict[str, Any]:
+def removed(parent: Path) -> dict[str, Any]:
+    """Staging, then the newest save, then the whole folder is removed by somebody else. Runs on: all ranks."""
+    from xhf_hooks.writers.output_file import OutputFile
+
+    run, report = Run(parent), {}
+    run.save(1)
+    write = OutputFile.write
+
+    def write_and_remove(self: OutputFile, *args: Any) -> None:
+        write(self, *args)
+        if run.collective.rank == 1:
+            for staging in parent.glob('.hf_model.staging-*'):
+                shutil.rmtree(staging, ignore_errors=True)
+
+    report['staging'] = run.save(2, mock.patch.object(OutputFile, 'write', write_and_remove)), run.found()
+    for number, gone in ((3, run.folder.final), (4, parent)):
+        run.when_all_are_here(shutil.rmtree if run.collective.rank == 1 else str, gone)
+        report[gone.name] = run.save(number), run.found()
+    run.end()
+    return report
+
+
+def full_disk(parent: Path, can_reserve: bool) -> dict[str, Any]:
     """The disk fills up while a save is written. Runs on: all ranks.
 
     Args:
         can_reserve: The file system can give a file its room before it is written; else fallocate says that it cannot.
     """
-    import torch.distributed as dist
-
-    from tests.helpers.engines import save_folder
-    from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.errors import AgreedError
-    from xhf_hooks.integrity.manifest import read_commit
     from xhf_hooks.writers.writer import Writer
 
-    engine = zero_engine(odd_llama(bf16=True), stage=3)
-    save_folder(engine.module, disk / 'hf_model')
+    run = Run(parent, 'stream')
+    first = run.save(1)
+    write, n_written = Writer.write, itertools.count()
 
     def fill_disk_and_write(self: Writer, chunk: Any) -> None:
         if next(n_written) == 1:
-            _fill(disk, leave_nbytes=ROOM_FOR_MANIFEST)
+            _fill(parent.parent / 'filler', leave_nbytes=ROOM_FOR_MANIFEST)
         write(self, chunk)
 
-    write, n_written = Writer.write, itertools.count()
     reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.fallocate.function', None)
-    with mock.patch.object(Writer, 'write', fill_disk_and_write), reserving:
-        try:
-            save_folder(engine.module, disk / 'hf_model')
-            message = 'no error'
-        except AgreedError as error:
-            message = str(error)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (disk / 'filler').unlink()
-        assert_whole(disk / 'hf_model')
-    engine.destroy()
-    return {'message': message, 'kept': read_commit(disk / 'hf_model').step, 'free': os.statvfs(disk).f_bavail}
+    with reserving:
+        message = run.save(2, mock.patch.object(Writer, 'write', fill_disk_and_write))
+    run.when_all_are_here((parent.parent / 'filler').unlink if run.collective.rank == 0 else str)
+    report = dict(first=first, message=message, found=run.found())
+    run.end()
+    return report
 
 
-def _fill(disk: Path, leave_nbytes: int) -> None:
-    with (disk / 'filler').open('wb', buffering=0) as file:
+def _fill(filler: Path, leave_nbytes: int) -> None:
+    with filler.open('wb', buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
@@ -179,61 +225,215 @@ def _fill(disk: Path, leave_nbytes: int) -> None:
             file.truncate(file.tell() - leave_nbytes)
 
 
+def odd_place(parent: Path) -> dict[str, int]:
+    """Below a link, under a name with all kinds of characters. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        (parent / 'real').mkdir(parents=True)
+        (parent / 'link').symlink_to('real')
+    dist.barrier()
+    run = Run(parent / ODD_PLACE)
+    assert run.save(1) == run.save(2) == ''
+    found = run.found()
+    run.end()
+    return found
+
+
+def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
+    """A group's folder, and a umask for it; what each path gets. Runs on: all ranks."""
+    import torch.distributed as dist
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    if dist.get_rank() == 0:
+        parent.mkdir()
+        os.chown(parent, -1, 12_345)
+        parent.chmod(0o2775)
+    dist.barrier()
+    before = os.umask(0o002)
+    try:
+        run = Run(parent)
+        tokenizer = Tokenizer(models.WordLevel({'a': 0}, unk_token='a'))
+        run.saver.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        assert run.save(1) == ''
+        run.collective.agree('test')
+        paths = [run.folder.final, *run.folder.final.rglob('*')]
+        run.end()
+    finally:
+        os.umask(before)
+    return {(path.name, oct(path.stat().st_mode & 0o7777), path.stat().st_gid, path.is_dir()) for path in paths}
+
+
+def refused(finals: list[Path], user: int = 0) -> list[str]:
+    """Errors of saves to these folders by this user. Runs on: all ranks."""
+    from tests.helpers.engines import save_folder
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks.errors import XhfError
+
+    messages = []
+    with _as_user(user):
+        for final in finals:
+            try:
+                save_folder(odd_llama(), final)
+                messages.append('')
+            except XhfError as error:
+                messages.append(f'{type(error).__name__}: {error}')
+    return messages
+
+
+@contextmanager
+def _as_user(user: int) -> Iterator[None]:
+    os.setegid(user)
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+def few_open_files(parent: Path) -> list[str]:
+    """A file for each tensor, with a low soft limit, then with a low hard one, for good. Runs on: all ranks."""
+    from tests.helpers.engines import make_saver
+
+    run, messages = Run(parent), []
+    assert run.save(1) == ''  # whatever is imported and connected first
+    n_open = len(os.listdir('/proc/self/fd'))
+    for number, hard in enumerate([4096, n_open + 8], start=2):
+        run.saver = make_saver(run.model, run.collective, writer='positional', max_shard_size=100)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 8, hard))
+        messages.append(run.save(number))
+    assert run.found() == {'hf_model': 2}
+    return messages
+
+
+def late(parent: Path) -> list[Any]:
+    """The last rank comes later than the others wait; nothing is lost. Runs on: all ranks."""
+    run = Run(parent, timeout_secs=10)
+    messages: list[Any] = [run.save(1)]
+    gave_up = parent / '.gave_up'
+    while run.collective.rank == LAST and not gave_up.exists():
+        time.sleep(0.05)
+    messages.append(run.save(2))
+    gave_up.touch()
+    run.folder.release()
+    return [*messages, check_all(parent)]
+
+
+def other_model(parent: Path) -> str:
+    """Another one on one rank. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from tests.helpers.engines import save_folder
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks.errors import PlanError
+
+    with pytest.raises(PlanError) as caught:
+        save_folder(odd_llama(tied=dist.get_rank() == 1), parent / 'hf_model')
+    return str(caught.value)
+
+
+def scenarios(root: Path) -> dict[str, Callable[[], Any]]:
+    """All of this module, for one launch."""
+    found: dict[str, Callable[[], Any]] = {name: partial(save_fail_save, root / name, name) for name in FAULTS}
+    for one in (removed, odd_place, permissions, other_model, late):
+        found[one.__name__] = partial(one, root / one.__name__)
+    found['other_user'] = partial(refused, [root / 'other_user' / 'run' / 'hf_model'], 65_534)
+    found['long_names'] = partial(refused, [root / name for name in ('n' * 240, 'ü' * 120, 'n' * 231)])
+    for can_reserve in (False, True):
+        found[f'full_disk_{can_reserve}'] = partial(full_disk, root / 'disk' / str(can_reserve), can_reserve)
+    found['few_open_files'] = partial(few_open_files, root / 'few_open_files')  # last, since the limit stays
+    return found
+
+
 @pytest.fixture(scope='module')
-def small_disk(tmp_path_factory):
-    """A real file system of 1 MB."""
-    import subprocess
-
-    disk = tmp_path_factory.mktemp('small_disk')
-    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', disk], check=True)
-    yield disk
-    subprocess.run(['umount', disk], check=True)
-
-
-@pytest.fixture(scope='module')
-def failed(tmp_path_factory, small_disk):
+def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('faults')
-    scenarios = {name: partial(fail_once, stage, rank, root / name) for name, (stage, rank) in CASES.items()}
-    scenarios |= {
-        'other_model': partial(other_model_on_one_rank, root),
-        'full_disk': partial(full_disk_in_the_middle, small_disk, can_reserve=False),
-        'full_disk_but_reserved': partial(full_disk_in_the_middle, small_disk, can_reserve=True),
-    }
-    return root, run_scenarios(scenarios, WORLD_SIZE)
+    for folder in (root, *root.parents[:2]):  # pytest's own, which nobody else may enter
+        folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
+    (root / 'other_user').mkdir(mode=0o755)
+    (root / 'disk').mkdir()
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', root / 'disk'], check=True)
+    try:
+        yield launch(__name__, root, tmp_path_factory.mktemp('layer'), WORLD_SIZE)
+    finally:
+        subprocess.run(['umount', root / 'disk'], check=True)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_every_rank_reports_the_same_and_nothing_is_lost(failed, name):
-    from transformers import LlamaForCausalLM
-
-    root, results = failed
-    _, failing_rank = CASES[name]
-    reports = check(results, name)
-    messages = {report['message'] for report in reports}
-    assert len(messages) == 1, messages
-    message = messages.pop()
-    assert f'rank {failing_rank}: OSError' in message and 'injected' in message
-    assert all(f'rank {other}:' not in message for other in range(WORLD_SIZE) if other != failing_rank)
-    assert {report['kept'] for report in reports} == {1}
-    assert not any(name.startswith('.hf_model.staging') for report in reports for name in report['leftovers'])
-    assert {report['then'] for report in reports} == {3}
-    assert_same_folder_tensors(root / name / 'expected', root / name / 'hf_model')
-    assert_loads_clean(root / name / 'hf_model', LlamaForCausalLM)
+def of_all_ranks(results: Any, name: str) -> Any:
+    """What each rank found, which must be the same."""
+    first, *others = check(results, name)
+    assert all(other == first for other in others), (first, others)
+    return first
 
 
-def test_different_models_are_named_on_both_sides(failed):
-    messages = set(check(failed[1], 'other_model'))
-    assert len(messages) == 1
-    assert 'differs between ranks 0 and [1]' in messages.pop()
+@pytest.mark.parametrize('name', FAULTS)
+def test_every_rank_gets_the_error_and_nothing_is_lost(results, name):
+    report = of_all_ranks(results, name)
+    assert report['message'].startswith('AgreedError') and all(words in report['message'] for words in said(name))
+    assert (report['kept'], report['left']) == ({'hf_model': 1}, [])
+    assert (report['saved'], report['found']) == (('', ''), {'hf_model': 3})
 
 
-def test_full_disk_keeps_the_previous_save(failed):
-    reports = check(failed[1], 'full_disk')
-    assert len({report['message'] for report in reports}) == 1
-    assert "stage 'write'" in reports[0]['message'] and 'No space left on device' in reports[0]['message']
-    assert all(report['kept'] is not None for report in reports)
+def said(name: str) -> tuple[str, ...]:
+    if name in STAGES:
+        return f'rank {STAGES[name][0]}: OSError', 'injected'
+    if name in CALLS:
+        return f'rank {CALLS[name][0]}: OSError', os.strerror(CALLS[name][2])
+    if name.startswith('other_file'):
+        return "stage 'write' failed", 'which rank 0 has made', "writer='stream'"
+    return "stage 'commit' failed", 'rank 0:'
 
 
-def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(failed):
+def test_folders_removed_under_a_save(results):
+    report = of_all_ranks(results, 'removed')
+    message, found = report.pop('staging')
+    assert message.startswith('AgreedError') and found == {'hf_model': 1}
+    assert report == {'hf_model': ('', {'hf_model': 3}), 'removed': ('', {'hf_model': 4})}
+
+
+def test_a_full_disk_keeps_the_previous_save(results):
+    report = of_all_ranks(results, 'full_disk_False')
+    assert "stage 'write'" in report['message'] and 'No space left on device' in report['message']
+    assert report['found'] == {'hf_model': 1}
+
+
+def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(results):
     """The room of the weights was reserved before the first byte."""
-    assert {report['message'] for report in check(failed[1], 'full_disk_but_reserved')} == {'no error'}
+    assert of_all_ranks(results, 'full_disk_True') == {'first': '', 'message': '', 'found': {'hf_model': 2}}
+
+
+def test_odd_places(results):
+    assert of_all_ranks(results, 'odd_place') == {'hf_model': 2}
+
+
+def test_files_get_the_modes_and_the_group_that_the_user_wants(results):
+    found = of_all_ranks(results, 'permissions')
+    assert {name for name, *_ in found} >= {'config.json', 'tokenizer.json', 'xhf_manifest.json', 'hf_model'}
+    wanted = {True: ('0o2775', 12_345), False: ('0o664', 12_345)}
+    assert [one for one in found if one[1:3] != wanted[one[3]]] == []
+
+
+def test_a_user_who_may_not_write_is_told_before_training(results):
+    (message,) = of_all_ranks(results, 'other_user')
+    assert message.startswith('AgreedError') and 'Permission denied' in message and 'set out_dir' in message
+
+
+def test_a_name_that_is_too_long_is_told_before_training(results):
+    *long, fits = of_all_ranks(results, 'long_names')
+    assert fits == '' and all('TargetError' in message and 'out_dir' in message for message in long)
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_named(results):
+    soft, hard = of_all_ranks(results, 'few_open_files')
+    assert soft == '' and 'LimitError' in hard and 'files of weights' in hard and 'ulimit -Hn' in hard
+
+
+def test_a_rank_that_is_too_late(results):
+    for first, second, found in check(results, 'late'):
+        assert first == '' and 'RankLostError' in second and found == {'hf_model': 1}
+
+
+def test_different_models_are_named_on_both_sides(results):
+    assert 'differs between ranks 0 and [1]' in of_all_ranks(results, 'other_model')

@@ -6,21 +6,25 @@ judged. With ``--times 2`` the saves in a row are made twice.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.conftest import NOT_TESTED
-from tests.helpers import lost_hosts
 from tests.helpers import network_saves as saves
-from tests.helpers.moosefs import MooseFS, missing, moosefs
-from tests.helpers.network_saves import NAME, Way, judged
+from tests.helpers.assert_intact import check_all
+from tests.helpers.kill_runs import NAME, tiny_model
+from tests.helpers.moosefs import Host, MooseFS, missing, moosefs
+from tests.helpers.network_saves import Way, look
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scenarios import check
+from tests.helpers.scenarios import check, run_scenarios_on_rank
 
 pytestmark = pytest.mark.skipif(
     missing() is not None, reason=f'{NOT_TESTED}saves on a network file system: {missing()}'
@@ -28,20 +32,10 @@ pytestmark = pytest.mark.skipif(
 
 CACHE_SECS = 60.0
 #: Hosts of ranks 0, 1, ..., and how they save five times in a row.
-ROWS: dict[str, tuple[tuple[str, ...], list[Way]]] = {
-    'two_hosts': (
-        ('host0', 'host1'),
-        [
-            *(Way(writer, door) for writer in saves.WRITERS for door in saves.DOORS),
-            *(Way(writer, door, 2) for writer, door in zip(saves.WRITERS, ('run', 'call', 'async'), strict=True)),
-        ],
-    ),
-    'three_hosts': (
-        ('host0', 'host1', 'host2'),
-        [Way(writer, door) for writer in saves.WRITERS for door in ('call', 'async')],
-    ),
-    'rank_0_caches': (('host0', 'uncached'), [Way('positional', 'call'), Way('parallel', 'async')]),
-    'rank_1_caches': (('uncached', 'host1'), [Way('positional', 'run'), Way('parallel', 'call', 2)]),
+ROWS: dict[tuple[str, ...], list[Way]] = {
+    ('host0', 'host1'): [Way(writer, door, 1 + (door == 'run')) for writer in saves.WRITERS for door in saves.DOORS],
+    ('host0', 'host1', 'host2'): [Way('positional', 'async'), Way('parallel', 'call'), Way('stream', 'run', 2)],
+    ('uncached', 'host1'): [Way('positional', 'run'), Way('parallel', 'call', 2)],
 }
 NUMBERS = range(1, 6)
 #: A run is killed before its n-th rename of the third save.
@@ -64,21 +58,21 @@ def new_folder(fs: MooseFS, name: str) -> Path:
     return fs.mounted / name
 
 
+def on_hosts(hosts: Sequence[Host], function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` on the host of this rank, in a process group. Runs on: all ranks, with ``init=None``."""
+    hosts[int(os.environ['RANK'])].enter()
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend='gloo')
+    return function(*args)
+
+
 def launch(fs: MooseFS, names: Sequence[str], function: Any, *args: Any, **options: Any) -> list[Any]:
     """`run_ranks`, with each rank on the host of that name."""
     hosts = [fs.hosts[name] for name in names]
-    return run_ranks(saves.on_hosts, len(hosts), hosts, function, *args, init=None, **options)
-
-
-def look(fs: MooseFS, parent: Path, number: int) -> saves.Seen:
-    return judged(fs.hosts['judge'].sees(parent), number)
-
-
-def assert_sound(seen: saves.Seen, leftovers: Sequence[str] = ()) -> None:
-    assert seen.damage == [] and seen.leftovers == list(leftovers), seen
-
-
-# The component itself
+    return run_ranks(on_hosts, len(hosts), hosts, function, *args, init=None, **options)
 
 
 def test_a_host_believes_an_old_name(fs):
@@ -97,19 +91,46 @@ def test_a_host_believes_an_old_name(fs):
 # A host that dies. First here, since the server takes two minutes to notice
 
 
+def save_until_death(host: Host, parent: Path) -> str:
+    """Save twice; in a third save the host of rank 0 dies. Runs on: all ranks; returns a survivor's error.
+
+    It dies before it writes: after a write, the server lets nobody else write there for two minutes.
+    """
+    import torch.distributed as dist
+
+    from xhf_hooks.errors import XhfError
+    from xhf_hooks.writers.output_file import OutputFile
+
+    model, way = tiny_model(zero3=True), Way('positional', 'call')
+    for number in (1, 2):
+        saves.call_save(model, way, parent, number)
+    write = OutputFile.write
+
+    def write_or_die(self: OutputFile, *args: Any) -> None:
+        if dist.get_rank() == 0:
+            host.die()
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, *args)
+
+    with mock.patch.object(OutputFile, 'write', write_or_die):
+        try:
+            saves.call_save(model, way, parent, 3)
+        except XhfError as error:
+            return f'{type(error).__name__}: {error}'
+    return 'no error'
+
+
 @pytest.fixture(scope='module')
 def without_host_of_rank_0(fs):
     parent = new_folder(fs, 'rank_0_died')
-    said = launch(
-        fs, ('doomed0', 'host1'), lost_hosts.save_until_death, fs.hosts['doomed0'], 0, parent, expected_deaths={0}
-    )
-    return parent, said
+    said = launch(fs, ('doomed0', 'host1'), save_until_death, fs.hosts['doomed0'], parent, expected_deaths={0})
+    return parent, said[1]
 
 
 def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs, without_host_of_rank_0):
     parent, said = without_host_of_rank_0
-    assert said[0] is None and said[1].startswith('RankLostError'), said
-    assert look(fs, parent, 2).damage == []
+    assert said.startswith('RankLostError'), said
+    assert check_all(fs.hosts['judge'].sees(parent)) == {NAME: 2}
 
 
 # Five in a row
@@ -118,57 +139,122 @@ def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs, without_host_of
 @pytest.fixture(scope='module')
 def rows(fs, turn):
     results = {}
-    for row, (names, ways) in ROWS.items():
+    for hosts, ways in ROWS.items():
+        folders = {str(way): new_folder(fs, f'{turn}_{"_".join(hosts)}_{way}') for way in ways}
         todo = {
-            str(way): partial(
-                saves.save_in_a_row, way, new_folder(fs, f'{turn}_{row}_{way}'), fs.hosts['judge'], NUMBERS
-            )
+            str(way): partial(saves.save_in_a_row, way, folders[str(way)], NUMBERS, fs.hosts['judge'].sees)
             for way in ways
         }
-        hosts = [fs.hosts[name] for name in names]
-        per_rank = run_ranks(saves.scenarios_on_hosts, len(hosts), hosts, todo, init=None)
-        results |= {(row, name): [outcomes[name] for outcomes in per_rank] for name in todo}
+        per_rank = launch(fs, hosts, run_scenarios_on_rank, todo)
+        results |= {(hosts, name): [outcomes[name] for outcomes in per_rank] for name in todo}
     return results
 
 
-@pytest.mark.parametrize(('row', 'way'), [(row, way) for row, (_, ways) in ROWS.items() for way in ways], ids=str)
-def test_five_saves_in_a_row(rows, row, way):
-    seen = check(rows, (row, str(way)))[0]
-    for one in seen:
-        assert_sound(one)
-    assert [one.number for one in seen] == [*NUMBERS, NUMBERS[-1]]
-    kept = {NAME: NUMBERS[-1]} | {f'{NAME}_iter_{NUMBERS[-2]}': NUMBERS[-2] for _ in range(way.max_keep - 1)}
-    assert seen[-1].folders == kept
+@pytest.mark.parametrize(('hosts', 'way'), [(hosts, way) for hosts, ways in ROWS.items() for way in ways], ids=str)
+def test_five_saves_in_a_row(rows, hosts, way):
+    older = [{f'{NAME}_iter_{n - 1}': n - 1} if way.max_keep == 2 and n > 1 else {} for n in NUMBERS]
+    seen = check(rows, (hosts, str(way)))[0]
+    assert seen[:-1] == [{NAME: n, **more} for n, more in zip(NUMBERS, older, strict=True)]
+    assert seen[-1] == seen[-2]
 
 
 # What a killed run left, found by another host
 
 
+def save_until_rename(before: int, parent: Path) -> None:
+    """Save twice; a third save ends before a rename. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks.errors import XhfError
+
+    model = tiny_model(zero3=True)
+    run = saves.run_of(model, Way('positional', 'run', 2), parent)
+    for number in (1, 2):
+        saves.save_in_run(run, model, number)
+    rename, calls = os.rename, []
+
+    def rename_or_die(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) > before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*args, **kwargs)
+
+    with mock.patch('os.rename', rename_or_die if dist.get_rank() == 0 else rename):
+        try:
+            saves.save_in_run(run, model, 3)
+        except XhfError:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize('before', RENAMES)
 def test_another_host_puts_right_what_a_killed_run_left(fs, before):
     parent = new_folder(fs, f'killed_before_{before}')
-    said = launch(fs, ('host0', 'host1'), lost_hosts.save_until_rename, before, parent, expected_deaths={0, 1})
-    assert said[0] is None, f'the save has fewer than {before + 1} renames'
-    visible = {path.name for path in fs.hosts['judge'].sees(parent).iterdir() if not path.name.startswith('.')}
-    assert visible, 'no save is left'
-    (seen, last), *_ = launch(
-        fs, ('host1', 'host0', 'host2'), saves.save_in_a_row, Way('parallel', 'run', 2), parent, fs.hosts['judge'], [4]
-    )
-    assert_sound(seen)
-    assert_sound(last)
-    assert last.folders[NAME] == 4 and set(last.folders.values()) in ({2, 4}, {3, 4})
+    said = launch(fs, ('host0', 'host1'), save_until_rename, before, parent, expected_deaths={0, 1})
+    assert said == [None, None]
+    assert {path.name for path in fs.hosts['judge'].sees(parent).iterdir() if not path.name.startswith('.')}
+    args = Way('parallel', 'run', 2), parent, [4], fs.hosts['judge'].sees
+    (seen, last), *_ = launch(fs, ('host1', 'host0', 'host2'), saves.save_in_a_row, *args)
+    assert seen == last and seen[NAME] == 4 and set(seen.values()) in ({2, 4}, {3, 4}), seen
 
 
 # Two runs, one folder
 
 
+def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> Any:
+    """Rank 0 is one run, rank 1 another, whose host has cached the lock of a run before both.
+
+    Runs on: all ranks, without a process group.
+    """
+    import torch
+
+    from xhf_hooks.errors import XhfError
+
+    is_first = os.environ['RANK'] == '0'
+    hosts[int(os.environ['RANK'])].enter()
+    torch.set_num_threads(1)
+    model, way = tiny_model(zero3=False), Way('positional', 'run')
+
+    def wait_for(sign: str) -> None:
+        deadline = time.monotonic() + 120
+        while not (signs / sign).exists():
+            assert time.monotonic() < deadline, sign
+            time.sleep(0.02)
+
+    if is_first:
+        older = saves.run_of(model, way, parent)
+        (signs / 'locked').touch()
+        wait_for('looked')
+        older.close()
+        run = saves.run_of(model, way, parent)
+        saves.save_in_run(run, model, 1)
+        (signs / 'saved').touch()
+        wait_for('refused')
+        saves.save_in_run(run, model, 2)
+        run.close()
+        (signs / 'ended').touch()
+        return ''
+    wait_for('locked')
+    assert (parent / f'.{NAME}.lock').exists()
+    (signs / 'looked').touch()
+    wait_for('saved')
+    try:
+        saves.call_save(model, way, parent, 10)
+        message = 'no error'
+    except XhfError as refused:
+        message = str(refused)
+    (signs / 'refused').touch()
+    wait_for('ended')
+    before = look(judge.sees(parent))
+    saves.call_save(model, way, parent, 11)
+    return message, before
+
+
 def test_a_second_run_on_another_host_is_refused_while_the_first_lives(fs, tmp_path):
     parent = new_folder(fs, 'two_runs')
     hosts = [fs.hosts[name] for name in ('host0', 'host1')]
-    seen, (error, last) = run_ranks(lost_hosts.two_runs, 2, hosts, parent, tmp_path, fs.hosts['judge'], init=None)
-    assert 'is in use by' in error
-    for one in (*seen, last):
-        assert_sound(one)
+    _, (message, before) = run_ranks(two_runs, 2, hosts, parent, tmp_path, fs.hosts['judge'], init=None)
+    assert 'is in use by' in message and before == {NAME: 2}
+    assert look(fs.hosts['judge'].sees(parent)) == {NAME: 11}
 
 
 # Last: by now the server may have noticed
@@ -177,15 +263,13 @@ def test_a_second_run_on_another_host_is_refused_while_the_first_lives(fs, tmp_p
 def test_when_the_host_of_rank_0_has_died_another_goes_on(fs, without_host_of_rank_0):
     parent, _ = without_host_of_rank_0
     deadline = time.monotonic() + 300
+    args = Way('positional', 'call'), parent, [4], fs.hosts['judge'].sees
     while True:
         try:
-            (seen, last), _ = launch(
-                fs, ('host1', 'host2'), saves.save_in_a_row, Way('positional', 'call'), parent, fs.hosts['judge'], [4]
-            )
+            seen, _ = launch(fs, ('host1', 'host2'), saves.save_in_a_row, *args)
             break
         except AssertionError as error:
             # The server still keeps the lock of the host that died
             if 'is in use by' not in str(error) or time.monotonic() > deadline:
                 raise
-    assert_sound(seen)
-    assert_sound(last)
+    assert seen == [{NAME: 4}, {NAME: 4}]
