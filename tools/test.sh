@@ -4,7 +4,6 @@
 #     bash tools/test.sh                          everything, as CI does
 #     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit; needs neither root nor Debian packages
 #     bash tools/test.sh --coverage               line coverage of tests/unit
-#     bash tools/test.sh --lm-eval                the test with lm_eval (0.6 GB more in .venv)
 #     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
 #
@@ -21,7 +20,7 @@ source tools/env.sh
 
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,test_both_stacks.py,test_installed.py})
-XTUNERS+=(tests/distributed/test_{any_set,checkpoint_source,convert,equivalence,llava,lora,other_layouts,untouched,zoo}.py)
+XTUNERS+=(tests/distributed/test_{any_set,convert,equivalence,llava,lora,untouched}.py)
 # Runs with object stores go with tests/stress, since that run is shorter
 STORES=(tests/distributed/test_stores.py)
 
@@ -119,12 +118,6 @@ fi
 if [[ ${1-} == --coverage ]]; then
     make_env .venv modern test stores
     measure_coverage
-    exit
-fi
-
-if [[ ${1-} == --lm-eval ]]; then
-    make_env .venv modern test stores lm_eval
-    test_modern tests/e2e/test_lm_eval.py
     exit
 fi
 

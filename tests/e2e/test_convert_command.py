@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.compare import folder_tensors
-from tests.helpers.ranks import HANG_SECS, run_program
+from tests.helpers.ranks import run_program
 from tests.helpers.zoo import build
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
 
@@ -53,16 +52,7 @@ def leftovers(folder: Path) -> list[str]:
 def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
     assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify']) == DONE
     said = capsys.readouterr().out
-    for words in (
-        'found ',
-        'iteration 7',
-        'HuggingFaceExporter',
-        'model.safetensors',
-        'wrote ',
-        'GB/s',
-        'peak extra memory',
-        'verified: all weights were read back',
-    ):
+    for words in ('iteration 7', 'HuggingFaceExporter', 'wrote ', 'verified: all weights were read back'):
         assert words in said
     expected = build('qwen2').state_dict()
     found = folder_tensors(tmp_path / 'out')
@@ -73,16 +63,14 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
     assert leftovers(tmp_path) == ['out']
 
 
-@pytest.mark.parametrize('block_nbytes', [4096, 3 * 4096])
 @pytest.mark.parametrize('dtype', ['keep', 'float16'])
-def test_tensors_larger_than_a_block(trained, tmp_path, capsys, monkeypatch, block_nbytes, dtype):
+def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, dtype):
     """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
     from xhf_hooks.convert import weights
 
     checkpoint = str(trained / 'iter_7.pth')
     assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
-    assert 'verified' not in capsys.readouterr().out
-    monkeypatch.setattr(weights, 'PART_NBYTES', block_nbytes)
+    monkeypatch.setattr(weights, 'PART_NBYTES', 4096)
     options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
     assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE
     whole, cut = folder_tensors(tmp_path / 'whole'), folder_tensors(tmp_path / 'cut')
@@ -130,13 +118,6 @@ def test_out_exists(trained, tmp_path, capsys):
     assert leftovers(tmp_path) == ['out']
 
 
-def test_no_config(trained, tmp_path, capsys):
-    torch.save({'state_dict': {'llm.w': torch.zeros(3)}}, tmp_path / 'iter_7.pth')
-    assert main([str(tmp_path / 'iter_7.pth'), str(tmp_path / 'out')]) == BAD_INPUT
-    said = errors(capsys)
-    assert 'iter_7.pth' in said and '--config' in said and '--base' in said
-
-
 @pytest.mark.parametrize(
     ('options', 'expected'),
     [
@@ -150,23 +131,13 @@ def test_no_config(trained, tmp_path, capsys):
 )
 def test_bad_input(trained, tmp_path, capsys, options, expected):
     config = json.loads((trained / 'base' / 'config.json').read_text())
-    for name, change in (
-        ('OTHER', {'hidden_size': 45}),
-        ('SMALLER', {'num_hidden_layers': 1, 'layer_types': ['full_attention']}),
-    ):
+    smaller = {'num_hidden_layers': 1, 'layer_types': ['full_attention']}
+    for name, change in (('OTHER', {'hidden_size': 45}), ('SMALLER', smaller)):
         (tmp_path / name).mkdir()
         (tmp_path / name / 'config.json').write_text(json.dumps({**config, **change}))
     options = [str(tmp_path / option) if option.isupper() else option for option in options]
-    before = leftovers(tmp_path)
     assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), *options]) == BAD_INPUT
-    assert expected in errors(capsys)
-    assert leftovers(tmp_path) == before
-
-
-def test_not_a_checkpoint(tmp_path, capsys):
-    (tmp_path / 'notes.pth').write_text('not a checkpoint')
-    assert main([str(tmp_path / 'notes.pth'), str(tmp_path / 'out')]) == BAD_INPUT
-    assert 'notes.pth' in errors(capsys)
+    assert expected in errors(capsys) and leftovers(tmp_path) == ['OTHER', 'SMALLER']
 
 
 def test_wrong_usage_is_bad_input():
@@ -234,17 +205,3 @@ def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
     assert main([*arguments, '--verify']) == FAILED
     assert 'differs from what was saved' in errors(capsys)
     assert leftovers(tmp_path) == []
-
-
-def test_the_script_is_the_command():
-    script = Path(__file__).parents[2] / 'tools' / 'convert.py'
-    finished = subprocess.run([sys.executable, script, '--help'], capture_output=True, text=True, timeout=HANG_SECS)
-    assert finished.returncode == 0 and 'xhf-convert' in finished.stdout
-
-
-def test_imports_stay_lean():
-    """Seconds that a conversion would spend in vain; and nothing of deepspeed is needed."""
-    lines = 'import sys, xhf_hooks.convert\nheavy = "deepspeed transformers peft mmengine.hooks mmengine.optim"'
-    lines += '\nprint([name for name in heavy.split() if name in sys.modules])'
-    finished = subprocess.run([sys.executable, '-c', lines], capture_output=True, text=True, timeout=HANG_SECS)
-    assert finished.stdout.splitlines()[-1] == '[]', finished.stderr

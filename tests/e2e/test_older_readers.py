@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoTokenizer
 
 from tests.helpers.overlay import ROOT, overlay_path, run_with_overlay
 from tests.helpers.reader import CHAT, TEXTS, read_processor
@@ -135,15 +134,6 @@ def test_read_by_transformers_4(saved, read, case, version):
     torch.testing.assert_close(found['logits'], logits)
 
 
-@pytest.mark.parametrize('case', CASES)
-def test_read_by_the_installed_transformers(saved, case):
-    folder, _, tokenizer, _ = saved[case]
-    loaded = AutoTokenizer.from_pretrained(folder)
-    assert type(loaded) is type(tokenizer)
-    assert [loaded(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
-    assert loaded.chat_template == tokenizer.chat_template
-
-
 @pytest.mark.parametrize('model', MODELS)
 def test_an_unchanged_tokenizer_is_the_bases_files(saved, model):
     folder, base, _, _ = saved[f'{model}-same']
@@ -178,12 +168,8 @@ def test_processors_are_read_by_transformers_4(processors, read, version):
         assert equal(read[version][str(root / kind)], read_processor(made[kind])), kind
 
 
-def test_processors_are_read_by_the_installed_transformers(processors):
-    from transformers import AutoProcessor
-
-    base, root, made = processors
-    for kind, processor in made.items():
-        assert equal(read_processor(AutoProcessor.from_pretrained(root / kind)), read_processor(processor)), kind
+def test_an_unchanged_processor_is_the_bases_files(processors):
+    base, root, _ = processors
     assert {path.name for path in (root / 'same').iterdir()} == {path.name for path in base.iterdir()}
     assert all((root / 'same' / path.name).read_bytes() == path.read_bytes() for path in base.iterdir())
 

@@ -41,14 +41,12 @@ class Found:
         exporter: The name of the exporter's class, or why there is none.
         reads: The tensors that go out.
         trained: The tensors that the optimizer moves.
-        names: Of what goes out, relative to the checkpoint: file set and tensor.
     """
 
     model: str
     exporter: str
     reads: frozenset[str]
     trained: frozenset[str]
-    names: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ def _choose(model: nn.Module) -> Found:
         chosen,
         frozenset(name for entry in entries for name in entry.reads),
         frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
-        frozenset(entry.file_set.path(entry.hf_name) for entry in entries),
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import json
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ LLAVA = 'llava_llama3_8b_instruct_full_clip_vit_large_p14_336_finetune_zero3'
 TIMEOUT_SECS = 1800  # a run takes half a minute; what takes so long on a busy machine hangs
 OUTPUT_TAIL = 6000
 LAST = 4
-RESUMED_FROM = 2
+FIRST = 2
 #: The DeepSpeed config that :func:`partitioning_config` makes.
 PARTITIONED = 'partitioned.json'
 TORCHRUN = [
@@ -98,9 +96,6 @@ del custom_hooks[1]  # it talks with the model
 _COMPLETE = """
 custom_hooks.append(dict(type=HFCheckpointHook, llava_format='huggingface', out_dir='{name}_complete'))
 """
-_LLAVA_PRETRAIN = """
-model['freeze_llm'] = True
-"""
 _LLAVA_LORA = """
 from peft import LoraConfig
 lora = dict(type=LoraConfig, lora_alpha=16, lora_dropout=0.05, bias='none')
@@ -138,27 +133,10 @@ RUNS = {
     'averaging': Launch(FULL, 'llama', None, _AVERAGING),
     'orpo_lora': Launch(DPO, 'llama', 'deepspeed_zero1', _ORPO_LORA),
     'reward': Launch(DPO, 'llama', PARTITIONED, _REWARD),
-    'llava_pretrain': Launch(LLAVA, 'llm', PARTITIONED, _LLAVA_PRETRAIN + _COMPLETE),
     'llava_lora': Launch(LLAVA, 'llm', PARTITIONED, _LLAVA_LORA + _COMPLETE),
 }
-#: Goes on from an iteration of QWEN's run, by the config that it dumped.
-RESUMED = 'resumed'
-LLAVA_RUNS = (LLAVA, 'llava_pretrain', 'llava_lora')
+LLAVA_RUNS = (LLAVA, 'llava_lora')
 BESIDE_XTUNERS_HOOK = [name for name, launch in RUNS.items() if launch.more == _XTUNERS_HOOK]
-
-
-class Header:
-    """What the docstring of a config says."""
-
-    def __init__(self, name: str) -> None:
-        self.text = ast.get_docstring(ast.parse((CONFIGS / f'{name}.py').read_text()))
-        (command,) = re.findall(r'^    NPROC_PER_NODE=\d (xtuner train .+)$', self.text, flags=re.MULTILINE)
-        self.command = shlex.split(command)
-        self.base = re.search(r"XTuner's own\n(\S+\.py):\n", self.text)[1]
-        tree = self.text.split('at the end:\n\n')[1]
-        self.in_export = re.findall(r'\S+', ' '.join(re.findall(r'^ {16}(.+)$', tree, flags=re.MULTILINE)))
-        self.work_dir = re.match(r' {4}(\S+)/\n {8}<timestamp>/\n {12}hf_model/\n', tree)[1]
-        self.beside = re.findall(r'\S+', re.search(r'^ {8}(iter_.+)$', tree, flags=re.MULTILINE)[1])
 
 
 class Runs:
@@ -183,7 +161,7 @@ class Runs:
             AssertionError: It failed; the end of its output is in the message.
         """
         if name not in self._outcomes:
-            self._outcomes[name] = self._resume() if name == RESUMED else self._train(name)
+            self._outcomes[name] = self._train(name)
         status, output = self._outcomes[name]
         assert status == 0, f'{name}: exit status {status}\n{output[-OUTPUT_TAIL:]}'
         return self.root / 'work_dirs' / name
@@ -215,35 +193,19 @@ class Runs:
     def _train(self, name: str) -> tuple[int, str]:
         (self.root / f'{name}.py').write_text(self.small_config(name))
         deepspeed = RUNS[name].deepspeed
-        if deepspeed is None:
-            return self._run([sys.executable, '-m', 'xtuner.tools.train', f'{name}.py'], name)
-        arguments = [f'{name}.py', '--launcher', 'pytorch', '--deepspeed', deepspeed]
-        return self._run([*TORCHRUN, *arguments], name) if name == FULL else self._fork(arguments, name)
-
-    def _resume(self) -> tuple[int, str]:
-        started = self.work_dir(QWEN)
-        checkpoint, work_dir = str(started / f'iter_{RESUMED_FROM}.pth'), f'work_dirs/{RESUMED}'
-        arguments = ['--launcher', 'pytorch', '--resume', checkpoint, '--work-dir', work_dir]
-        return self._fork([str(started / f'{QWEN}.py'), *arguments], RESUMED)
-
-    def _run(self, command: list[str], name: str) -> tuple[int, str]:
-        done = subprocess.run(
-            command,
-            cwd=self.root,
-            env=_environment(self.root),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECS,
-        )
-        return done.returncode, done.stdout
-
-    def _fork(self, arguments: list[str], name: str) -> tuple[int, str]:
-        """What torchrun would start, forked from a process that has its imports done."""
+        arguments = [f'{name}.py', *(['--launcher', 'pytorch', '--deepspeed', deepspeed] if deepspeed else [])]
         file = self.root / f'{name}.output'
+        if name == FULL:  # as users do; what torchrun would start for the others is forked, with its imports done
+            with file.open('w') as output:
+                environment, both = _environment(self.root), {'stdout': output, 'stderr': output}
+                done = subprocess.run(
+                    [*TORCHRUN, *arguments], cwd=self.root, env=environment, timeout=TIMEOUT_SECS, **both
+                )
+            return done.returncode, file.read_text()
         file.touch()
+        n_ranks = 2 if deepspeed else 1
         try:
-            run_ranks(_train_on_rank, 2, arguments, self.root, file, init=None, timeout_secs=TIMEOUT_SECS)
+            run_ranks(_train_on_rank, n_ranks, arguments, self.root, file, init=None, timeout_secs=TIMEOUT_SECS)
         except RankFailures as failures:
             return 1, f'{file.read_text(errors="replace")}\n{failures}'
         return 0, file.read_text(errors='replace')

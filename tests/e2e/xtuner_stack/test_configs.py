@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import fnmatch
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,17 +14,30 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import HOOKS
 
-from tests.e2e.xtuner_stack.launches import CONFIGS, SHIPPED, Header, export_of
+from tests.e2e.xtuner_stack.launches import CONFIGS, SHIPPED, export_of
 from xhf_hooks import HFCheckpointHook
+
+
+class Header:
+    """What the docstring of a config says."""
+
+    def __init__(self, name: str) -> None:
+        self.text = ast.get_docstring(ast.parse((CONFIGS / f'{name}.py').read_text()))
+        (command,) = re.findall(r'^    NPROC_PER_NODE=\d (xtuner train .+)$', self.text, flags=re.MULTILINE)
+        self.command = shlex.split(command)
+        self.base = re.search(r"XTuner's own\n(\S+\.py):\n", self.text)[1]
+        tree = self.text.split('at the end:\n\n')[1]
+        self.in_export = re.findall(r'\S+', ' '.join(re.findall(r'^ {16}(.+)$', tree, flags=re.MULTILINE)))
+        self.work_dir = re.match(r' {4}(\S+)/\n {8}<timestamp>/\n {12}hf_model/\n', tree)[1]
+        self.beside = re.findall(r'\S+', re.search(r'^ {8}(iter_.+)$', tree, flags=re.MULTILINE)[1])
 
 
 @pytest.mark.parametrize('name', SHIPPED)
 def test_builds_its_hook_and_its_header_names_it(name):
     config, header = Config.fromfile(CONFIGS / f'{name}.py'), Header(name)
     assert type(HOOKS.build(config.custom_hooks[-1])) is HFCheckpointHook
-    *words, deepspeed = header.command
-    assert words == ['xtuner', 'train', f'configs/xtuner/{name}.py', '--deepspeed']
-    assert deepspeed == f'deepspeed_{name.rpartition("_")[2]}'
+    stage = f'deepspeed_{name.rpartition("_")[2]}'
+    assert header.command == ['xtuner', 'train', f'configs/xtuner/{name}.py', '--deepspeed', stage]
     assert header.work_dir == f'work_dirs/{name}'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
+import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import HOOKS
 
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.ranks import run_program
 from xhf_hooks import HFCheckpointHook
 
 (XTUNER,) = find_spec('xtuner').submodule_search_locations
@@ -71,14 +71,16 @@ template = dict(INSTRUCTION='{{input}}')
 train(run_config(Path({str(tmp_path)!r}), hook={{}}, stage=None, max_iters=2, prompt_template=template))
 assert not [name for name in sys.modules if name.partition('.')[0] == 'xtuner']
 """
-    subprocess.run([sys.executable, '-c', code], cwd=REPO_ROOT, check=True)
+    (done,) = run_program(code)
+    assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob('*/hf_model/model.safetensors'))
 
 
-def test_a_copied_config_with_two_more_lines(tmp_path):
-    """The first command of docs/xtuner.md, and the edit below it."""
+def test_a_copied_config_with_two_more_lines(tmp_path, monkeypatch):
+    """The first command of docs/xtuner.md (what `xtuner copy-cfg` runs), and the edit below it."""
     name = 'llama3_8b_instruct_full_alpaca_e3'
-    subprocess.run([Path(sys.executable).with_name('xtuner'), 'copy-cfg', name, '.'], cwd=tmp_path, check=True)
+    monkeypatch.setattr(sys, 'argv', ['copy_cfg', name, str(tmp_path)])
+    runpy.run_module('xtuner.tools.copy_cfg', run_name='__main__')
     copied = tmp_path / f'{name}_copy.py'
     text = copied.read_text()
     assert text.count('\ncustom_hooks = [\n') == 1

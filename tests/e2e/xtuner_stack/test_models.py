@@ -12,19 +12,13 @@ import torch
 from torch import nn
 
 from tests.helpers.adapted import adapt, around, refusal
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.engines import save_folder
 from tests.helpers.zoo import DECODER, NOISE_STD, build
 from xhf_hooks.exporters import LoraExporter, RewardExporter, ShardedMoeExporter, exporter_for
 from xhf_hooks.sources import source_for
 
 REWARD_TOKEN_ID = 130
-
-
-def lora(**options: Any) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj'], **options)
 
 
 def move(model: nn.Module) -> nn.Module:
@@ -35,23 +29,6 @@ def move(model: nn.Module) -> nn.Module:
             if parameter.requires_grad:
                 parameter += NOISE_STD * torch.randn(parameter.shape)
     return model
-
-
-@pytest.mark.parametrize('kind', ['full', 'lora'])
-def test_dpo_without_a_named_reference(kind, tmp_path):
-    """XTuner copies the policy then, or switches the adapter off."""
-    from mmengine import ConfigDict
-    from transformers import AutoModelForCausalLM
-    from xtuner.model.dpo import DPO
-
-    build('llama').save_pretrained(tmp_path / 'llm')
-    load = AutoModelForCausalLM.from_pretrained
-    options = dict(lora=lora(task_type='CAUSAL_LM')) if kind == 'lora' else {}
-    model = move(DPO(llm=ConfigDict(type=load, pretrained_model_name_or_path=str(tmp_path / 'llm')), **options))
-    assert any(name.startswith('ref_llm.') for name, _ in model.named_parameters()) == (kind == 'full')
-    model.llm.save_pretrained(tmp_path / 'expected')
-    save_folder(model, tmp_path / 'hf_model')
-    assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
 
 
 class Tokenizer:
@@ -86,13 +63,13 @@ def internlm2() -> nn.Module:
     return InternLM2ForCausalLM(config)
 
 
-@pytest.mark.parametrize('with_lora', [False, True], ids=['full', 'lora'])
-def test_reward_model(with_lora, tmp_path):
+def test_reward_model_with_lora(tmp_path):
+    from peft import LoraConfig
     from transformers import AutoModelForSequenceClassification
     from xtuner.model.reward import RewardModel
 
-    options = dict(lora=lora(task_type='FEATURE_EXTRACTION')) if with_lora else {}
-    model = move(RewardModel(llm=build('llama'), **options))
+    lora = LoraConfig(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj'], task_type='FEATURE_EXTRACTION')
+    model = move(RewardModel(llm=build('llama'), lora=lora))
     assert type(exporter_for(model, None)) is RewardExporter
     save_folder(model, tmp_path / 'hf_model')
     loaded = assert_loads_clean(tmp_path / 'hf_model', AutoModelForSequenceClassification)
@@ -211,31 +188,3 @@ def test_adapter_of_sharded_experts():
     assert type(exporter) is LoraExporter
     assert all('lora_' in entry.hf_name for entry in exporter.entries(source_for(model).specs(), None))
     assert 'sharded experts is not supported; set lora to' in refusal(model, 'merge')
-
-
-def test_sharded_deepseek_v2_goes_out_with_the_bases_code(tmp_path):
-    """transformers 4.48 does not have it: the folder loads with the code of its base model."""
-    base = tmp_path / 'base'
-    base.mkdir()
-    for name in ('modeling_deepseek.py', 'configuration_deepseek.py'):
-        (base / name).write_text(f'# {name}\n')
-    llm = deepseek_v2(2)
-    for parameter in llm.parameters():
-        parameter.data = NOISE_STD * torch.randn(parameter.shape)
-    llm.config._name_or_path = str(base)
-    llm.config.auto_map = {
-        'AutoConfig': 'configuration_deepseek.DeepseekV2Config',
-        'AutoModelForCausalLM': 'modeling_deepseek.DeepseekV2ForCausalLM',
-    }
-    _, committed = save_folder(llm, tmp_path / 'hf_model')
-    assert not committed.warnings
-    for name in ('modeling_deepseek.py', 'configuration_deepseek.py'):
-        assert (committed.path / name).read_text() == f'# {name}\n'
-    assert json.loads((committed.path / 'config.json').read_text())['auto_map'] == llm.config.auto_map
-    expected = deepseek_v2(None)
-    assert {n: t.shape for n, t in folder_tensors(committed.path).items()} == {
-        n: t.shape for n, t in expected.state_dict().items()
-    }
-    expected.load_state_dict(folder_tensors(committed.path))
-    tokens = torch.tensor([[5, 9, 7]])
-    assert torch.allclose(expected.train()(tokens).logits, llm.train()(tokens).logits, atol=1e-5)  # shards only train
