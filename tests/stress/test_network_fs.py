@@ -1,7 +1,7 @@
 """Saves on a network file system whose clients cache names for a minute, looked at from a host that caches nothing.
 
 `tests.helpers.moosefs` says what such a file system is, `tests.helpers.network_saves` what is saved and how it is
-judged. With ``--times 2`` the saves in a row are made twice.
+judged. With ``--times 3`` the saves in a row are made three times.
 """
 
 from __future__ import annotations

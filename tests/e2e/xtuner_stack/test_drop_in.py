@@ -51,16 +51,6 @@ def test_its_arguments_mean_the_same(out_dir):
         assert (same.kind, same.default) == (parameter.kind, parameter.default)
 
 
-def test_what_the_readme_says_of_xtuners_hook():
-    """It saves in after_run, which a run that fails does not reach, and only under DeepSpeed."""
-    from mmengine.runner import Runner
-    from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
-
-    assert [name for name in vars(XTunersHook) if name.startswith(('before_', 'after_'))] == ['after_run']
-    with pytest.raises(AssertionError, match='Runner should be `FlexibleRunner`'):
-        XTunersHook().after_run(Runner.__new__(Runner))
-
-
 def test_a_run_without_xtuner_does_not_import_it(tmp_path):
     """A plain MMEngine run that saves with the hook, chat template and all, where xtuner is installed."""
     code = f"""
