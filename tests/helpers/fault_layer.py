@@ -6,11 +6,13 @@ A process has the layer if it, or the server that it was forked from, was starte
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,19 +27,22 @@ KILL, SHORT = -1, -2  # any other outcome is an errno
 EVERY = 10**9
 
 
-def launch(module: str, root: Path, folder: Path, world_size: int) -> dict[str, list[Outcome]]:
-    """Run what ``scenarios(root)`` of a module returns on ranks with the layer, which is compiled into ``folder``.
-
-    A process of its own starts a new server for these ranks to be forked from.
-    """
-    library, outcomes = folder / 'fault_layer.so', folder / 'outcomes'
-    compiler = ['cc', '-shared', '-fPIC', '-O1', '-Wall', '-Werror', '-o', str(library), str(SOURCE), '-ldl']
-    subprocess.run(compiler, check=True)
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    """A process with the layer, and so are the ranks that are forked from its server. It ends with this one."""
+    library = Path(tempfile.mkdtemp(prefix='fault_layer-'), 'fault_layer.so')
+    command = ['cc', '-shared', '-fPIC', '-O1', '-Wall', '-Werror', '-o', str(library), str(SOURCE), '-ldl']
+    subprocess.run(command, check=True)
     environment = {**os.environ, 'LD_PRELOAD': str(library), 'PYTHONPATH': python_path()}
-    command = [sys.executable, '-m', __name__, module, str(root), str(outcomes), str(world_size)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
-    return pickle.loads(outcomes.read_bytes())
+    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}
+    return subprocess.Popen([sys.executable, '-m', __name__], env=environment, **pipes)
+
+
+def launch(module: str, root: Path, world_size: int) -> dict[str, list[Outcome]]:
+    """Run what ``scenarios(root)`` of a module returns on ranks with the layer."""
+    print(module, root, world_size, file=_process().stdin, flush=True)
+    assert _process().stdout.readline() == 'done\n', 'its traceback is in the output'
+    return pickle.loads((root / 'outcomes').read_bytes())
 
 
 class Injected:
@@ -77,6 +82,8 @@ def no_exchange() -> Iterator[None]:
 
 
 if __name__ == '__main__':
-    module, root, outcomes, world_size = sys.argv[1:]
-    found = run_scenarios(importlib.import_module(module).scenarios(Path(root)), int(world_size))
-    Path(outcomes).write_bytes(pickle.dumps(found))
+    for line in sys.stdin:
+        module, folder, n_ranks = line.split()
+        found = run_scenarios(importlib.import_module(module).scenarios(Path(folder)), int(n_ranks))
+        Path(folder, 'outcomes').write_bytes(pickle.dumps(found))
+        print('done', flush=True)

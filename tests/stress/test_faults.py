@@ -356,7 +356,7 @@ def results(tmp_path_factory):
     (root / 'disk').mkdir()
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', root / 'disk'], check=True)
     try:
-        yield launch(__name__, root, tmp_path_factory.mktemp('layer'), WORLD_SIZE)
+        yield launch(__name__, root, WORLD_SIZE)
     finally:
         subprocess.run(['umount', root / 'disk'], check=True)
 

@@ -157,7 +157,7 @@ def results(tmp_path_factory) -> Iterator[Any]:
     root = tmp_path_factory.mktemp('calls')
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64m', 'tmpfs', root], check=True)
     try:
-        yield launch(__name__, root, tmp_path_factory.mktemp('layer'), 1)
+        yield launch(__name__, root, 1)
     finally:
         subprocess.run(['umount', root], check=True)
 
