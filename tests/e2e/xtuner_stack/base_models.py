@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 #: Family to its config class and what its config has that the others have not.
 FAMILIES = {
@@ -30,9 +26,8 @@ _SIZES = dict(
     num_key_value_heads=1,
     head_dim=6,
     max_position_embeddings=128,
+    vocab_size=301,
 )
-_VOCABULARY_SIZE = 301  # 256 bytes, 3 special tokens, and what the BPE learns from the dataset
-_N_SAMPLES = 48
 
 
 def make_base_model(folder: Path, family: str) -> None:
@@ -40,17 +35,17 @@ def make_base_model(folder: Path, family: str) -> None:
     import torch
     import transformers
 
-    tokenizer = _train_tokenizer()
+    from tests.helpers.model_folder import save_tokenizer
+
     config_class, options = FAMILIES[family]
-    config = getattr(transformers, config_class)(
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **_SIZES | options,
-    )
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = getattr(transformers, config_class)(**special, **_SIZES | options)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder, config.vocab_size)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_input_names = ['input_ids', 'attention_mask']
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
     tokenizer.save_pretrained(folder)
 
 
@@ -71,50 +66,16 @@ def make_llava(root: Path) -> None:
     (root / 'chats.json').write_text(json.dumps(chats))
 
 
-def make_dataset(file: Path) -> None:
-    """A json file in the style of Alpaca: sums, with their answers."""
-    file.write_text(json.dumps(_samples(), indent=1))
-
-
-def make_preferences(file: Path) -> None:
-    """A json file in the style of orpo-dpo-mix-40k: the same sums, with a wrong answer beside each right one."""
-    pairs = []
-    for sample in _samples()[:8]:
-        question = {'role': 'user', 'content': f'{sample["instruction"]} {sample["input"]}'}
-        answers = {'chosen': sample['output'], 'rejected': 'I do not know.'}
-        pairs.append({kind: [question, {'role': 'assistant', 'content': text}] for kind, text in answers.items()})
-    file.write_text(json.dumps(pairs, indent=1))
-
-
-def _samples() -> list[dict[str, str]]:
-    pairs = [(i * 37 % 100, i * 53 % 100) for i in range(_N_SAMPLES)]
-    return [
+def make_datasets(alpaca: Path, pairs: Path) -> None:
+    """Questions and answers in the style of Alpaca; and with a wrong answer, too, in that of orpo-dpo-mix-40k."""
+    samples = [(f'w{i * 37 % 100} w{i * 53 % 100}', f'w{i} w{i + 1}') for i in range(48)]
+    questions = [dict(instruction='w200 w201', input=text, output=answer) for text, answer in samples]
+    alpaca.write_text(json.dumps(questions))
+    chosen_or_not = [
         {
-            'instruction': 'Add the two numbers.',
-            'input': f'{a} and {b}',
-            'output': f'The sum of {a} and {b} is {a + b}.',
+            kind: [{'role': 'user', 'content': text}, {'role': 'assistant', 'content': said}]
+            for kind, said in (('chosen', answer), ('rejected', 'w250 w251'))
         }
-        for a, b in pairs
+        for text, answer in samples[:8]
     ]
-
-
-def _train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE, as Llama 3 and Qwen have."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = dict(bos_token='<s>', eos_token='</s>', pad_token='<pad>')
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY_SIZE,
-        special_tokens=[*special.values()],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((text for sample in _samples() for text in sample.values()), trainer)
-    # Without token_type_ids, which these models do not take
-    inputs = ['input_ids', 'attention_mask']
-    chat = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, chat_template=chat, **special)
+    pairs.write_text(json.dumps(chosen_or_not))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.e2e.xtuner_stack.base_models import FAMILIES, make_base_model, make_dataset, make_llava, make_preferences
+from tests.e2e.xtuner_stack.base_models import FAMILIES, make_base_model, make_datasets, make_llava
 from tests.helpers.ranks import REPO_ROOT, RankFailures, python_path, run_ranks
 
 HERE = Path(__file__).parent
@@ -90,7 +90,7 @@ custom_hooks[2]['lora'] = 'both'
 _REWARD = """
 from xtuner.model.reward import RewardModel
 model = dict(type=RewardModel, llm=model['llm'])
-train_dataset.update(is_dpo=False, is_reward=True, reward_token_id=2)
+train_dataset.update(is_dpo=False, is_reward=True, reward_token_id=5)
 del custom_hooks[1]  # it talks with the model
 """
 _COMPLETE = """
@@ -149,8 +149,7 @@ class Runs:
             make_base_model(root / family, family)
         for folder in ('alpaca', 'pairs'):
             (root / folder).mkdir()
-        make_dataset(root / 'alpaca' / 'train.json')
-        make_preferences(root / 'pairs' / 'train.json')
+        make_datasets(root / 'alpaca' / 'train.json', root / 'pairs' / 'train.json')
         make_llava(root)
         (root / PARTITIONED).write_text(json.dumps(partitioning_config()))
 
