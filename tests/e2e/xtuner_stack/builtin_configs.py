@@ -73,7 +73,6 @@ def built_ins() -> list[BuiltIn]:
     """Every built-in config. Equal models are built once."""
     (xtuner,) = find_spec('xtuner').submodule_search_locations
     root = Path(xtuner, 'configs')
-    _make_xtuners_deepseek_importable()
     logging.disable(logging.WARNING)
     known: dict[str, Found] = {}
     result = []
@@ -163,14 +162,6 @@ def _plain(node: Any, key: str = '') -> Any:
 
 def _dotted(lazy: LazyAttr | LazyObject) -> str:
     return f'{lazy.module}.{lazy.name}' if isinstance(lazy, LazyAttr) else str(lazy)
-
-
-def _make_xtuners_deepseek_importable() -> None:
-    """XTuner's own DeepSeek V2 asks transformers for a name that 4.48, which XTuner pins, does not have."""
-    from transformers import pytorch_utils
-
-    if not hasattr(pytorch_utils, 'is_torch_greater_or_equal_than_1_13'):
-        pytorch_utils.is_torch_greater_or_equal_than_1_13 = True
 
 
 if __name__ == '__main__':

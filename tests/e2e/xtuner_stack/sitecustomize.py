@@ -24,6 +24,7 @@ class BeforeImport(importlib.abc.MetaPathFinder):
             declare_torchvision_ops()
         elif fullname == 'xtuner':
             fill_in_for_cuda()
+            fill_in_for_transformers()
             wait_for_gathers()
         return None
 
@@ -48,6 +49,13 @@ def fill_in_for_cuda():
         from transformers.integrations import bitsandbytes
 
         bitsandbytes.is_ipex_available = lambda: True
+
+
+def fill_in_for_transformers():
+    """XTuner's own mixtures of experts ask for a name that is gone from the transformers 4.48 that it pins."""
+    from transformers import pytorch_utils
+
+    pytorch_utils.is_torch_greater_or_equal_than_1_13 = True
 
 
 def wait_for_gathers():

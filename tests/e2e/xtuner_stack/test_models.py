@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -100,24 +99,14 @@ def test_internlm2_reward_model(tmp_path):
     assert torch.equal(loaded.v_head.weight, model.v_head.weight)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def importable():
-    """XTuner 0.2.0's MoE code names a constant that is gone from the transformers 4.48 that it pins."""
-    from transformers import pytorch_utils
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pytorch_utils, 'is_torch_greater_or_equal_than_1_13', True, raising=False)
-        yield
-
-
-def mixtral(n_in_shard: int | None) -> nn.Module:
+def mixtral(n_in_shard: int) -> nn.Module:
     from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
 
     options = dict(DECODER, num_local_experts=4, num_experts_per_tok=2)
-    return MixtralForCausalLM(MixtralConfig(**options, **sharded_by(n_in_shard)))
+    return MixtralForCausalLM(MixtralConfig(**options, moe_implementation='shard', expert_in_one_shard=n_in_shard))
 
 
-def deepseek_v2(n_in_shard: int | None) -> nn.Module:
+def deepseek_v2(n_in_shard: int) -> nn.Module:
     from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
 
     options = dict(
@@ -134,12 +123,11 @@ def deepseek_v2(n_in_shard: int | None) -> nn.Module:
         qk_nope_head_dim=10,
         v_head_dim=10,
         attn_implementation='eager',
+        moe_implementation='shard',
     )
-    return DeepseekV2ForCausalLM(DeepseekV2Config(**options, **sharded_by(n_in_shard)))
-
-
-def sharded_by(n_in_shard: int | None) -> dict[str, Any]:
-    return {} if n_in_shard is None else dict(moe_implementation='shard', expert_in_one_shard=n_in_shard)
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(**options, moe_implementation='shard', expert_in_one_shard=n_in_shard)
+    )
 
 
 @pytest.fixture
