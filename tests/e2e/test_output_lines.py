@@ -47,6 +47,7 @@ def test_convert_of_a_hostile_config(tmp_path, capsys):
     (tmp_path / 'config.json').write_text(json.dumps({**config, 'architectures': [CLEAR]}))
     torch.save({'state_dict': build('qwen2').state_dict(), 'meta': {'iter': 7}}, tmp_path / 'iter_7.pth')
     arguments = [str(tmp_path / 'iter_7.pth'), str(tmp_path / 'out'), '--base', str(tmp_path)]
+    capsys.readouterr()
     assert convert.main(arguments) == convert.BAD_INPUT
     said = capsys.readouterr()
     assert said.out == '' and len(said.err.splitlines()) == 1 and is_plain(said.err)
