@@ -195,7 +195,7 @@ def test_the_lines_that_let_mmengine_resume(tmp_path):
     lines = """import sys
 from mmengine.logging import HistoryBuffer
 exec(sys.argv[2])
-torch.save(HistoryBuffer([1.0]), sys.argv[1])
+torch.save(HistoryBuffer([1.0], [1]), sys.argv[1])
 torch.load(sys.argv[1])"""
     (finished,) = run_program(lines, tmp_path / 'iter_1.pth', code('torch.load', 'getting-started.md'))
     assert finished.returncode == 0, finished.stderr
