@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,26 +93,24 @@ def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) 
     return tensor.storage_offset() if is_view and as_it_was and tensor.is_contiguous() else None
 
 
+@dataclass(eq=False)
 class ConversionGroup:
     """Converts a group of inputs; it is the ``combine`` of their entries.
 
-    Args:
+    Attributes:
         inputs: Specs by name in the model.
         shapes: Shapes of the expected outputs by HF name.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, inputs: dict[str, TensorSpec], shapes: dict[str, tuple[int, ...]]
-    ) -> None:
-        self._model = model
-        self.inputs = inputs
-        self.shapes = shapes
+    model: PreTrainedModel
+    inputs: dict[str, TensorSpec]
+    shapes: dict[str, tuple[int, ...]]
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert gathered tensors, given by source name. Runs on: the rank that writes."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        outputs = revert_weight_conversion(self._model, {n: tensors[s.name] for n, s in self.inputs.items()})
+        outputs = revert_weight_conversion(self.model, {n: tensors[s.name] for n, s in self.inputs.items()})
         found = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
         if found != self.shapes:
             differing = sorted(set(found.items()) ^ set(self.shapes.items()))[:6]
