@@ -67,11 +67,11 @@ def _show_folder(path: Path) -> int:
     step = 'no xhf_manifest.json' if manifest is None else f'{manifest.step.unit} {manifest.step.number}'
     facts = {} if manifest is None else manifest.facts
     parts = [model, step, facts.get('weights'), engine_of(facts)]
-    parts += [f'{n} {dtype}' for dtype, n in dtypes.items()] + [size_text(check.report.nbytes)]
+    parts += [f'{n} {dtype}' for dtype, n in dtypes.items()] + [size_text(check.nbytes)]
     say(f'{path}: {", ".join(filter(None, parts))}')
-    for problem in check.report.problems():
+    for problem in check.problems():
         say(f'  damaged: {problem}')
-    return GOOD if check.report.is_good else DAMAGED
+    return GOOD if check.is_good else DAMAGED
 
 
 def _show_checkpoint(path: Path) -> int:

@@ -6,19 +6,22 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError
 from xhf_hooks.format import checksum, strict_json
 from xhf_hooks.format.safetensors import Header, read_header
-from xhf_hooks.format.text import counted, some
-from xhf_hooks.integrity.checksums import FileSums, sum_file
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest
-from xhf_hooks.integrity.report import NOTE, OK, PROBLEM, Report
+from xhf_hooks.format.text import counted, size_text, some
+from xhf_hooks.integrity.checksums import sum_file
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest
 from xhf_hooks.threads import WorkerThreads, default_workers
 
 WEIGHTS_SUFFIX = '.safetensors'
 INDEX_SUFFIX = '.safetensors.index.json'
+#: Kinds of findings, in the order of the report: problems last, where a terminal shows them.
+OK, NOTE, UNCHECKED, PROBLEM = _ORDER = ('ok', 'note', 'unchecked', 'problem')
 #: Files that loaders may read: one that was added after the save may change what is loaded.
 _READ_BY_LOADERS = (
     *('.json', '.safetensors', '.model', '.jinja', '.txt', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py'),
@@ -38,11 +41,11 @@ def check_folder(path: Path, manifest: Manifest, threads: WorkerThreads | None =
     """
     check = FolderCheck(path, manifest)
     check.check_structure()
-    if check.report.is_good:
+    if check.is_good:
         with nullcontext(threads) if threads is not None else WorkerThreads(default_workers()) as readers:
             check.read(readers, from_disk=True)
     # Infinite and NaN values are no difference: a diverged run is saved as it is
-    differences = [found.text for found in check.report.findings if found.kind == PROBLEM and found.check != 'values']
+    differences = [found.text for found in check.findings if found.kind == PROBLEM and found.check != 'values']
     if differences:
         raise IncompleteError(f'{path}: differs from what was saved: ' + '\n'.join(differences[:20]))
 
@@ -57,19 +60,75 @@ def list_files(folder: Path) -> dict[str, int]:
     return {name.as_posix(): path.stat().st_size for name, path in shown.items()}
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report: its kind, such as :data:`PROBLEM`, and what was looked at."""
+
+    kind: str
+    check: str
+    text: str
+
+
 class FolderCheck:
-    """The check of one folder, step by step.
+    """The check of one folder, step by step, and what it found.
 
     Attributes:
         files: Sizes by relative path; see :func:`list_files`.
         headers: Headers of the undamaged weight files, by relative path.
-        report: What was found so far.
+        findings: What was found so far.
+        read_nbytes: Bytes that were read.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None) -> None:
-        self.path, self.manifest, self.report = path, manifest, Report(path)
+        self.path, self.manifest = path, manifest
         self.files, self.headers = list_files(path), dict[str, Header]()
+        self.findings: list[Finding] = []
+        self.read_nbytes = 0
         self._started = time.perf_counter()
+
+    def add(self, kind: str, check: str, text: str) -> None:
+        """Add a finding. A problem does not stop the checks."""
+        self.findings.append(Finding(kind, check, text))
+
+    def problems(self, check: str | None = None) -> list[str]:
+        """The texts of all problems, or of those that one check found."""
+        return [found.text for found in self.findings if found.kind == PROBLEM and check in (None, found.check)]
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(self.files.values())
+
+    @property
+    def n_tensors(self) -> int:
+        return sum(len(header.entries) for header in self.headers.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            'path': str(self.path),
+            'good': self.is_good,
+            'findings': [vars(finding) for finding in self.findings],
+            'n_files': len(self.files),
+            'n_tensors': self.n_tensors,
+            'nbytes': self.nbytes,
+            'read_nbytes': self.read_nbytes,
+            'seconds': time.perf_counter() - self._started,
+        }
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        ordered = sorted(self.findings, key=lambda found: _ORDER.index(found.kind))
+        seconds, verdict = time.perf_counter() - self._started, 'good' if self.is_good else 'DAMAGED OR CHANGED'
+        rate = f', {self.read_nbytes / seconds / 1e9:.2f} GB/s' if self.read_nbytes else ''
+        counts = f'{counted(len(self.files), "file")}, {counted(self.n_tensors, "tensor")}'
+        size = f'{size_text(self.nbytes)} in {seconds:.1f} s'
+        lines = [f'{found.kind:<10} {found.check:<11} {found.text}' for found in ordered]
+        return [*lines, f'{self.path}: {verdict} ({counts}, {size}{rate})']
 
     def check_structure(self) -> None:
         """Check all that needs no tensor to be read."""
@@ -79,7 +138,6 @@ class FolderCheck:
         weights = {name.rpartition('/')[0] for name in self.files if name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX))}
         for folder in sorted(weights):
             self._check_indexes(f'{folder}/' if folder else '')
-        self._count()
 
     def read(
         self,
@@ -88,55 +146,44 @@ class FolderCheck:
         from_disk: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Read every byte once: compare checksums with the manifest, or count infinite and NaN values without one."""
+        """Read every byte once: compare checksums with the manifest, count infinite and NaN values."""
         known = None if self.manifest is None else self.manifest.files
         names = known if known is not None else [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
         names = [name for name in names if name in self.files]
-        total, sums = sum(self.files[name] for name in names), dict[str, FileSums]()
+        total, sums = sum(self.files[name] for name in names), dict[str, FileRecord]()
 
         def tell(nbytes: int) -> None:
-            self.report.read_nbytes += nbytes
-            on_progress(self.report.read_nbytes, total)
+            self.read_nbytes += nbytes
+            on_progress(self.read_nbytes, total)
 
         for name in names:
             try:
                 header = self.headers.get(name)
-                sums[name] = sum_file(
-                    self.path / name, header, threads, count=known is None, from_disk=from_disk, on_read=tell
-                )
+                sums[name] = sum_file(self.path / name, header, threads, from_disk=from_disk, on_read=tell)
             except OSError as error:
-                self.report.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
-        if known is None:
-            self._tell_values({tensor: count for found in sums.values() for tensor, count in found.non_finite.items()})
-        else:
-            self._compare_sums(sums)
-            tensors = {name: tensor for file in known.values() for name, tensor in file.tensors.items()}
-            self._tell_values({name: tensor.non_finite for name, tensor in tensors.items() if tensor.non_finite})
-        self._count()
-
-    def _count(self) -> None:
-        report = self.report
-        report.n_files, report.nbytes = len(self.files), sum(self.files.values())
-        report.n_tensors = sum(len(header.entries) for header in self.headers.values())
-        report.seconds = time.perf_counter() - self._started
+                self.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
+        if known is not None:
+            self._compare_sums(sums, known)
+        tensors = {name: tensor for file in sums.values() for name, tensor in file.tensors.items()}
+        self._tell_values({name: tensor.non_finite for name, tensor in tensors.items() if tensor.non_finite})
 
     def _compare_files(self, manifest: Manifest) -> None:
         """Names and sizes."""
         for name, record in manifest.files.items():
             found = self.files.get(name)
             if found is None:
-                self.report.add(PROBLEM, 'files', f'{name} is missing')
+                self.add(PROBLEM, 'files', f'{name} is missing')
             elif found != record.nbytes:
-                self.report.add(PROBLEM, 'files', f'{name}: expected {record.nbytes} bytes, found {found}')
+                self.add(PROBLEM, 'files', f'{name}: expected {record.nbytes} bytes, found {found}')
         others = self.files.keys() - manifest.files.keys() - {MANIFEST_NAME}
         for name in sorted(others):
             if name.endswith(_READ_BY_LOADERS):
-                self.report.add(PROBLEM, 'files', f'{name} was added after the save, and loaders may read it')
+                self.add(PROBLEM, 'files', f'{name} was added after the save, and loaders may read it')
             else:
-                self.report.add(NOTE, 'files', f'{name} was added after the save')
-        if not self.report.problems('files'):
+                self.add(NOTE, 'files', f'{name} was added after the save')
+        if not self.problems('files'):
             n_files = counted(len(manifest.files), 'file')
-            self.report.add(OK, 'files', f'{n_files} with the sizes in {MANIFEST_NAME} ({manifest.step.label})')
+            self.add(OK, 'files', f'{n_files} with the sizes in {MANIFEST_NAME} ({manifest.step.label})')
 
     def _read_headers(self) -> None:
         for name in self.files:
@@ -144,11 +191,10 @@ class FolderCheck:
                 try:
                     self.headers[name] = read_header(self.path / name)
                 except DamagedError as error:
-                    self.report.add(PROBLEM, 'headers', str(error))
-        if not self.report.problems('headers'):
-            n_tensors = sum(len(header.entries) for header in self.headers.values())
-            counts = f'{counted(n_tensors, "tensor")} in {counted(len(self.headers), "file")}'
-            self.report.add(OK, 'headers', f'{counts}, without gaps')
+                    self.add(PROBLEM, 'headers', str(error))
+        if not self.problems('headers'):
+            counts = f'{counted(self.n_tensors, "tensor")} in {counted(len(self.headers), "file")}'
+            self.add(OK, 'headers', f'{counts}, without gaps')
 
     def _check_indexes(self, prefix: str) -> None:
         """Check the indexes of one folder against its shards, and shards against their index."""
@@ -160,12 +206,12 @@ class FolderCheck:
                 try:
                     indexed |= self._check_index(prefix, name, files)
                 except DamagedError as error:
-                    self.report.add(PROBLEM, 'index', str(error))
+                    self.add(PROBLEM, 'index', str(error))
         shards = {name for name in files if _SHARD.fullmatch(name)}
         self._tell_names('index', 'shards that no index names', [prefix + name for name in shards - indexed])
         if indexed and 'model.safetensors' in files - indexed:
             text = f'{prefix}model.safetensors beside shards; loaders read only one of them'
-            self.report.add(PROBLEM, 'index', text)
+            self.add(PROBLEM, 'index', text)
 
     def _check_index(self, prefix: str, name: str, files: set[str]) -> set[str]:
         """Check one index; returns the files that it names.
@@ -173,7 +219,7 @@ class FolderCheck:
         Raises:
             DamagedError: It is malformed.
         """
-        where, n_before = f'{prefix}{name}', len(self.report.problems())
+        where, n_before = f'{prefix}{name}', len(self.problems())
         content = strict_json.read(self.path / where)
         weight_map, metadata = content.get('weight_map'), content.get('metadata', {})
         is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
@@ -189,42 +235,40 @@ class FolderCheck:
         nbytes = sum(entry.end - entry.start for header in headers.values() for entry in header.entries)
         total = metadata.get('total_size')
         if total is None:
-            self.report.add(NOTE, 'index', f'{where}: no total_size')
+            self.add(NOTE, 'index', f'{where}: no total_size')
         elif total != nbytes and headers.keys() == named:
             text = f'{where}: total_size is {str(total)[:40]}, but the tensors have {nbytes} bytes'
-            self.report.add(PROBLEM, 'index', text)
-        if len(self.report.problems()) == n_before:
-            self.report.add(OK, 'index', f'{name}: {len(weight_map)} tensors, all in their files')
+            self.add(PROBLEM, 'index', text)
+        if len(self.problems()) == n_before:
+            self.add(OK, 'index', f'{name}: {len(weight_map)} tensors, all in their files')
         return named
 
-    def _compare_sums(self, sums: Mapping[str, FileSums]) -> None:
+    def _compare_sums(self, sums: Mapping[str, FileRecord], known: Mapping[str, FileRecord]) -> None:
         n_tensors = 0
         for name, found in sums.items():
-            record = self.manifest.files[name]
-            tensors = record.tensors
-            changed = [n for n, crc in found.tensors.items() if n in tensors and tensors[n].crc32 != crc]
+            tensors = known[name].tensors
+            changed = [n for n, sums in found.tensors.items() if n in tensors and tensors[n].crc32 != sums.crc32]
             if changed:
-                text = f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}'
-                self.report.add(PROBLEM, 'checksums', text)
-            elif found.crc32 != record.crc32 and self.files[name] == record.nbytes:
+                self.add(PROBLEM, 'checksums', f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}')
+            elif found.crc32 != known[name].crc32 and found.nbytes == known[name].nbytes:
                 where = ' outside of its tensors' if found.tensors else ''
-                crcs = f'expected CRC-32 {checksum.to_hex(record.crc32)}, found {checksum.to_hex(found.crc32)}'
-                self.report.add(PROBLEM, 'checksums', f'{name}: has changed{where}: {crcs}')
+                crcs = f'expected CRC-32 {checksum.to_hex(known[name].crc32)}, found {checksum.to_hex(found.crc32)}'
+                self.add(PROBLEM, 'checksums', f'{name}: has changed{where}: {crcs}')
             n_tensors += len(tensors)
-        if not self.report.problems('checksums'):
+        if not self.problems('checksums'):
             counts = f'{counted(len(sums), "file")} and {counted(n_tensors, "tensor")}'
-            self.report.add(OK, 'checksums', f'{counts}, all unchanged')
+            self.add(OK, 'checksums', f'{counts}, all unchanged')
 
     def _tell_values(self, non_finite: Mapping[str, int]) -> None:
         worst = sorted(non_finite, key=non_finite.__getitem__, reverse=True)
         if not worst:
-            self.report.add(OK, 'values', 'no infinite or NaN values')
+            self.add(OK, 'values', 'no infinite or NaN values')
             return
         shown = some([f'{name} ({non_finite[name]})' for name in worst])
         text = f'{counted(len(worst), "tensor")} with infinite or NaN values: {shown}'
-        self.report.add(PROBLEM, 'values', text)
+        self.add(PROBLEM, 'values', text)
 
     def _tell_names(self, check: str, what: str, names: Iterable[str]) -> None:
         listed = sorted(names)
         if listed:
-            self.report.add(PROBLEM, check, f'{what}: {some(listed)}')
+            self.add(PROBLEM, check, f'{what}: {some(listed)}')

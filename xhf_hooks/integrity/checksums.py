@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.format import checksum
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.safetensors import Header
+from xhf_hooks.integrity.manifest import FileRecord, TensorRecord
 from xhf_hooks.threads import WorkerThreads
 
 _WINDOW_NBYTES = 1 << 20  # per read, a multiple of every element size
@@ -18,23 +18,10 @@ _PART_NBYTES = 16 * _WINDOW_NBYTES
 
 
 @dataclass
-class FileSums:
-    """The checksums of one file.
-
-    Attributes:
-        tensors: CRC-32 of each tensor; {} for a file without a header.
-        non_finite: Number of infinite and NaN elements, for tensors that have any; {} if not counted.
-    """
-
-    crc32: int = 0
-    tensors: dict[str, int] = field(default_factory=dict)
-    non_finite: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class _Part:
     """Bytes that one job reads: of one tensor, of the header, or of a file without header."""
 
+    fd: int
     tensor: str | None
     dtype: str
     start: int
@@ -42,76 +29,64 @@ class _Part:
     crc32: int = 0
     non_finite: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    def read(self) -> int:
+        """Sum it; returns its bytes. Runs on: a worker thread."""
+        os.posix_fadvise(self.fd, self.start, self.nbytes, os.POSIX_FADV_WILLNEED)
+        buffer = memoryview(bytearray(min(_WINDOW_NBYTES, self.nbytes)))
+        for at in range(self.start, self.end, _WINDOW_NBYTES):
+            window = buffer[: self.end - at]
+            _read_into(self.fd, window, at)
+            self.crc32 = checksum.crc32(window, self.crc32)
+            self.non_finite += count_non_finite(window, self.dtype)
+        return self.nbytes
+
 
 def sum_file(
-    path: Path,
-    header: Header | None,
-    threads: WorkerThreads,
-    *,
-    count: bool,
-    from_disk: bool,
-    on_read: Callable[[int], None],
-) -> FileSums:
+    path: Path, header: Header | None, threads: WorkerThreads, *, from_disk: bool, on_read: Callable[[int], None]
+) -> FileRecord:
     """Read a file once.
 
     Args:
-        header: Each of its tensors gets a checksum of its own.
-        count: Count infinite and NaN values.
+        header: Each of its tensors gets a checksum of its own, and a count of infinite and NaN values.
         from_disk: Drop the file's clean pages from the page cache first, to see what the disk has.
         on_read: Called in this thread with the bytes of each finished job.
 
     Raises:
         OSError: It cannot be read, or is shorter than its header says.
     """
+    entries = () if header is None else header.entries
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if from_disk:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        parts = list(_parts(os.fstat(fd).st_size, header))
-        for nbytes in threads.run(partial(_read, fd, part, count=count) for part in parts):
+        size = os.fstat(fd).st_size
+        start = size if header is None else header.data_start
+        segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, start)]
+        segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in entries]
+        parts = [
+            _Part(fd, name, dtype, at, min(at + _PART_NBYTES, end))
+            for name, dtype, start, end in segments
+            for at in range(start, end, _PART_NBYTES)
+        ]
+        for nbytes in threads.run(part.read for part in parts):
             on_read(nbytes)
     finally:
         os.close(fd)
-    sums = FileSums(tensors={entry.name: 0 for entry in header.entries} if header is not None else {})
+    crc, tensors = 0, {entry.name: TensorRecord(0, 0) for entry in entries}
     for part in parts:
-        nbytes = part.end - part.start
-        sums.crc32 = checksum.combine(sums.crc32, part.crc32, nbytes)
+        crc = checksum.combine(crc, part.crc32, part.nbytes)
         if part.tensor is not None:
-            sums.tensors[part.tensor] = checksum.combine(sums.tensors[part.tensor], part.crc32, nbytes)
-            if part.non_finite:
-                sums.non_finite[part.tensor] = sums.non_finite.get(part.tensor, 0) + part.non_finite
-    return sums
+            before = tensors[part.tensor]
+            summed = checksum.combine(before.crc32, part.crc32, part.nbytes)
+            tensors[part.tensor] = TensorRecord(summed, before.non_finite + part.non_finite)
+    return FileRecord(size, crc, tensors)
 
 
-def _parts(nbytes: int, header: Header | None) -> Iterator[_Part]:
-    """The parts in file order, none of them empty."""
-    segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, header.data_start if header else nbytes)]
-    segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in (header.entries if header else ())]
-    for name, dtype, start, end in segments:
-        for at in range(start, end, _PART_NBYTES):
-            yield _Part(name, dtype, at, min(at + _PART_NBYTES, end))
-
-
-def _read(fd: int, part: _Part, *, count: bool) -> int:
-    """Sum a part; returns its bytes. Runs on: a worker thread."""
-    nbytes = part.end - part.start
-    os.posix_fadvise(fd, part.start, nbytes, os.POSIX_FADV_WILLNEED)
-    buffer = memoryview(bytearray(min(_WINDOW_NBYTES, nbytes)))
-    for at in range(part.start, part.end, _WINDOW_NBYTES):
-        window = buffer[: part.end - at]
-        read_into(fd, window, at)
-        part.crc32 = checksum.crc32(window, part.crc32)
-        if count:
-            part.non_finite += count_non_finite(window, part.dtype)
-    return nbytes
-
-
-def read_into(fd: int, out: memoryview, start: int) -> None:
-    """Fill ``out`` with the bytes of a file from ``start`` on.
-
-    Raises:
-        OSError: They cannot be read, or the file is too short.
-    """
+def _read_into(fd: int, out: memoryview, start: int) -> None:
     while len(out):
         nbytes = os.preadv(fd, [out], start)
         if not nbytes:

@@ -8,9 +8,8 @@ from pathlib import Path
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.check import INDEX_SUFFIX, WEIGHTS_SUFFIX, FolderCheck
+from xhf_hooks.integrity.check import INDEX_SUFFIX, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
-from xhf_hooks.integrity.report import OK, PROBLEM, UNCHECKED, Report
 from xhf_hooks.threads import WorkerThreads, default_workers
 
 
@@ -20,7 +19,7 @@ def verify_folder(
     workers: int | None = None,
     read: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Report:
+) -> FolderCheck:
     """Check a Hugging Face folder. With the manifest of this package, checksums are compared, too.
 
     Args:
@@ -41,17 +40,17 @@ def verify_folder(
     check = FolderCheck(path, manifest)
     _require_model(path, list(check.files))
     if damage is not None:
-        check.report.add(PROBLEM, 'manifest', damage)
+        check.add(PROBLEM, 'manifest', damage)
     elif manifest is None:
-        check.report.add(UNCHECKED, 'checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
+        check.add(UNCHECKED, 'checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
     check.check_structure()
     _check_texts(check)
     if read:
         with WorkerThreads(workers or default_workers()) as threads:
             check.read(threads, on_progress=on_progress)
     else:
-        check.report.add(UNCHECKED, 'checksums', 'nothing was read (--no-read)')
-    return check.report
+        check.add(UNCHECKED, 'checksums', 'nothing was read (--no-read)')
+    return check
 
 
 def _require_model(path: Path, files: list[str]) -> None:
@@ -73,6 +72,6 @@ def _check_texts(check: FolderCheck) -> None:
                 strict_json.read(check.path / name)
             except DamagedError as error:
                 if 'expected a JSON object' not in str(error):  # some tokenizers have lists in their vocabulary files
-                    check.report.add(PROBLEM, 'texts', str(error))
-    if not check.report.problems('texts'):
-        check.report.add(OK, 'texts', 'all JSON files are well formed')
+                    check.add(PROBLEM, 'texts', str(error))
+    if not check.problems('texts'):
+        check.add(OK, 'texts', 'all JSON files are well formed')

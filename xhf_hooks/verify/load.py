@@ -11,7 +11,7 @@ import torch
 from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.report import OK, PROBLEM, Report
+from xhf_hooks.integrity.check import OK, PROBLEM, FolderCheck
 from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
 from xhf_hooks.model import quiet
 
@@ -20,7 +20,7 @@ _PROMPT = 'The capital of France is'
 _GENERATION = {'max_new_tokens': 8, 'do_sample': False, 'num_beams': 1, 'num_return_sequences': 1}
 
 
-def load_and_run(folder: Path, report: Report, *, base: str | None, trust_remote_code: bool) -> None:
+def load_and_run(folder: Path, report: FolderCheck, *, base: str | None, trust_remote_code: bool) -> None:
     """Load it with transformers (an adapter with peft), run one forward pass and a short greedy generation. Offline.
 
     Args:
@@ -34,7 +34,7 @@ def load_and_run(folder: Path, report: Report, *, base: str | None, trust_remote
         report.add(PROBLEM, 'load', f'{type(error).__name__}: {" ".join(str(error)[:500].split())}')
 
 
-def _run(folder: Path, report: Report, base: str | None, trust_remote_code: bool) -> None:
+def _run(folder: Path, report: FolderCheck, base: str | None, trust_remote_code: bool) -> None:
     started = time.perf_counter()
     if (folder / 'adapter_config.json').is_file():
         model, keys = _load_adapter(folder, base, trust_remote_code)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.model_folder import flip, save_model, write_manifest
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format.safetensors import read_header
+from xhf_hooks.integrity.check import FolderCheck
 from xhf_hooks.integrity.checksums import sum_file
-from xhf_hooks.integrity.report import Report
 from xhf_hooks.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
 
@@ -45,11 +45,11 @@ def folder(originals, tmp_path, request):
     return tmp_path / 'model'
 
 
-def found(report: Report, kind: str) -> set[str]:
+def found(report: FolderCheck, kind: str) -> set[str]:
     return {finding.check for finding in report.findings if finding.kind == kind}
 
 
-def assert_problem(report: Report, check: str, *words: str) -> None:
+def assert_problem(report: FolderCheck, check: str, *words: str) -> None:
     assert any(all(word in text for word in words) for text in report.problems(check)), report.lines()
     assert not report.is_good
 
@@ -213,10 +213,11 @@ def test_sums_of_a_file(tmp_path, from_disk):
     with WorkerThreads(2) as threads:
 
         def sums() -> Any:
-            return sum_file(tmp_path / WEIGHTS, header, threads, count=True, from_disk=from_disk, on_read=read.append)
+            return sum_file(tmp_path / WEIGHTS, header, threads, from_disk=from_disk, on_read=read.append)
 
         assert sums().crc32 == zlib.crc32(data) and sum(read) == len(data)
-        assert sums().tensors == {entry.name: zlib.crc32(data[entry.start : entry.end]) for entry in header.entries}
+        found = {name: tensor.crc32 for name, tensor in sums().tensors.items()}
+        assert found == {entry.name: zlib.crc32(data[entry.start : entry.end]) for entry in header.entries}
         os.truncate(tmp_path / WEIGHTS, len(data) - 5)
         with pytest.raises(OSError, match='truncated'):
             sums()
