@@ -112,10 +112,6 @@ CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     ),
     'code that was added': (written('modeling_llama.py', 'evil'), 'files', ('modeling_llama.py',)),
     'JSON': (replaced('config.json', b'{', b'['), 'texts', ('config.json',)),
-    'values known not to be finite': (
-        of_json(MANIFEST, lambda content: content['files'][SHARDS[0]]['tensors'][EMBED].update(non_finite=5)),
-        'values', (EMBED, '(5)'),
-    ),
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
     'a manifest of the future': (
         of_json(MANIFEST, lambda content: content.update(format_version=3)), 'manifest', ('upgrade',),
