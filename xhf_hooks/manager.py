@@ -30,7 +30,7 @@ from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry import RunLog, log_preparations, log_save
 from xhf_hooks.threads import ExitWait
-from xhf_hooks.writers.choose import choose_store_writer, choose_writer
+from xhf_hooks.writers.choose import choose_writer
 
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0
@@ -109,10 +109,8 @@ class CheckpointManager:
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
-            if isinstance(final, str):
-                writer = choose_store_writer(options.writer)
-            else:
-                writer = choose_writer(log, options.writer, new_name(self.newest.final, 'shared'), self.collective)
+            probe = None if isinstance(final, str) else new_name(self.newest.final, 'shared')
+            writer = choose_writer(log, options.writer, probe, self.collective)
             finals = [target.final for target in self._targets]
             self._uploads = None
             if options.upload_to is not None:

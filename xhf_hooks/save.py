@@ -47,7 +47,7 @@ from xhf_hooks.sources.replicated import Replicas
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system import allow_open_files
 from xhf_hooks.telemetry import Progress, RunLog, SaveClock
-from xhf_hooks.threads import Background, WorkerThreads
+from xhf_hooks.threads import Background
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite
@@ -338,8 +338,8 @@ class Saver:
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     # Beside training, bytes are read back in this thread: none can be started while the process exits
-                    threads = WorkerThreads(1) if collective is self._in_background else None
-                    target.commit(save, self._options.verify, threads)
+                    workers = 1 if collective is self._in_background else None
+                    target.commit(save, self._options.verify, workers)
                     warnings += warn_of_non_finite(tensors)
         except XhfError:
             if is_rank0:

@@ -102,7 +102,10 @@ class OnSaved(EachSave[Job]):
         beside = place.parent if isinstance(place, Path) else self._run_dir
         output = beside / f'{job.name}_on_saved' / job.step.label
         output.mkdir(parents=True, exist_ok=True)
-        files = _make_private(place) if isinstance(place, Path) else frozenset()
+        files = _files(place) if isinstance(place, Path) else frozenset()
+        for path in files:
+            if path.suffix == '.safetensors':  # the save's own files
+                path.chmod(path.stat().st_mode & ~0o222)
         values = {'path': place, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
         with (output / LOG_NAME).open('ab') as log:
             log_start = log.tell()
@@ -196,22 +199,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 def _files(folder: Path) -> frozenset[Path]:
     return frozenset(path for path in folder.rglob('*') if not path.is_dir())
-
-
-def _make_private(folder: Path) -> frozenset[Path]:
-    """Make links to the files of a save safe to work with: copies of small ones, weights that are read-only.
-
-    The weights are the save's own files, so those are read-only from now on as well.
-    """
-    files = _files(folder)
-    for path in files:
-        if path.suffix == '.safetensors':
-            path.chmod(path.stat().st_mode & ~0o222)
-        else:
-            copy = path.with_name(f'{path.name}.copy')
-            shutil.copy(path, copy)
-            copy.replace(path)
-    return files
 
 
 def _last_lines(log: Path, start: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,12 @@ _READ_BY_LOADERS = (
 _SHARD = re.compile(r'.+-\d{5}-of-\d{5}\.safetensors')
 
 
-def check_folder(path: Path, manifest: Manifest, threads: WorkerThreads | None = None) -> None:
+def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> None:
     """Check that a folder matches its manifest: files, headers, index, and all bytes, read back from the disk.
 
     Args:
         manifest: Need not be written yet.
-        threads: Threads to read with; None: starts some.
+        workers: Number of threads that read; None: see :func:`.default_workers`.
 
     Raises:
         IncompleteError: The folder differs from the manifest; one fault per line.
@@ -42,8 +41,7 @@ def check_folder(path: Path, manifest: Manifest, threads: WorkerThreads | None =
     check = FolderCheck(path, manifest)
     check.check_structure()
     if check.is_good:
-        with nullcontext(threads) if threads is not None else WorkerThreads(default_workers()) as readers:
-            check.read(readers, from_disk=True)
+        check.read(workers, from_disk=True)
     # Infinite and NaN values are no difference: a diverged run is saved as it is
     differences = [found.text for found in check.findings if found.kind == PROBLEM and found.check != 'values']
     if differences:
@@ -141,7 +139,7 @@ class FolderCheck:
 
     def read(
         self,
-        threads: WorkerThreads,
+        workers: int | None = None,
         *,
         from_disk: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -156,12 +154,13 @@ class FolderCheck:
             self.read_nbytes += nbytes
             on_progress(self.read_nbytes, total)
 
-        for name in names:
-            try:
-                header = self.headers.get(name)
-                sums[name] = sum_file(self.path / name, header, threads, from_disk=from_disk, on_read=tell)
-            except OSError as error:
-                self.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
+        with WorkerThreads(workers or default_workers()) as threads:
+            for name in names:
+                try:
+                    header = self.headers.get(name)
+                    sums[name] = sum_file(self.path / name, header, threads, from_disk=from_disk, on_read=tell)
+                except OSError as error:
+                    self.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
         if known is not None:
             self._compare_sums(sums, known)
         tensors = {name: tensor for file in sums.values() for name, tensor in file.tensors.items()}

@@ -27,7 +27,6 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, describe_folde
 from xhf_hooks.places.kept_folder import KeptSave, exchange, keep_folder, look_up, new_name
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import Step, WrittenSave
-from xhf_hooks.threads import WorkerThreads
 
 if TYPE_CHECKING:
     from xhf_hooks.collective import Collective
@@ -195,12 +194,12 @@ class CheckpointFolder:
     def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
         """If each rank has its own folder, send its files to where :meth:`commit` finds them. Runs on: all ranks."""
 
-    def commit(self, save: WrittenSave, verify: str = 'sizes', threads: WorkerThreads | None = None) -> None:
+    def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> None:
         """Check that the save is complete, make it the newest, and only then delete older ones.
 
         Args:
             verify: With 'full', every byte is read back and compared with the checksums taken from memory.
-            threads: Threads for reading back; None starts some.
+            workers: Number of threads that read back; None chooses.
 
         Raises:
             IncompleteError: Something that was planned is missing.
@@ -217,7 +216,7 @@ class CheckpointFolder:
             for path in staging.rglob('*'):
                 _fsync(path)
         if verify == 'full':
-            check_folder(staging, parse_manifest(manifest, str(staging)), threads)
+            check_folder(staging, parse_manifest(manifest, str(staging)), workers)
         (staging / MANIFEST_NAME).write_bytes(manifest)
         _fsync(staging / MANIFEST_NAME)
         _fsync(staging)

@@ -63,7 +63,7 @@ class KeptSave:
     """A committed save that is not deleted before it is released, for readers in any process.
 
     Attributes:
-        place: A folder of hard links, or of copies where the file system has no links; or a URL.
+        place: A folder, in which weights are hard links where the file system has those, and all else is a copy; or a URL.
         release: Call it from any thread. Does nothing the second time.
     """
 
@@ -88,10 +88,13 @@ def keep_folder(folder: Path) -> KeptSave:
     try:
         for name in (*commit.files, MANIFEST_NAME):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(folder / name, path / name)
-            except OSError:
-                shutil.copyfile(folder / name, path / name)
+            is_linked = False
+            if name.endswith('.safetensors'):
+                with contextlib.suppress(OSError):
+                    os.link(folder / name, path / name)
+                    is_linked = True
+            if not is_linked:
+                shutil.copy(folder / name, path / name)
     except OSError as error:
         release()
         raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error

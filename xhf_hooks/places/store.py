@@ -31,7 +31,6 @@ from xhf_hooks.places.kept_folder import KeptSave
 from xhf_hooks.places.objects import Store, open_store
 from xhf_hooks.planning.types import WrittenSave
 from xhf_hooks.system import MemoryFolder
-from xhf_hooks.threads import WorkerThreads
 
 if TYPE_CHECKING:
     from xhf_hooks.collective import Collective
@@ -362,7 +361,7 @@ class StoreFolder(StoredSaves):
             for name in sorted(own):
                 send_file(self.store, self._prefix, name, folder / name, records[name], read_back=verify == 'full')
 
-    def commit(self, save: WrittenSave, verify: str = 'sizes', threads: WorkerThreads | None = None) -> None:
+    def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> None:
         self.publish(self._prefix, self._manifest)
         self._number += 1
 

@@ -10,7 +10,6 @@ from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.check import INDEX_SUFFIX, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
-from xhf_hooks.threads import WorkerThreads, default_workers
 
 
 def verify_folder(
@@ -46,8 +45,7 @@ def verify_folder(
     check.check_structure()
     _check_texts(check)
     if read:
-        with WorkerThreads(workers or default_workers()) as threads:
-            check.read(threads, on_progress=on_progress)
+        check.read(workers, on_progress=on_progress)
     else:
         check.add(UNCHECKED, 'checksums', 'nothing was read (--no-read)')
     return check

@@ -76,23 +76,22 @@ class WhoWrites(Enum):
         return self not in (WhoWrites.POSITIONAL, WhoWrites.GATHER)
 
 
-def choose_store_writer(option: str) -> str:
-    """Resolve the option ``writer`` if ``out_dir`` is a URL: each rank uploads files that it alone has written.
-
-    Raises:
-        OptionError: Several ranks would write into one file.
-    """
-    if option == 'positional':
-        raise OptionError('writer', "'auto', 'parallel', 'stream' or 'gather' when out_dir is a URL", option)
-    return 'parallel' if option == 'auto' else option
-
-
-def choose_writer(log: logging.Logger | logging.LoggerAdapter, option: str, probe: Path, collective: Collective) -> str:
+def choose_writer(
+    log: logging.Logger | logging.LoggerAdapter, option: str, probe: Path | None, collective: Collective
+) -> str:
     """Resolve the option ``writer`` for the file system of the output folder. Runs on: all ranks.
 
     Args:
-        probe: Path of a test file beside the output folder, with a name that was never used before.
+        probe: Path of a test file beside the output folder, with a name that was never used before. None if ``out_dir``
+            is a URL: each rank uploads files that it alone has written.
+
+    Raises:
+        OptionError: Several ranks would write into one file that they upload.
     """
+    if probe is None:
+        if option == 'positional':
+            raise OptionError('writer', "'auto', 'parallel', 'stream' or 'gather' when out_dir is a URL", option)
+        return 'parallel' if option == 'auto' else option
     wanted = 'positional' if option == 'auto' else option
     if not WhoWrites(wanted).all_ranks or is_shared(probe, collective):
         return wanted
