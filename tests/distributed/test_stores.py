@@ -22,7 +22,7 @@ from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.stored_saves import bytes_in, download_newest
 from xhf_hooks import system
 from xhf_hooks.errors import XhfError
-from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
 N_RANKS = 2
@@ -291,7 +291,7 @@ def prefixes_in(store: Store) -> set[str]:
 def test_the_same_files_as_in_a_folder_each_sent_once_by_one_rank(results, servers, root, name):
     ranks = check(results, name)
     assert {rank['path'] for rank in ranks} == {f'{url_of(name)}/hf_model_iter_7'}
-    found = download_newest(open_store(url_of(name), servers[CALLS[name][0]]), root / 'downloaded' / name)
+    found = download_newest(Store(url_of(name), servers[CALLS[name][0]]), root / 'downloaded' / name)
     assert_whole(found)
     ours, local = bytes_in(found), bytes_in(root / name)
     del ours['xhf_manifest.json'], local['xhf_manifest.json']
@@ -325,7 +325,7 @@ def test_what_runs_leave(results, servers, tmp_path, name, prefixes, pointers, s
     """Though each request has failed once, or one save was denied."""
     for log, left in check(results, name):
         assert left == [] and all(words in log for words in said)
-    store = open_store(url_of(name), servers['moto' if name in ('kept', 'best') else 'rclone'])
+    store = Store(url_of(name), servers['moto' if name in ('kept', 'best') else 'rclone'])
     assert sorted(prefixes_in(store)) == prefixes
     found = {name: read_pointer(store, name) for name in ('hf_model', 'hf_model_best')}
     assert {name: pointer.step['number'] for name, pointer in found.items() if pointer} == pointers
@@ -345,7 +345,7 @@ def test_the_newest_save_is_uploaded(results, servers, root, tmp_path, name):
     local = Path(check(results, name)[0])
     kind, hook = UPLOADS.get(name, ('moto', {}))
     where = place(name, 'rclone' if kind == 'proxy' else kind, servers, root)
-    store = open_store(where['upload_to'], where['backend_args'])
+    store = Store(where['upload_to'], where['backend_args'])
     pointer = read_pointer(store, 'hf_model')
     assert (pointer.newest, pointer.step) == (f'hf_model_iter_{LAST}', {'unit': 'iter', 'number': LAST})
     downloaded = download_newest(store, tmp_path / 'downloaded')
@@ -366,7 +366,7 @@ def test_the_newest_save_is_uploaded(results, servers, root, tmp_path, name):
 
 def test_a_worse_model_of_a_run_on_a_fresh_disk_is_not_the_best(results, servers):
     assert 'best acc so far: 0.7000' in log_of(check(results, 'best_again')[0])
-    store = open_store(url_of('best_again'), servers['moto'])
+    store = Store(url_of('best_again'), servers['moto'])
     assert read_pointer(store, 'hf_model_best').newest == 'hf_model_best_iter_4'
 
 

@@ -10,7 +10,7 @@ from fsspec import get_filesystem_class
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, s3_server
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.checksum import crc32
-from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.objects import Store
 
 PART = 16 * 2**20
 
@@ -30,7 +30,7 @@ def credentials(monkeypatch):
 
 @pytest.fixture
 def store(server: S3Server, request):
-    return open_store(f's3://{BUCKET}/{abs(hash(request.node.name))}/läufe', server.backend_args)
+    return Store(f's3://{BUCKET}/{abs(hash(request.node.name))}/läufe', server.backend_args)
 
 
 def test_objects(store):
@@ -58,12 +58,12 @@ def test_refusals_tell_no_secret(server, monkeypatch):
         if server.kind == 'moto' and bucket == BUCKET:
             continue  # it takes any credentials
         with pytest.raises(StoreError, match='upload_to') as caught:
-            open_store(f's3://{bucket}/b', server.backend_args).require_usable()
+            Store(f's3://{bucket}/b', server.backend_args).require_usable()
         assert f's3://{bucket}/b' in str(caught.value)
         assert not any(secret in str(caught.value) for secret in (KEY, SECRET, SECRET[::-1]))
 
 
 def test_nobody_listens():
-    store = open_store(f's3://{BUCKET}/run', {'endpoint_url': 'http://127.0.0.1:9'})
+    store = Store(f's3://{BUCKET}/run', {'endpoint_url': 'http://127.0.0.1:9'})
     with pytest.raises(StoreError, match=r'127\.0\.0\.1:9'):
         store.require_usable()

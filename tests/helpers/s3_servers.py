@@ -32,7 +32,7 @@ class S3Server:
 
     @property
     def backend_args(self) -> dict[str, Any]:
-        """Arguments for :func:`xhf_hooks.places.objects.open_store`; credentials come from the environment."""
+        """Arguments for :func:`xhf_hooks.places.objects.Store`; credentials come from the environment."""
         return {'endpoint_url': self.url}
 
 

@@ -18,7 +18,7 @@ from tests.helpers.kill_runs import fill, tiny_model
 from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks import start_process
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
-from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
 SAVES = (1, 2)
@@ -131,7 +131,7 @@ def check_newest(store: Store) -> str | None:
 @pytest.mark.parametrize('option', ['upload_to', 'out_dir'])
 def test_killed_at_requests(proxy, tmp_path, option):
     url = f's3://{BUCKET}/{option}/läufe'
-    store = open_store(url, {'endpoint_url': f'http://127.0.0.1:{proxy.server_port}'})
+    store = Store(url, {'endpoint_url': f'http://127.0.0.1:{proxy.server_port}'})
     found = set()
     for number in range(1, MOST_REQUESTS, STRIDE):
         killer = one_life(proxy, number, tmp_path, option, url)

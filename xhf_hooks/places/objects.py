@@ -16,15 +16,12 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError, StoreError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.threads import lower_priority
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 T = TypeVar('T')
 _URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)
@@ -74,49 +71,6 @@ def without_secrets(text: str) -> str:
     return _SECRET_IN_URL.sub('', text)
 
 
-def open_store(
-    url: str,
-    backend_args: Mapping[str, Any] | None = None,
-    *,
-    option: str = 'upload_to',
-    warn: Callable[[str], object] = lambda said: None,
-) -> Store:
-    """The store at a URL. Nothing is sent yet, except that some libraries look for credentials.
-
-    Args:
-        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
-        backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
-        option: The user's option that the URL comes from, for messages.
-        warn: Called at once when a request fails or gets no answer.
-
-    Raises:
-        OptionError: It is not the URL of a store.
-        StoreError: The library is missing, or refuses ``backend_args``.
-    """
-    import fsspec
-
-    url = checked_url(option, url)
-    protocol = url.partition('://')[0].lower()
-    given = dict(backend_args or {})
-    own: dict[str, Any] = {'use_listings_cache': False}
-    if protocol in _S3:
-        own['config_kwargs'] = {**_S3_CONFIG, **given.get('config_kwargs', {})}
-        own['max_concurrency'] = _S3_PARTS
-    try:
-        if fsspec.get_filesystem_class(protocol).async_impl:
-            own['loop'] = _loop(os.getpid())
-        # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
-        file_system, root = fsspec.core.url_to_fs(url, **{**given, **own})
-    except ImportError as error:
-        raise StoreError(f'{url}: {error} (docs/object-stores.md), or set {option} to another place') from None
-    except Exception as error:
-        said = without_secrets(f'{type(error).__name__}: {error}')
-        raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
-    if protocol in _S3:
-        file_system.retries = _S3_RETRIES
-    return Store(file_system, root, url, option, warn)
-
-
 @functools.cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
     """An event loop in a thread of low priority, one for all stores of a process, like fsspec's own."""
@@ -136,10 +90,10 @@ class Store:
     Requests to libraries with an asynchronous interface (of S3, GCS and Azure) have a deadline.
 
     Args:
-        url: For messages.
-        root: The path of the URL in the file system.
-        option: The user's option with the URL, for messages.
-        warn: Called when a request fails and will be repeated, or gets no answer for a while.
+        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
+        backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
+        option: The user's option that the URL comes from, for messages.
+        warn: Called at once when a request fails and will be repeated, or gets no answer for a while.
 
     Attributes:
         silence_secs: Without an answer for so long, a warning is logged.
@@ -147,6 +101,11 @@ class Store:
         stall_secs: Deadline of each part of a file.
         pauses_secs: Pauses before a request is sent again.
         patience_secs: A request that fails after this time is not sent again.
+
+    Raises:
+        OptionError: It is not the URL of a store.
+        StoreError: The library is missing, or refuses ``backend_args``. Nothing is sent yet, except that some libraries
+            look for credentials.
     """
 
     silence_secs = 5.0
@@ -157,16 +116,34 @@ class Store:
 
     def __init__(
         self,
-        file_system: AbstractFileSystem,
-        root: str,
         url: str,
-        option: str,
-        warn: Callable[[str], object],
+        backend_args: Mapping[str, Any] | None = None,
+        *,
+        option: str = 'upload_to',
+        warn: Callable[[str], object] = lambda said: None,
     ) -> None:
-        self.url, self.option = url, option
-        self._fs, self._root, self._warn = file_system, root.rstrip('/'), warn
-        protocols = file_system.protocol
-        self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        import fsspec
+
+        self.url, self.option, self._warn = checked_url(option, url), option, warn
+        protocol = self.url.partition('://')[0].lower()
+        given = dict(backend_args or {})
+        own: dict[str, Any] = {'use_listings_cache': False}
+        if protocol in _S3:
+            own['config_kwargs'] = {**_S3_CONFIG, **given.get('config_kwargs', {})}
+            own['max_concurrency'] = _S3_PARTS
+        try:
+            if fsspec.get_filesystem_class(protocol).async_impl:
+                own['loop'] = _loop(os.getpid())
+            # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
+            self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
+        except ImportError as error:
+            raise StoreError(f'{url}: {error} (docs/object-stores.md), or set {option} to another place') from None
+        except Exception as error:
+            said = without_secrets(f'{type(error).__name__}: {error}')
+            raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
+        self._root, self._is_s3, self._has_files = root.rstrip('/'), protocol in _S3, protocol in _WITH_FILES
+        if self._is_s3:
+            self._fs.retries = _S3_RETRIES
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object atomically: readers see the old or the new one."""
@@ -185,7 +162,7 @@ class Store:
 
         signs: list[float] = []
         how: dict[str, Any] = {'callback': Callback(hooks={'sign': lambda *args, **more: signs.append(_now())})}
-        if self._protocols & {*_S3}:
+        if self._is_s3:
             how['chunksize'] = max(_S3_PART_NBYTES, -(-path.stat().st_size // _S3_MOST_PARTS))
         if self._has_files:
             self._ask('write', key, 'makedirs', self._fs._parent(self._path(key)), exist_ok=True)
@@ -224,10 +201,6 @@ class Store:
         """
         self.put(_PROBE, b'written to see whether that works; may be deleted')
         self.delete([_PROBE])
-
-    @property
-    def _has_files(self) -> bool:
-        return bool(_WITH_FILES & self._protocols)
 
     def _path(self, key: str) -> str:
         return f'{self._root}/{key}'

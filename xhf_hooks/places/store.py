@@ -28,7 +28,7 @@ from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, describe_folder, parse_manifest
 from xhf_hooks.places.kept_folder import KeptSave
-from xhf_hooks.places.objects import Store, open_store
+from xhf_hooks.places.objects import Store
 from xhf_hooks.planning.types import WrittenSave
 from xhf_hooks.system import MemoryFolder
 
@@ -132,7 +132,7 @@ class StoredSaves:
     @cached_property
     def store(self) -> Store:
         """The connection of this process. Runs on: any rank."""
-        return open_store(self.url, self._options, option=self.option, warn=self._warn)
+        return Store(self.url, self._options, option=self.option, warn=self._warn)
 
     def connect(self) -> None:
         """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: other ranks."""

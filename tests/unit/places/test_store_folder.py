@@ -18,7 +18,7 @@ from xhf_hooks import system
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError, DamagedError, IncompleteError, OptionError, StoreError
 from xhf_hooks.integrity.manifest import FileRecord
-from xhf_hooks.places.objects import Store, checked_url, open_store, without_secrets
+from xhf_hooks.places.objects import Store, checked_url, without_secrets
 from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer, send_file
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
@@ -67,11 +67,11 @@ def save(folder: StoreFolder, number: int) -> None:
 
 
 def newest(url: str) -> str | None:
-    return read_pointer(open_store(url), 'hf_model').newest
+    return read_pointer(Store(url), 'hf_model').newest
 
 
 def keys(url: str) -> set[str]:
-    store = open_store(url)
+    store = Store(url)
     return {path[len(store._root) + 1 :] for path in store._fs.find(store._root)}
 
 
@@ -82,7 +82,7 @@ def prefixes(url: str) -> set[str]:
 def test_the_newest_ones_are_kept(folder, url):
     for number in (1, 2, 3):
         save(folder, number)
-        assert newest(url) == f'hf_model_iter_{number}' and {*open_store(url).sizes(newest(url))} == FILES
+        assert newest(url) == f'hf_model_iter_{number}' and {*Store(url).sizes(newest(url))} == FILES
     assert prefixes(url) == {'hf_model_iter_2', 'hf_model_iter_3'}
     assert folder.where == f'{url}/hf_model_iter_3'
 
@@ -90,7 +90,7 @@ def test_the_newest_ones_are_kept(folder, url):
 def test_what_others_put_there_stays_and_is_told(folder, url):
     """In a save that is deleted, and beside."""
     save(folder, 1)
-    store = open_store(url)
+    store = Store(url)
     for key in ('hf_model_iter_1/eval_results.json', 'notes.txt'):
         store.put(key, b'of somebody else')
     save(folder, 2)
@@ -101,7 +101,7 @@ def test_what_others_put_there_stays_and_is_told(folder, url):
 
 
 def test_a_prefix_in_use_is_not_used_again(folder, url):
-    open_store(url).put('hf_model_iter_1/model.safetensors', b'of somebody else')
+    Store(url).put('hf_model_iter_1/model.safetensors', b'of somebody else')
     save(folder, 1)
     assert newest(url) == 'hf_model_iter_1_2'
     again = StoreFolder(url, 2)
@@ -115,9 +115,9 @@ def test_a_prefix_in_use_is_not_used_again(folder, url):
 def test_what_the_store_has_lost_is_not_committed(folder, url, fault):
     save(folder, 1)
     written = upload(folder, 2)
-    open_store(url).delete(['hf_model_iter_2/model.safetensors'])
+    Store(url).delete(['hf_model_iter_2/model.safetensors'])
     if fault == 'short':
-        open_store(url).put('hf_model_iter_2/model.safetensors', b'short')
+        Store(url).put('hf_model_iter_2/model.safetensors', b'short')
     with pytest.raises(IncompleteError, match=r'hf_model_iter_2: the store does not have 1 file.*model.safetensors'):
         folder.commit(written)
     folder.abandon()
@@ -141,7 +141,7 @@ def test_bytes_that_the_store_changed_are_noticed(folder, url, monkeypatch):
 def test_bytes_that_the_disk_changed_are_not_uploaded(folder, url, tmp_path):
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
-        send_file(open_store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
+        send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
     assert keys(url) == {'hf_model.json'}
 
 
@@ -163,7 +163,7 @@ def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
             folder.commit(written)
         folder.abandon()
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
-    assert {*open_store(url).sizes(newest(url))} == FILES
+    assert {*Store(url).sizes(newest(url))} == FILES
     save(folder, 3)
     assert prefixes(url) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
 
@@ -179,7 +179,7 @@ def test_of_two_runs_the_later_goes_on(folder, url):
     save(later, 2)
     with pytest.raises(AgreedError, match='another run saves here'):
         save(folder, 3)
-    assert newest(url) == 'hf_model_iter_2_2' and {*open_store(url).sizes(newest(url))} == FILES
+    assert newest(url) == 'hf_model_iter_2_2' and {*Store(url).sizes(newest(url))} == FILES
     later.release()
 
 
@@ -187,7 +187,7 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(folder, url,
     save(folder, 1)
     upload(folder, 2)
     for number in range(10):
-        open_store(url).put(f'others/{number}', b'')
+        Store(url).put(f'others/{number}', b'')
     asked, ask = [], Store._ask
 
     def note(self, what, key, *args, **more):
@@ -205,7 +205,7 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(folder, url,
 
 def test_a_deleted_pointer_does_not_end_publishing(folder, url):
     save(folder, 1)
-    open_store(url).delete([pointer_key('hf_model')])
+    Store(url).delete([pointer_key('hf_model')])
     save(folder, 2)
     assert newest(url) == 'hf_model_iter_2'
 
@@ -213,7 +213,7 @@ def test_a_deleted_pointer_does_not_end_publishing(folder, url):
 @pytest.mark.parametrize('content', [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}])
 def test_a_foreign_pointer_is_refused(folder, url, content):
     save(folder, 1)
-    store = open_store(url)
+    store = Store(url)
     if isinstance(content, dict):
         content = json.dumps({**json.loads(store.get('hf_model.json')), **content}).encode()
     store.put('hf_model.json', content)
@@ -247,7 +247,7 @@ def test_a_store_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(Store, 'answer_secs', 0.2)
     monkeypatch.setattr(Store, 'stall_secs', 0.2)
     fsspec.register_implementation('hanging', Hanging, clobber=True)
-    store = open_store('hanging://a/b', warn=said.append)
+    store = Store('hanging://a/b', warn=said.append)
     with pytest.raises(StoreError, match=r'does not answer within 0.2 s'):
         store.get('key')
     assert 'has not answered for' in said[0] and len(said) == 5
