@@ -63,7 +63,7 @@ class KeptSave:
     """A committed save that is not deleted before it is released, for readers in any process.
 
     Attributes:
-        place: A folder, in which weights are hard links where the file system has those, and all else is a copy; or a URL.
+        place: A folder, with hard links to the weights where the file system has them and copies of all else; or a URL.
         release: Call it from any thread. Does nothing the second time.
     """
 
