@@ -93,10 +93,7 @@ class CheckpointFolder:
         try:
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
-                probe = new_name(self.final, 'probe')
-                probe.write_bytes(b'x')
-                probe.unlink()
+                self._take_lock()  # writes a file
             except OSError as error:
                 raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
             self._refuse_foreign()
@@ -142,7 +139,7 @@ class CheckpointFolder:
         self._recover_saves()
         for kept in self._beside('kept'):  # this run has no readers yet
             shutil.rmtree(kept, ignore_errors=True)
-        for probe in self._beside('probe', 'shared'):
+        for probe in self._beside('shared'):
             probe.unlink(missing_ok=True)
         _fsync(self.final.parent)
         self._delete_outdated()
@@ -176,11 +173,11 @@ class CheckpointFolder:
         """Where this rank writes a save, by the name of rank 0's staging folder. Runs on: any rank."""
         return self.final.with_name(name)  # hosts may mount the file system elsewhere
 
-    def room(self, needed_nbytes: int = 0) -> int | None:
-        """Free bytes there; None if unknown, as for stores.
+    def room(self, needed_nbytes: int) -> None:
+        """Check that there is room for a save.
 
         Raises:
-            TargetError: Fewer than needed.
+            TargetError: There is not.
         """
         free = shutil.disk_usage(self.final.parent).free
         if free < needed_nbytes:
@@ -189,7 +186,6 @@ class CheckpointFolder:
                 f'{self.final.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
             )
-        return free
 
     def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
         """If each rank has its own folder, send its files to where :meth:`commit` finds them. Runs on: all ranks."""

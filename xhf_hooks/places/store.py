@@ -342,8 +342,8 @@ class StoreFolder(StoredSaves):
             self._scratch = MemoryFolder(Path(tempfile.gettempdir()))
         return self._scratch.path
 
-    def room(self, needed_nbytes: int = 0) -> int | None:
-        return None
+    def room(self, needed_nbytes: int) -> None:
+        pass  # unknown
 
     def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
         begun, folder = None, self.place('')
