@@ -3,7 +3,7 @@
 Source.specs()      the tensors of the model          names and full shapes, no data
 Exporter.entries()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
-Replicas            checksums of whole copies         compared across ranks: one model, not several
+require_same()      checksums of whole copies         compared across ranks: one model, not several
 live_chunks()       ranks write their own slices      with writer='positional', where possible
                     or send them to the owner         with 'stream' and 'parallel', where possible
                     the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
@@ -43,7 +43,7 @@ from xhf_hooks.planning.types import (
 )
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
-from xhf_hooks.sources.replicated import Replicas
+from xhf_hooks.sources.replicated import require_same
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system import allow_open_files
 from xhf_hooks.telemetry import Progress, RunLog, SaveClock
@@ -64,7 +64,6 @@ class _Begun:
     Attributes:
         facts: Fields of the manifest for this save only.
         collective: For the thread that writes.
-        replicas: What every rank has a whole copy of.
         chunks: What this rank writes.
     """
 
@@ -73,7 +72,6 @@ class _Begun:
     facts: Mapping[str, Any]
     collective: Collective
     clock: SaveClock
-    replicas: Replicas
     chunks: AbstractContextManager[Iterator[Chunk]]
     writer: Writer
 
@@ -277,22 +275,22 @@ class Saver:
         clock = SaveClock()
         with clock.stage('plan'):
             self._renew_plan()
-        replicas = Replicas(self.plan, self._source, self._collective.world_size)
         collective, chunks = self._collective, live_chunks(self.plan, self._source, self._collective)
         if in_background:
             collective = self._in_background
             with clock.stage('snapshot'):
                 chunks = self._take_snapshot().chunks(collective)
             clock.meter.sample()
-        if replicas.tensors:
+        copies = self._source.replicated([spec.name for spec in self.plan.reads if not spec.from_master])
+        if copies and self._collective.world_size > 1:
             with clock.stage('compare'):
-                replicas.read()
+                require_same(copies, self._collective)
         with ExitStack() as on_error:
             with self._collective.stage('threads'):
                 writer = Writer(self._half_bucket, fsync=target.fsync, beside_training=in_background)
                 on_error.callback(writer.abort)
             on_error.pop_all()
-        return _Begun(target, step, facts, collective, clock, replicas, chunks, writer)
+        return _Begun(target, step, facts, collective, clock, chunks, writer)
 
     def _write_and_commit(self, begun: _Begun) -> CommittedCheckpoint:
         """Everything after that. Runs on: all ranks; for a background save, in the background thread."""
@@ -302,9 +300,6 @@ class Saver:
         warnings: list[str] = []
         made = None
         try:
-            if begun.replicas.tensors:
-                with clock.stage('compare'):
-                    begun.replicas.require_same(collective)
             with clock.stage('staging'):
                 with collective.stage('staging'):
                     if is_rank0:

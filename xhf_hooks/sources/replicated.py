@@ -15,53 +15,31 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
-from xhf_hooks.planning.types import SavePlan
-from xhf_hooks.sources.base import Source
 
 _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-class Replicas:
-    """The tensors that a save reads and that every rank has whole; empty in a run of one rank.
+def require_same(copies: Mapping[str, torch.Tensor], collective: Collective) -> None:
+    """Compare tensors of which every rank has a whole copy. Runs on: all ranks.
 
-    Runs on: all ranks, every method.
+    Raises:
+        ModelError: A tensor differs; the same error on every rank.
+        AgreedError: A rank could not take the checksums.
     """
-
-    def __init__(self, plan: SavePlan, source: Source, world_size: int) -> None:
-        specs = plan.reads if world_size > 1 else ()
-        names = [spec.name for spec in specs if not spec.from_master]
-        self.tensors: Mapping[str, torch.Tensor] = source.replicated(names)
-        self._checksums = np.zeros(len(self.tensors), np.int64)
-        self._error: Exception | None = None
-
-    def read(self) -> None:
-        """Take the checksums. Does not communicate; :meth:`require_same` tells of a failure. Runs on: any thread."""
-        try:
-            self._checksums = np.array([int(_checksum(tensor)) for tensor in self.tensors.values()], np.int64)
-        except Exception as error:
-            self._error = error
-
-    def require_same(self, collective: Collective) -> None:
-        """Compare the checksums across ranks.
-
-        Raises:
-            ModelError: A tensor differs; the same error on every rank.
-            AgreedError: A rank could not take the checksums.
-        """
-        collective.agree('compare', self._error)
-        differing = np.flatnonzero(self._checksums != collective.broadcast(self._checksums))
-        if not collective.any(bool(len(differing)), 'compare'):
-            return
-        firsts = collective.all_gather((int(differing[0]), len(differing)) if len(differing) else None)
-        odd = [rank for rank, found in enumerate(firsts) if found is not None]
-        first, most = min(found[0] for found in firsts if found), max(found[1] for found in firsts if found)
-        raise ModelError(
-            f'{list(self.tensors)[first]}: expected equal copies on all ranks, found other values on ranks {odd} than '
-            f'on rank 0 (in {most} of {len(self.tensors)} tensors). Wrap the model in DistributedDataParallel, save '
-            f'after ranks have averaged their weights (LocalSGD), or give each model a process group and a folder of '
-            f'its own'
-        )
+    with collective.stage('compare'):
+        checksums = np.array([int(_checksum(tensor)) for tensor in copies.values()], np.int64)
+    differing = np.flatnonzero(checksums != collective.broadcast(checksums))
+    if not collective.any(bool(len(differing)), 'compare'):
+        return
+    firsts = collective.all_gather((int(differing[0]), len(differing)) if len(differing) else None)
+    odd = [rank for rank, found in enumerate(firsts) if found is not None]
+    first, most = min(found[0] for found in firsts if found), max(found[1] for found in firsts if found)
+    raise ModelError(
+        f'{list(copies)[first]}: expected equal copies on all ranks, found other values on ranks {odd} than on rank 0 '
+        f'(in {most} of {len(copies)} tensors). Wrap the model in DistributedDataParallel, save after ranks have '
+        f'averaged their weights (LocalSGD), or give each model a process group and a folder of its own'
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
