@@ -26,7 +26,7 @@ from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, m
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, TensorSpec, WrittenSave
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.writers.tally import warn_of_non_finite
 
@@ -96,7 +96,7 @@ class Conversion:
         )
         self._weights, weights_notes = _which_weights(self._checkpoint, self._config, options.ema)
         self.plan = self._make_plan()
-        self._widened = sum(spec.master_lost for spec in _read_specs(self.plan)) if options.dtype == 'F32' else 0
+        self._widened = sum(spec.master_lost for spec in self.plan.reads) if options.dtype == 'F32' else 0
         self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
         if self._exporter.left_out:
             left_out = self._exporter.left_out
@@ -128,7 +128,7 @@ class Conversion:
     @property
     def read_nbytes(self) -> int:
         """Bytes that :meth:`run` reads from the checkpoint."""
-        read = (self.tensors[spec.name].pieces(self.use_fp32_master) for spec in _read_specs(self.plan))
+        read = (self.tensors[spec.name].pieces(self.use_fp32_master) for spec in self.plan.reads)
         return sum(piece.nbytes for pieces in read for piece in pieces)
 
     @property
@@ -155,7 +155,7 @@ class Conversion:
         if not self._widened:
             return []
         return [
-            f'float32: {self._widened} of {len(_read_specs(self.plan))} tensors have no fp32 master weights in this '
+            f'float32: {self._widened} of {len(self.plan.reads)} tensors have no fp32 master weights in this '
             f'checkpoint; their 16-bit weights are widened'
         ]
 
@@ -226,10 +226,6 @@ def engine_of(facts: Mapping[str, Any]) -> str:
     stage, n_ranks = facts.get('zero_stage'), facts.get('world_size')
     engine = str(facts.get('engine')) + ('' if stage is None else f' ZeRO-{stage}')
     return engine if n_ranks is None else f'{engine}, {counted(n_ranks, "rank")}'
-
-
-def _read_specs(plan: SavePlan) -> set[TensorSpec]:
-    return {spec for group in (*plan.sliced, *plan.gathered) for spec in group.reads}
 
 
 def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:
