@@ -146,7 +146,8 @@ def compare_models(
     """
     started, lock = time.perf_counter(), threading.Lock()
     result = Comparison(a.label, b.label, [*a.notes, *b.notes])
-    result.tensors = [Pair(name, spec, b.tensors[name]) for name, spec in a.tensors.items() if name in b.tensors]
+    names = [name for name in (b if b.is_made else a).tensors if name in a.tensors and name in b.tensors]
+    result.tensors = [Pair(name, a.tensors[name], b.tensors[name]) for name in names]
     result.missing = [name for name in a.tensors if name not in b.tensors]
     result.extra = [name for name in b.tensors if name not in a.tensors]
     total = sum(pair.nbytes for pair in result.tensors)

@@ -29,12 +29,14 @@ class Model:
         label: Path, number of tensors and dtypes, for the report.
         read: Returns elements of a tensor, flat: called in any thread with its name, the first one, and their number.
         notes: Remarks for the report.
+        is_made: Whether tensors are made when they are read, several at once, in this order.
     """
 
     label: str
     tensors: Mapping[str, TensorSpec]
     read: Callable[[str, int, int], torch.Tensor]
     notes: list[str] = field(default_factory=list)
+    is_made: bool = False
 
 
 def open_models(a: Path, b: Path, options: ConvertOptions) -> list[Model]:
@@ -94,7 +96,8 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     made = _Made(conversion)
     tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in made.places.items()}
     kind = 'fp32 master weights' if conversion.use_fp32_master else 'as trained'
-    return Model(f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})', tensors, made.read, notes)
+    label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
+    return Model(label, tensors, made.read, notes, is_made=True)
 
 
 class _Made:
