@@ -7,7 +7,7 @@ consecutive bytes, whatever the dtype.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
@@ -137,12 +137,14 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
 @contextmanager
 def _gathered(source: Source, bucket: Bucket, wanted: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
     specs = [spec for group in bucket.groups for spec in group.reads]
-    by_master = [[spec.name for spec in specs if spec.from_master is from_master] for from_master in (False, True)]
-    with (
-        source.gathered(by_master[0], wanted=wanted, use_fp32_master=False) as trained,
-        source.gathered(by_master[1], wanted=wanted, use_fp32_master=True) as masters,
-    ):
-        yield {**trained, **masters}
+    found: dict[str, torch.Tensor] = {}
+    with ExitStack() as opened:
+        for from_master in (False, True):
+            names = [spec.name for spec in specs if spec.from_master is from_master]
+            if names:
+                some = source.gathered(names, wanted=wanted, use_fp32_master=from_master)
+                found.update(opened.enter_context(some))
+        yield found
 
 
 def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[Slice]:
