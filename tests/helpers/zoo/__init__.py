@@ -13,6 +13,7 @@ freshly initialised one.
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -215,10 +216,15 @@ FAMILIES = list(MODELS)
 
 def available(family: str, models: Models = MODELS) -> bool:
     """Tells whether the installed transformers has `family` (4.48.0 lacks Qwen3, for example)."""
+    return set(models[family][:2]) <= _names()
+
+
+@cache
+def _names() -> frozenset[str]:
+    """What transformers has; looking up a model class would import its whole module."""
     import transformers
 
-    # dir() instead of hasattr(), since looking up the model class imports its whole module.
-    return set(models[family][:2]) <= set(dir(transformers))
+    return frozenset(dir(transformers))
 
 
 def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import on_saved_family
-from tests.helpers.ranks import HANG_SECS, start_process
+from tests.helpers.ranks import HANG_SECS
 from tests.helpers.tiny_checkpoint import commit_one, iteration
 from tests.unit.places.test_store_folder import folder as stored_folder  # noqa: F401
 from tests.unit.places.test_store_folder import newest, prefixes, save, url  # noqa: F401
@@ -213,7 +214,8 @@ def _run_family(folder: Path) -> None:
 
 
 def test_nothing_is_left_when_the_run_is_killed(tmp_path):
-    rank = start_process(_run_family, tmp_path)
+    rank = multiprocessing.get_context('fork').Process(target=_run_family, args=(tmp_path,))
+    rank.start()
     until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
     rank.kill()
     rank.join()
