@@ -43,8 +43,8 @@ def make_base_model(folder: Path, family: str) -> None:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder, config.vocab_size)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.model_input_names = ['input_ids', 'attention_mask']
+    inputs = ['input_ids', 'attention_mask']  # without token_type_ids, which these models do not take
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, model_input_names=inputs)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
     tokenizer.save_pretrained(folder)
 

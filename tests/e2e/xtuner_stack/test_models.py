@@ -125,9 +125,7 @@ def deepseek_v2(n_in_shard: int) -> nn.Module:
         attn_implementation='eager',
         moe_implementation='shard',
     )
-    return DeepseekV2ForCausalLM(
-        DeepseekV2Config(**options, moe_implementation='shard', expert_in_one_shard=n_in_shard)
-    )
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**options, expert_in_one_shard=n_in_shard))
 
 
 @pytest.fixture
