@@ -22,6 +22,7 @@ import re
 import runpy
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -233,15 +234,22 @@ def _renders_as(tokenizer: Any, wanted: str, *, has_system: bool) -> bool:
 def _mappings(node: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(node, Mapping):
         yield node
-        for item in node.values():
-            yield from _mappings(item)
+        for key in node:
+            yield from _mappings(_value(node, key))
     elif isinstance(node, (list, tuple)):
         for item in node:
             yield from _mappings(item)
 
 
+def _value(mapping: Mapping[str, Any], key: str) -> Any:
+    """A value of the config. MMEngine's lazy configs import it on access; what is not installed holds no template."""
+    with suppress(ImportError, AttributeError):
+        return mapping.get(key)
+    return None
+
+
 def _type_name(config: Mapping[str, Any]) -> str:
-    kind = config.get('type')
+    kind = _value(config, 'type')
     return kind.rsplit('.', 1)[-1] if isinstance(kind, str) else getattr(kind, '__name__', '')
 
 
