@@ -71,19 +71,18 @@ def failing_save(work_dir: Path) -> str:
     """The second of three saves fails on rank 1. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks.sources import Zero3Source
+    from xhf_hooks.writers.writer import Writer
 
-    calls, gather = [], Zero3Source._gather_partitions
+    calls, finish = [], Writer.finish
 
-    def fail_in_second_save(*args: Any) -> dict[str, Any]:
-        calls.append(args)  # once a save: the toy is one bucket
-        found = gather(*args)
+    def fail_in_second_save(self: Any) -> Any:
+        calls.append(self)
         if dist.get_rank() == 1 and len(calls) == 2:
             raise MemoryError('injected')
-        return found
+        return finish(self)
 
-    with mock.patch.object(Zero3Source, '_gather_partitions', fail_in_second_save):
-        return run(dict(hook=dict(max_keep_ckpts=-1, writer='gather'), stage=3, max_iters=6), work_dir)
+    with mock.patch.object(Writer, 'finish', fail_in_second_save):
+        return run(dict(hook=dict(max_keep_ckpts=-1), stage=3, max_iters=6), work_dir)
 
 
 def refused(what: Any, root: Path, work_dir: Path) -> str:
