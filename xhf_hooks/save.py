@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.host_memory import SnapshotMemory
 from xhf_hooks.model import Unwrapped
@@ -165,7 +164,7 @@ class Saver:
         try:
             return self.exporter.write_hf_assets(target.open_staging(), self.tokenizer, self.eos_token_ids)
         finally:
-            target.abandon()
+            target.end_save()
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training.
@@ -336,10 +335,6 @@ class Saver:
                     workers = 1 if collective is self._in_background else None
                     target.commit(save, self._options.verify, workers)
                     warnings += warn_of_non_finite(tensors)
-        except XhfError:
-            if is_rank0:
-                target.abandon()
-            raise
         finally:
             writer.abort()
             target.end_save()

@@ -191,10 +191,8 @@ class Conversion:
             tensors = tally.written()
             save = WrittenSave(self.plan, tensors, self.step, self._facts())
             target.commit(save, 'full' if self._options.verify else 'sizes')
-        except BaseException:  # including signals
-            target.abandon()
-            raise
-        finally:
+        finally:  # including signals
+            target.end_save()
             target.release()
         seconds = time.perf_counter() - started
         cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)

@@ -36,7 +36,7 @@ class CheckpointFolder:
     """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
 
     Rank 0 calls all methods unless they say otherwise: :meth:`claim` before training, for each save
-    :meth:`open_staging`, and :meth:`commit` or :meth:`abandon`; :meth:`release` at the end.
+    :meth:`open_staging`, :meth:`commit` and :meth:`end_save`; :meth:`release` at the end.
 
     Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
     folder is changed, the server is asked what its name refers to (:func:`.kept_folder.look_up`).
@@ -162,7 +162,7 @@ class CheckpointFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def open_staging(self) -> Path:
-        """Begin a save, or a trial run that ends with :meth:`abandon`; returns an empty folder."""
+        """Begin a save, or a trial run that ends with :meth:`end_save`; returns an empty folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         self._recover_saves()  # of a save that failed after its commit
         self.staging = new_name(self.final, 'staging')
@@ -233,13 +233,11 @@ class CheckpointFolder:
         path = self.final / MANIFEST_NAME
         return path.read_bytes() if path.is_file() else None
 
-    def abandon(self) -> None:
-        """Remove what was written of a save that will not be committed. Never raises."""
-        if self.staging is not None:
-            shutil.rmtree(self.staging, ignore_errors=True)
-
     def end_save(self) -> None:
-        """Remove this rank's own folder, if it has one. Runs on: all ranks, at the end of each save."""
+        """Remove what was not committed, and a rank's own folder. Runs on: all ranks, after each save. Never raises."""
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
 
     def _publish(self, step: Step) -> None:
         old = self._refuse_foreign()

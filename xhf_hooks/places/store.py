@@ -370,9 +370,6 @@ class StoreFolder(StoredSaves):
         self._in_use.add(self._prefix)
         return KeptSave(self.where, partial(self._in_use.discard, self._prefix))
 
-    def abandon(self) -> None:
-        self.end_save()
-
     def end_save(self) -> None:
         scratch, self._scratch = self._scratch, None
         if scratch is not None:

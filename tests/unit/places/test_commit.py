@@ -169,7 +169,7 @@ def test_damaged_staging_is_refused(folder, tmp_path, damage):
         path.unlink()
     with pytest.raises(IncompleteError, match=path.name):
         folder.commit(WrittenSave(plan, tensors, iteration(2)), 'full' if damage == 'a flipped bit' else 'sizes')
-    folder.abandon()
+    folder.end_save()
     assert visible(tmp_path) == {'hf_model': 1}
     assert hidden(tmp_path) == {'.hf_model.lock'}
 

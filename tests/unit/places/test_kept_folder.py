@@ -64,7 +64,7 @@ def test_the_next_run_removes_what_a_killed_one_kept(folder, tmp_path):
     folder.keep()
     folder.open_staging()
     assert len(kept_names(tmp_path)) == 1, 'a save of the same run leaves it to its readers'
-    folder.abandon()
+    folder.end_save()
     folder.release()
     again = CheckpointFolder(tmp_path / 'hf_model', 1)
     again.claim()

@@ -120,7 +120,7 @@ def test_what_the_store_has_lost_is_not_committed(folder, url, fault):
         Store(url).put('hf_model_iter_2/model.safetensors', b'short')
     with pytest.raises(IncompleteError, match=r'hf_model_iter_2: the store does not have 1 file.*model.safetensors'):
         folder.commit(written)
-    folder.abandon()
+    folder.end_save()
     assert newest(url) == 'hf_model_iter_1'
     save(folder, 3)
     assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_3'}
@@ -161,7 +161,7 @@ def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
         patch.setattr(Store, 'put', lose)
         with pytest.raises(StoreError, match='no answer'):
             folder.commit(written)
-        folder.abandon()
+        folder.end_save()
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
     assert {*Store(url).sizes(newest(url))} == FILES
     save(folder, 3)
