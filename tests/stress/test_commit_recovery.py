@@ -41,7 +41,7 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
         put_whole(folder, name, number)
     for kind in partial:
         put_partial(folder, f'.hf_model.{kind}')
-    for name in ('shared-00ee', 'mine'):
+    for name in ('shared-00ee', 'probe-00ff', 'mine'):
         (tmp_path / f'.hf_model.{name}').write_text('')
     folder.claim()
     folder.release()

@@ -93,7 +93,10 @@ class CheckpointFolder:
         try:
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                self._take_lock()  # writes a file
+                self._take_lock()
+                probe = new_name(self.final, 'probe')  # as long as names get
+                probe.write_bytes(b'x')
+                probe.unlink()
             except OSError as error:
                 raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
             self._refuse_foreign()
@@ -139,7 +142,7 @@ class CheckpointFolder:
         self._recover_saves()
         for kept in self._beside('kept'):  # this run has no readers yet
             shutil.rmtree(kept, ignore_errors=True)
-        for probe in self._beside('shared'):
+        for probe in self._beside('probe', 'shared'):
             probe.unlink(missing_ok=True)
         _fsync(self.final.parent)
         self._delete_outdated()
