@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from xhf_hooks.errors import InstalledError
@@ -28,6 +29,7 @@ TESTED: tuple[Mapping[str, str], ...] = tuple(
 )
 
 
+@cache
 def installed_versions() -> dict[str, str]:
     """Package to version, of those that matter and are installed. Imports none of them."""
     found = {}
@@ -39,6 +41,7 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages in use, for the manifest."""
     return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}

@@ -54,12 +54,10 @@ def _is_checkpoint(path: Path) -> bool:
 def _show_folder(path: Path) -> int:
     """Show a model folder; returns whether its files and headers are good."""
     from xhf_hooks.convert.conversion import engine_of
-    from xhf_hooks.integrity.check import FolderCheck
-    from xhf_hooks.integrity.manifest import read_manifest
+    from xhf_hooks.verify.folder import verify_folder
 
-    manifest = read_manifest(path)
-    check = FolderCheck(path, manifest)
-    check.check_structure()
+    check = verify_folder(path, read=False)
+    manifest = check.manifest
     model = 'adapter' if 'adapter_config.json' in check.files else 'model'
     with suppress(DamagedError):
         model = str(strict_json.read(path / 'config.json').get('architectures', [model])[0])
@@ -76,15 +74,8 @@ def _show_folder(path: Path) -> int:
 
 def _show_checkpoint(path: Path) -> int:
     """Show a checkpoint as xhf-convert does."""
-    from xhf_hooks.convert.conversion import describe_checkpoint
-    from xhf_hooks.meta_model import find_run_config
-    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+    from xhf_hooks.convert.conversion import lines_about
 
-    source = CheckpointSource(find_checkpoint(path))
-    config = find_run_config(None, source.config_text, source.found.path)
-    dtypes = Counter(spec.dtype for spec in source.specs())
-    parts = [f'{n} {dtype}' for dtype, n in dtypes.items()] + ['averaged and live weights'] * source.averages
-    parts += [] if config is None or config.model is None else [config.model['type']]
-    for line in ('; '.join([describe_checkpoint(source), *parts]), *source.warnings, *source.unproven):
+    for line in lines_about(path):
         say(line)
     return GOOD

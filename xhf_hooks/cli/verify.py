@@ -15,7 +15,7 @@ from xhf_hooks.installed import require_usable
 from xhf_hooks.options import LORA_MODES
 
 if TYPE_CHECKING:
-    from xhf_hooks.integrity.report import Report
+    from xhf_hooks.integrity.check import FolderCheck
     from xhf_hooks.verify.compare import Comparison
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
         return UNUSABLE
 
 
-def _check(args: argparse.Namespace, prog: str) -> tuple[bool, Report]:
+def _check(args: argparse.Namespace, prog: str) -> tuple[bool, FolderCheck]:
     from xhf_hooks.verify.folder import verify_folder
 
     with progress('reading') as on_progress:

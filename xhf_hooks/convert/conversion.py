@@ -11,6 +11,7 @@ commit()                staging gets the final name
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,6 +218,16 @@ def describe_checkpoint(source: CheckpointSource, which: str = '') -> str:
         f'found {source.found.path}: {source.facts.get("layout")}, {engine_of(source.facts)}, iteration {iteration}, '
         f'{len(source.specs())} tensors{which}, {size_text(source.found.nbytes)}'
     )
+
+
+def lines_about(path: Path) -> list[str]:
+    """A checkpoint and its run, in a line, and what the user should know of it."""
+    source = CheckpointSource(find_checkpoint(path))
+    config = find_run_config(None, source.config_text, source.found.path)
+    dtypes = Counter(spec.dtype for spec in source.specs())
+    parts = [f'{n} {dtype}' for dtype, n in dtypes.items()] + ['averaged and live weights'] * source.averages
+    parts += [] if config is None or config.model is None else [config.model['type']]
+    return ['; '.join([describe_checkpoint(source), *parts]), *source.warnings, *source.unproven]
 
 
 def engine_of(facts: Mapping[str, Any]) -> str:
