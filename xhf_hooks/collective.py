@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions, _set_pg_timeout
 
 from xhf_hooks.errors import AgreedError, PlanError, RankLostError
-from xhf_hooks.system import allow_open_files
+from xhf_hooks.system.calls import allow_open_files
 
 T = TypeVar('T')
 #: Time limit for creating a group. All ranks are about to start: one that has not come by then never will.

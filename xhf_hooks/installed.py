@@ -29,7 +29,6 @@ TESTED: tuple[Mapping[str, str], ...] = tuple(
 )
 
 
-@cache
 def installed_versions() -> dict[str, str]:
     """Package to version, of those that matter and are installed. Imports none of them."""
     found = {}

@@ -29,7 +29,7 @@ from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
 from xhf_hooks.telemetry import RunLog, log_preparations, log_save
-from xhf_hooks.threads import ExitWait
+from xhf_hooks.system.threads import ExitWait
 from xhf_hooks.writers.choose import choose_writer
 
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.

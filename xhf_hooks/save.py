@@ -24,7 +24,7 @@ import numpy as np
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.host_memory import SnapshotMemory
+from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.model import Unwrapped
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.target import SaveTarget
@@ -44,9 +44,9 @@ from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import require_same
 from xhf_hooks.sources.send import Snapshot, live_chunks
-from xhf_hooks.system import allow_open_files
+from xhf_hooks.system.calls import allow_open_files
 from xhf_hooks.telemetry import Progress, RunLog, SaveClock
-from xhf_hooks.threads import Background
+from xhf_hooks.system.threads import Background
 from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite

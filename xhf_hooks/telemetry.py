@@ -11,7 +11,7 @@ from typing import Any
 
 from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.host_memory import MemoryMeter
+from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 
 

@@ -20,7 +20,7 @@ from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.stored_saves import bytes_in, download_newest
-from xhf_hooks import system
+from xhf_hooks.system import calls
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer

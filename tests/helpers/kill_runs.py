@@ -148,7 +148,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
     from xhf_hooks.save import Saver
-    from xhf_hooks.threads import ExitWait
+    from xhf_hooks.system.threads import ExitWait
 
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)

@@ -41,8 +41,8 @@ STAGES = {
     'slice_of_all': (0, 'parallel', 'xhf_hooks.sources.zero3.Zero3Source.local_shard', 0),
     'pack': (LAST, 'stream', 'xhf_hooks.sources.send._fill', 1),
     'buffers': (0, 'stream', 'xhf_hooks.sources.send.SliceSender._make_buffers', 0),
-    'room': (0, 'stream', 'xhf_hooks.host_memory.BufferPool.take', 2),
-    'room_of_all': (LAST, 'parallel', 'xhf_hooks.host_memory.BufferPool.take', 2),
+    'room': (0, 'stream', 'xhf_hooks.system.memory.BufferPool.take', 2),
+    'room_of_all': (LAST, 'parallel', 'xhf_hooks.system.memory.BufferPool.take', 2),
 }
 #: Name to (failing rank, call, how it ends, on which paths).
 CALLS = {
@@ -207,7 +207,7 @@ def full_disk(parent: Path, can_reserve: bool) -> dict[str, Any]:
             _fill(parent.parent / 'filler', leave_nbytes=ROOM_FOR_MANIFEST)
         write(self, chunk)
 
-    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.fallocate.function', None)
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.calls.fallocate.function', None)
     with reserving:
         message = run.save(2, mock.patch.object(Writer, 'write', fill_disk_and_write))
     run.when_all_are_here((parent.parent / 'filler').unlink if run.collective.rank == 0 else str)

@@ -18,8 +18,8 @@ PURE = (
     'errors.py',
     'options.py',
     'format/safetensors.py',
-    'system.py',
-    'threads.py',
+    'system/calls.py',
+    'system/threads.py',
     'integrity/',
     'places/checkpoint_folder.py',
     'places/store.py',
@@ -27,8 +27,8 @@ PURE = (
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'manager', 'verify', 'convert', 'save', 'meta_model',
-    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'host_memory',
-    'threads', 'registry', 'planning', 'collective', 'format', 'system', 'model', 'installed', 'errors',
+    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'telemetry', 'registry',
+    'planning', 'collective', 'format', 'system', 'model', 'installed', 'errors',
 )  # fmt: skip
 #: Neighbours in that order that know nothing of each other.
 APART = [('sources', 'exporters'), ('sources', 'writers'), ('exporters', 'writers'), ('hooks', 'integrations')]

@@ -94,7 +94,7 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[bool, FolderCheck]:
 
 def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
     from xhf_hooks.convert import ConvertOptions
-    from xhf_hooks.threads import default_workers
+    from xhf_hooks.system.threads import default_workers
     from xhf_hooks.verify import compare
     from xhf_hooks.verify.models import open_models
 

@@ -25,7 +25,7 @@ from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.model import quiet
 from xhf_hooks.planning.types import ExportEntry
-from xhf_hooks.system import memory_place
+from xhf_hooks.system.calls import memory_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

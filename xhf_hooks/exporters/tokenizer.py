@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.registry import build_from_config
-from xhf_hooks.system import MemoryFolder
+from xhf_hooks.system.calls import MemoryFolder
 
 if TYPE_CHECKING:
     from xhf_hooks.exporters.base import Exporter

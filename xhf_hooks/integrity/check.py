@@ -15,7 +15,7 @@ from xhf_hooks.format.safetensors import Header, read_header
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.integrity.checksums import sum_file
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest
-from xhf_hooks.threads import WorkerThreads, default_workers
+from xhf_hooks.system.threads import WorkerThreads, default_workers
 
 WEIGHTS_SUFFIX = '.safetensors'
 INDEX_SUFFIX = '.safetensors.index.json'

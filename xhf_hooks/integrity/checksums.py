@@ -11,7 +11,7 @@ from xhf_hooks.format import checksum
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.safetensors import Header
 from xhf_hooks.integrity.manifest import FileRecord, TensorRecord
-from xhf_hooks.threads import WorkerThreads
+from xhf_hooks.system.threads import WorkerThreads
 
 _WINDOW_NBYTES = 1 << 20  # per read, a multiple of every element size
 _PART_NBYTES = 16 * _WINDOW_NBYTES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
-from xhf_hooks.system import renameat2
+from xhf_hooks.system.calls import renameat2
 
 
 def new_name(final: Path, kind: str) -> Path:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError, StoreError
 from xhf_hooks.format.checksum import crc32
-from xhf_hooks.threads import lower_priority
+from xhf_hooks.system.threads import lower_priority
 
 T = TypeVar('T')
 _URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)

@@ -30,7 +30,7 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, describe_fol
 from xhf_hooks.places.kept_folder import KeptSave
 from xhf_hooks.places.objects import Store
 from xhf_hooks.planning.types import WrittenSave
-from xhf_hooks.system import MemoryFolder
+from xhf_hooks.system.calls import MemoryFolder
 
 if TYPE_CHECKING:
     from xhf_hooks.collective import Collective

@@ -23,7 +23,7 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
-from xhf_hooks.host_memory import BufferPool, SnapshotMemory, host_memory
+from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory
 from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.read import Slice, SliceReader, unsent_slices

@@ -1,7 +1,7 @@
 """Writes past the page cache, for a save beside training: it takes little CPU time and evicts no training data.
 
 The disk takes whole blocks, from memory with the same alignment: a snapshot is laid out like the files
-(host_memory.py). All else goes through the page cache: a partial block at either end, bytes that other ranks sent, and
+(system/memory.py). All else goes through the page cache: a partial block at either end, bytes that other ranks sent, and
 everything if the file system refuses direct writes.
 """
 
@@ -14,7 +14,7 @@ import os
 
 import numpy as np
 
-from xhf_hooks.system import fstatfs
+from xhf_hooks.system.calls import fstatfs
 
 #: A multiple of every disk's block size; also the page size.
 _BLOCK_NBYTES = 4096

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.system import fallocate, sync_file_range
+from xhf_hooks.system.calls import fallocate, sync_file_range
 from xhf_hooks.writers.direct import DirectWrites
 
 #: Most bytes of one write through the page cache.

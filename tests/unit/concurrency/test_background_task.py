@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.helpers.ranks import HANG_SECS
-from xhf_hooks.threads import Background
+from xhf_hooks.system.threads import Background
 
 
 def nice_value() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xhf_hooks.host_memory import BufferPool
+from xhf_hooks.system.memory import BufferPool
 
 NBYTES = 1000
 

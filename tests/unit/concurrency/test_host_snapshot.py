@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from xhf_hooks.host_memory import SnapshotMemory
+from xhf_hooks.system.memory import SnapshotMemory
 
 
 class OnFirst(torch.Tensor):

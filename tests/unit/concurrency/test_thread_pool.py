@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from xhf_hooks.threads import WorkerThreads
+from xhf_hooks.system.threads import WorkerThreads
 
 
 def test_an_error_ends_it_when_the_jobs_that_run_have_ended():

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 
-from xhf_hooks import system
+from xhf_hooks.system import calls
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError, DamagedError, IncompleteError, OptionError, StoreError
 from xhf_hooks.integrity.manifest import FileRecord
@@ -22,7 +22,7 @@ from xhf_hooks.places.objects import Store, checked_url, without_secrets
 from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer, send_file
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
-from xhf_hooks.system import MemoryFolder
+from xhf_hooks.system.calls import MemoryFolder
 from xhf_hooks.writers.writer import Writer
 
 SPEC = TensorSpec('w', (1000,), 'U8')
@@ -271,7 +271,7 @@ def test_messages_have_no_secrets():
 
 
 def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(system, '_NEW_SECS', 0.0)
+    monkeypatch.setattr(calls, '_NEW_SECS', 0.0)
     ours = MemoryFolder()
     pid = os.fork()
     if not pid:

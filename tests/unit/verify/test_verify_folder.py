@@ -20,7 +20,7 @@ from xhf_hooks.errors import DamagedError
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.check import FolderCheck
 from xhf_hooks.integrity.checksums import sum_file
-from xhf_hooks.threads import WorkerThreads
+from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
 
 WEIGHTS, INDEX, MANIFEST = 'model.safetensors', 'model.safetensors.index.json', 'xhf_manifest.json'

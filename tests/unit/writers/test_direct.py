@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.unit.writers.test_output_file import MB, answer, cached_nbytes, random_bytes
-from xhf_hooks import system
+from xhf_hooks.system import calls
 from xhf_hooks.writers import direct
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
@@ -70,7 +70,7 @@ def test_all_but_the_ends_bypasses_the_page_cache(tmp_path, offset, off_by):
 
 
 def test_on_other_file_systems_everything_goes_through_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(system.fstatfs, 'function', answer(errno.ENOSYS))
+    monkeypatch.setattr(calls.fstatfs, 'function', answer(errno.ENOSYS))
     content = content_at(0)
     assert written(tmp_path / 'file', content, 0) == expected(content, 0)
 

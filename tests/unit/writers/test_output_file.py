@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from xhf_hooks import system
+from xhf_hooks.system import calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 MB = 2**20
@@ -21,9 +21,9 @@ MB = 2**20
 def how(request, monkeypatch):
     """Arguments of OutputFile, with the system's answer to sync_file_range; the writing is real."""
     if request.param == 'no such call':
-        monkeypatch.setattr(system.sync_file_range, 'function', None)
+        monkeypatch.setattr(calls.sync_file_range, 'function', None)
     if request.param == 'not on this file system':
-        monkeypatch.setattr(system.sync_file_range, 'function', answer(errno.ENOSYS))
+        monkeypatch.setattr(calls.sync_file_range, 'function', answer(errno.ENOSYS))
     return {'write_behind': request.param != 'left to fsync'}
 
 
@@ -94,7 +94,7 @@ def test_a_new_file_has_all_of_its_room(tmp_path):
 
 @pytest.mark.parametrize('number', [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(system.fallocate, 'function', answer(number))
+    monkeypatch.setattr(calls.fallocate, 'function', answer(number))
     create_file(tmp_path / 'file', b'head', 16 * MB)
     found = (tmp_path / 'file').stat()
     assert (found.st_size, found.st_blocks * 512 < MB) == (16 * MB, True)
@@ -107,7 +107,7 @@ def test_a_signal_while_reserving_changes_nothing(tmp_path, monkeypatch):
         calls.append(args)
         return answer(errno.EINTR)() if len(calls) == 1 else fallocate(*args)
 
-    fallocate = system.fallocate.function
-    monkeypatch.setattr(system.fallocate, 'function', interrupted_once)
+    fallocate = calls.fallocate.function
+    monkeypatch.setattr(calls.fallocate, 'function', interrupted_once)
     create_file(tmp_path / 'file', b'', MB)
     assert (len(calls), (tmp_path / 'file').stat().st_blocks * 512 >= MB) == (2, True)

@@ -1,0 +1,1 @@
+"""What the operating system gives: calls, limits, temporary folders, memory and threads."""
