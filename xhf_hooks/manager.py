@@ -26,11 +26,11 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.places.target import SaveTarget
+from xhf_hooks.places.who_writes import choose_writer
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.save import Saver
-from xhf_hooks.telemetry import RunLog, log_preparations, log_save
 from xhf_hooks.system.threads import ExitWait
-from xhf_hooks.writers.choose import choose_writer
+from xhf_hooks.telemetry import RunLog, log_preparations, log_save
 
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0

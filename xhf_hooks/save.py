@@ -24,10 +24,10 @@ import numpy as np
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.model import Unwrapped
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.target import SaveTarget
+from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import (
     Chunk,
@@ -45,9 +45,9 @@ from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import require_same
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.calls import allow_open_files
-from xhf_hooks.telemetry import Progress, RunLog, SaveClock
+from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.system.threads import Background
-from xhf_hooks.writers.choose import WhoWrites
+from xhf_hooks.telemetry import Progress, RunLog, SaveClock
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite
 from xhf_hooks.writers.writer import Writer
@@ -80,7 +80,7 @@ class Saver:
 
     Args:
         unwrapped: The trained model (model.py).
-        writer: The writer chosen for the option ``writer`` (writers/choose.py).
+        writer: The writer chosen for the option ``writer`` (places/who_writes.py).
         in_background: Whether :meth:`start` will be used.
         log: Gets the progress of long saves.
         after_commit: Called on all ranks after each commit, in the thread that saves.

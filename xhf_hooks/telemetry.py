@@ -11,8 +11,8 @@ from typing import Any
 
 from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
+from xhf_hooks.system.memory import MemoryMeter
 
 
 class SaveClock:

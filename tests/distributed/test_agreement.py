@@ -23,8 +23,8 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.collective import Collective
     from xhf_hooks.errors import AgreedError
+    from xhf_hooks.places.who_writes import WhoWrites
     from xhf_hooks.sources import Zero3Source, read, send
-    from xhf_hooks.writers.choose import WhoWrites
 
     model = zero_engine(odd_llama(bf16=True), stage=3).module
     agreed, collectives, made, fails = [], [], [], []

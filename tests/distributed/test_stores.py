@@ -20,10 +20,10 @@ from tests.helpers.peak_sampler import PeakSampler
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.stored_saves import bytes_in, download_newest
-from xhf_hooks.system import calls
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
+from xhf_hooks.system import calls
 
 N_RANKS = 2
 SMALL = dict(bucket_size=20_000, max_shard_size=9_000)
@@ -138,7 +138,7 @@ def save_to_both(name: str, args: dict[str, Any], root: Path) -> dict[str, Any]:
     with mock.patch.object(stored, 'send_file', note):
         committed = save_hf(engine, url_of(name), backend_args=args, step=7, **how)
     dist.barrier()
-    left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{system._PREFIX}*')]
+    left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{calls._PREFIX}*')]
     save_hf(engine, root / name, **how)
     engine.destroy()
     return {'path': committed.path, 'made': made, 'left': left}

@@ -11,8 +11,8 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.places.kept_folder import KeptSave
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry import RunLog
 from xhf_hooks.system.threads import lower_priority
+from xhf_hooks.telemetry import RunLog
 
 #: How long the end of the run waits for the thread: longer than a command may take after SIGTERM.
 _END_SECS = 8.0

@@ -18,9 +18,9 @@ from xhf_hooks.places.hub import PREFIX, HubSaves
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.places.target import SaveTarget
+from xhf_hooks.places.who_writes import is_shared
 from xhf_hooks.planning.types import Step
 from xhf_hooks.telemetry import RunLog
-from xhf_hooks.writers.choose import is_shared
 
 #: Seconds between looks at the store for what other ranks do.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0

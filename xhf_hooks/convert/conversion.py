@@ -22,13 +22,13 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.text import counted, size_text, some
-from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 

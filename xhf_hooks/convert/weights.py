@@ -12,10 +12,10 @@ import torch
 
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.planning.types import Group, Placement, SavePlan
 from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_tensors import StoredTensor
+from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
 from xhf_hooks.writers.tally import Tally

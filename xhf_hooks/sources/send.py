@@ -23,10 +23,10 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
-from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory
 from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.read import Slice, SliceReader, unsent_slices
+from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory
 
 #: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_AGREEMENT = 64

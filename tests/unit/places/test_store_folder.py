@@ -14,7 +14,6 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 
-from xhf_hooks.system import calls
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError, DamagedError, IncompleteError, OptionError, StoreError
 from xhf_hooks.integrity.manifest import FileRecord
@@ -22,6 +21,7 @@ from xhf_hooks.places.objects import Store, checked_url, without_secrets
 from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer, send_file
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
+from xhf_hooks.system import calls
 from xhf_hooks.system.calls import MemoryFolder
 from xhf_hooks.writers.writer import Writer
 

@@ -22,9 +22,9 @@ from tests.unit.writers.test_tally import together
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec, WrittenSave
-from xhf_hooks.writers.choose import WhoWrites
 from xhf_hooks.writers.writer import Writer
 
 TO_FILES = [*WhoWrites]

@@ -101,13 +101,13 @@ def test_a_file_system_that_cannot_reserve_is_written_all_the_same(tmp_path, mon
 
 
 def test_a_signal_while_reserving_changes_nothing(tmp_path, monkeypatch):
-    calls = []
+    made = []
 
     def interrupted_once(*args):
-        calls.append(args)
-        return answer(errno.EINTR)() if len(calls) == 1 else fallocate(*args)
+        made.append(args)
+        return answer(errno.EINTR)() if len(made) == 1 else fallocate(*args)
 
     fallocate = calls.fallocate.function
     monkeypatch.setattr(calls.fallocate, 'function', interrupted_once)
     create_file(tmp_path / 'file', b'', MB)
-    assert (len(calls), (tmp_path / 'file').stat().st_blocks * 512 >= MB) == (2, True)
+    assert (len(made), (tmp_path / 'file').stat().st_blocks * 512 >= MB) == (2, True)
