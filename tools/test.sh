@@ -8,8 +8,8 @@
 #     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
 #
 # Without arguments, three rows of runs go on at the same time, since half of a run is waiting: tests/unit and
-# tests/distributed on the modern stack; tests/stress, tests/e2e and the tests of object stores on it; and XTuner's
-# stack, followed by the model families with transformers 4.57. The first is shown as it goes.
+# tests/distributed on the modern stack; tests/stress and the tests of object stores on it; and XTuner's stack, followed
+# by the model families with transformers 4.57 and tests/e2e. The first is shown as it goes.
 #
 # Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root, to mount small file systems and to install
 # Debian packages that tests need. Prints the size of the download; a machine without a GPU needs a sixth of it
@@ -151,15 +151,15 @@ run() {
 }
 
 set +e
-(run xtuner test_xtuner; run transformers4 test_transformers4) &
-(run docs build_docs; run stress test_modern tests/stress tests/e2e "${STORES[@]}") &
+(run xtuner test_xtuner; run transformers4 test_transformers4; run e2e test_modern tests/e2e) &
+(run docs build_docs; run stress test_modern tests/stress "${STORES[@]}") &
 set +m
 (set -e; lint; test_modern tests/unit tests/distributed "${STORES[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
 ((PIPESTATUS[0] == 0)) || echo modern >>"$logs/failed"
 # Not for the compiler, which nothing needs any more
 wait %2 %3
 set -e
-cat "$logs"/{docs,stress,xtuner,transformers4}.log
+cat "$logs"/{docs,stress,xtuner,transformers4,e2e}.log
 [[ -f $logs/failed ]] || exit 0
 for run in $(<"$logs/failed"); do
     echo "== failed: $run"

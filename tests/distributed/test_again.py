@@ -130,7 +130,9 @@ def call_again(root: Path) -> list[Any]:
     dist.barrier()
     for owner, name in ((Saver, '__init__'), (Saver, 'prepare'), (Saver, 'save'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=KeyboardInterrupt):
-            told.append('KeyboardInterrupt' in error_of(lambda: save_hf(model, folder)))
+            error = error_of(lambda: save_hf(model, folder))
+            # A rank that comes later may find the others gone
+            told.append(error.startswith(('KeyboardInterrupt', 'RankLostError')))
         dist.barrier()
     committed = save_hf(model, folder, step=7)
     return [*told, assert_whole(committed.path), groups() == before]
