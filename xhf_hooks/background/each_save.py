@@ -87,7 +87,7 @@ class EachSave(Generic[AnyJob]):
         if os.getpid() != self._process:
             return True
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, secs)
+            return self._changed.wait_for(lambda: not self._jobs, min(secs, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
         """Drop what is left. Needs no other rank. Does nothing in a forked child."""

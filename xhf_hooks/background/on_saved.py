@@ -146,6 +146,7 @@ def _start(command: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
     """
     # Each of these programs becomes the next one, and ``timeout`` waits for the command
     dies_with_us = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
+    # Of lower priority than the thread that starts it
     limited = ['nice', '-n', '5', 'timeout', '-k', str(_GRACE_SECS), str(MOST_SECS)]
     process = subprocess.Popen(
         [*dies_with_us, *limited, *command],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -174,6 +175,12 @@ def test_a_command_is_no_rank(run_of, monkeypatch):
     run.save()
     assert run.after.wait(HANG_SECS)
     assert run.results == [(1, {'on_saved/hf_model/CUDA_VISIBLE_DEVICES': 1.0, 'on_saved/hf_model/RANKING': 1.0})]
+
+
+def test_the_wait_may_have_no_end(run_of):
+    run = run_of(['true'])
+    run.save()
+    assert run.after.wait(math.inf)
 
 
 @pytest.mark.parametrize(
