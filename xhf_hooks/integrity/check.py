@@ -75,6 +75,7 @@ class FolderCheck:
         headers: Headers of the undamaged weight files, by relative path.
         findings: What was found so far.
         read_nbytes: Bytes that were read.
+        seconds: How long the steps took so far.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None) -> None:
@@ -82,7 +83,7 @@ class FolderCheck:
         self.files, self.headers = list_files(path), dict[str, Header]()
         self.findings: list[Finding] = []
         self.read_nbytes = 0
-        self._started = time.perf_counter()
+        self._started, self.seconds = time.perf_counter(), 0.0
 
     def add(self, kind: str, check: str, text: str) -> None:
         """Add a finding. A problem does not stop the checks."""
@@ -115,16 +116,16 @@ class FolderCheck:
             'n_tensors': self.n_tensors,
             'nbytes': self.nbytes,
             'read_nbytes': self.read_nbytes,
-            'seconds': time.perf_counter() - self._started,
+            'seconds': self.seconds,
         }
 
     def lines(self) -> list[str]:
         """The report as text."""
         ordered = sorted(self.findings, key=lambda found: _ORDER.index(found.kind))
-        seconds, verdict = time.perf_counter() - self._started, 'good' if self.is_good else 'DAMAGED OR CHANGED'
-        rate = f', {self.read_nbytes / seconds / 1e9:.2f} GB/s' if self.read_nbytes else ''
+        verdict = 'good' if self.is_good else 'DAMAGED OR CHANGED'
+        rate = f', {self.read_nbytes / self.seconds / 1e9:.2f} GB/s' if self.read_nbytes else ''
         counts = f'{counted(len(self.files), "file")}, {counted(self.n_tensors, "tensor")}'
-        size = f'{size_text(self.nbytes)} in {seconds:.1f} s'
+        size = f'{size_text(self.nbytes)} in {self.seconds:.1f} s'
         lines = [f'{found.kind:<10} {found.check:<11} {found.text}' for found in ordered]
         return [*lines, f'{self.path}: {verdict} ({counts}, {size}{rate})']
 
@@ -136,6 +137,7 @@ class FolderCheck:
         weights = {name.rpartition('/')[0] for name in self.files if name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX))}
         for folder in sorted(weights):
             self._check_indexes(f'{folder}/' if folder else '')
+        self.seconds = time.perf_counter() - self._started
 
     def read(
         self,
@@ -144,7 +146,11 @@ class FolderCheck:
         from_disk: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Read every byte once: compare checksums with the manifest, count infinite and NaN values."""
+        """Read every byte once: compare checksums with the manifest, count infinite and NaN values.
+
+        Args:
+            from_disk: See :func:`.sum_file`.
+        """
         known = None if self.manifest is None else self.manifest.files
         names = known if known is not None else [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
         names = [name for name in names if name in self.files]
@@ -165,6 +171,7 @@ class FolderCheck:
             self._compare_sums(sums, known)
         tensors = {name: tensor for file in sums.values() for name, tensor in file.tensors.items()}
         self._tell_values({name: tensor.non_finite for name, tensor in tensors.items() if tensor.non_finite})
+        self.seconds = time.perf_counter() - self._started
 
     def _compare_files(self, manifest: Manifest) -> None:
         """Names and sizes."""
@@ -246,7 +253,7 @@ class FolderCheck:
         n_tensors = 0
         for name, found in sums.items():
             tensors = known[name].tensors
-            changed = [n for n, sums in found.tensors.items() if n in tensors and tensors[n].crc32 != sums.crc32]
+            changed = [n for n, tensor in found.tensors.items() if n in tensors and tensors[n].crc32 != tensor.crc32]
             if changed:
                 self.add(PROBLEM, 'checksums', f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}')
             elif found.crc32 != known[name].crc32 and found.nbytes == known[name].nbytes:

@@ -52,7 +52,8 @@ def sum_file(
 
     Args:
         header: Each of its tensors gets a checksum of its own, and a count of infinite and NaN values.
-        from_disk: Drop the file's clean pages from the page cache first, to see what the disk has.
+        from_disk: Drop the file's clean pages from the page cache first, to see what the disk has. Values are not
+            counted then: a save has counted them in memory.
         on_read: Called in this thread with the bytes of each finished job.
 
     Raises:
@@ -66,7 +67,7 @@ def sum_file(
         size = os.fstat(fd).st_size
         start = size if header is None else header.data_start
         segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, start)]
-        segments += [(entry.name, entry.dtype, entry.start, entry.end) for entry in entries]
+        segments += [(entry.name, '' if from_disk else entry.dtype, entry.start, entry.end) for entry in entries]
         parts = [
             _Part(fd, name, dtype, at, min(at + _PART_NBYTES, end))
             for name, dtype, start, end in segments
