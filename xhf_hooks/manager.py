@@ -111,12 +111,6 @@ class CheckpointManager:
             ending.callback(self.collective.close)
             probe = None if isinstance(final, str) else new_name(self.newest.final, 'shared')
             writer = choose_writer(log, options.writer, probe, self.collective)
-            finals = [target.final for target in self._targets]
-            self._uploads = None
-            if options.upload_to is not None:
-                self._uploads = uploads_of_run(
-                    options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
-                )
             self._saver = Saver(
                 unwrapped,
                 options,
@@ -129,14 +123,19 @@ class CheckpointManager:
             ending.callback(self._saver.close)
             for target in self._targets:
                 ending.callback(target.release)
-            if self._uploads is not None:
+            self._uploads = None
+            if options.upload_to is not None:
+                finals = [target.final for target in self._targets]
+                self._uploads = uploads_of_run(
+                    options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
+                )
                 self._listeners.append(self._uploads)
+                ending.callback(self._uploads.close)
             with self.collective.stage('preflight'):
                 if options.on_saved is not None and self.collective.rank == 0:
-                    run_dir = Path(run_dir).absolute()
-                    self._listeners.append(OnSaved(options.on_saved, log, on_result, run_dir=run_dir))
-            for listener in self._listeners:
-                ending.callback(listener.close)
+                    on_saved = OnSaved(options.on_saved, log, on_result, run_dir=Path(run_dir).absolute())
+                    self._listeners.append(on_saved)
+                    ending.callback(on_saved.close)
             self._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor locks after garbage collection
         weakref.finalize(self, _end_forgotten, self._process, self._targets, self._listeners).atexit = False
