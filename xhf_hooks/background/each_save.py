@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
+from logging import LoggerAdapter
 from typing import ClassVar, Generic, TypeVar
 
 from xhf_hooks.collective import Collective
@@ -12,7 +13,6 @@ from xhf_hooks.places.kept_folder import KeptSave
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import Step
 from xhf_hooks.system.threads import lower_priority
-from xhf_hooks.telemetry import RunLog
 
 #: How long the end of the run waits for the thread: longer than a command may take after SIGTERM.
 _END_SECS = 8.0
@@ -62,7 +62,7 @@ class EachSave(Generic[AnyJob]):
     #: Whether it is waited for even when training was interrupted.
     must_finish: ClassVar[bool]
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: LoggerAdapter) -> None:
         self.failed: list[str] = []
         self._log, self._process = log, os.getpid()
         self._jobs: list[AnyJob] = []  # the first is being worked on

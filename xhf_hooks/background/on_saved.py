@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.options import PLACEHOLDERS
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry import RunLog
 
 LOG_NAME = 'output.log'
 #: Folder beside the log for what a command adds to ``{path}``.
@@ -68,7 +68,7 @@ class OnSaved(EachSave[Job]):
     def __init__(
         self,
         command: Sequence[str],
-        log: RunLog,
+        log: LoggerAdapter,
         on_result: Callable[[Step, Mapping[str, float]], None],
         *,
         run_dir: Path = Path(),

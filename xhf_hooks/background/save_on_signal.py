@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from logging import LoggerAdapter
 from types import FrameType
 from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.telemetry import RunLog
 
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -38,7 +38,7 @@ class SaveRequests:
         AgreedError: Training is not in the main thread. The same on all ranks.
     """
 
-    def __init__(self, log: RunLog, signals: Sequence[str]) -> None:
+    def __init__(self, log: LoggerAdapter, signals: Sequence[str]) -> None:
         self._log, self._process = log, os.getpid()
         self._asked: str | None = None
         self._ending: signal.Signals | None = None

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.who_writes import is_shared
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry import RunLog
 
 #: Seconds between looks at the store for what other ranks do.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
@@ -59,7 +59,7 @@ class Uploads(EachSave[UploadJob]):
     patience_secs = 30.0
 
     def __init__(
-        self, destinations: Mapping[str, StoredSaves | HubSaves], log: RunLog, rank: int = 0, n_ranks: int = 1
+        self, destinations: Mapping[str, StoredSaves | HubSaves], log: LoggerAdapter, rank: int = 0, n_ranks: int = 1
     ) -> None:
         self._destinations, self._rank, self._n_ranks, self._number = destinations, rank, n_ranks, 0
         super().__init__(log)
@@ -171,7 +171,7 @@ def uploads_of_run(
     max_keep: int,
     finals: Sequence[Path],
     collective: Collective,
-    log: RunLog,
+    log: LoggerAdapter,
 ) -> Uploads:
     """The uploads to a URL. Runs on: all ranks.
 

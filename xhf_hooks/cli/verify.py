@@ -94,12 +94,11 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[bool, FolderCheck]:
 
 def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
     from xhf_hooks.convert import ConvertOptions
-    from xhf_hooks.system.threads import default_workers
     from xhf_hooks.verify import compare
     from xhf_hooks.verify.models import open_models
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     a, b = open_models(args.a, args.b, options)
     with progress('comparing') as on_progress:
-        found = compare.compare_models(a, b, args.workers or default_workers(), on_progress)
+        found = compare.compare_models(a, b, args.workers, on_progress)
     return found.verdict != compare.DIFFERENT, found

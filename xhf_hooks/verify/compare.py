@@ -13,7 +13,7 @@ from typing import Any
 from xhf_hooks.convert.weights import one_torch_thread
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.system.threads import WorkerThreads
+from xhf_hooks.system.threads import WorkerThreads, default_workers
 from xhf_hooks.verify.models import Model
 from xhf_hooks.verify.rounding import Difference, compare, narrower, roundings
 
@@ -134,11 +134,12 @@ class Comparison:
 
 
 def compare_models(
-    a: Model, b: Model, workers: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+    a: Model, b: Model, workers: int | None, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Comparison:
     """Read both models once and compare them. Memory: a few MB per worker, and the tensors that one is made of.
 
     Args:
+        workers: Number of threads that read; None: see :func:`.default_workers`.
         on_progress: Called in this thread with bytes done and total bytes.
 
     Raises:
@@ -167,7 +168,7 @@ def compare_models(
             for first in elements[::_JOB_ELEMENTS]:
                 yield partial(compare_part, pair, elements[first : first + _JOB_ELEMENTS])
 
-    with one_torch_thread(), WorkerThreads(workers) as threads:
+    with one_torch_thread(), WorkerThreads(workers or default_workers()) as threads:
         for _ in threads.run(jobs()):
             on_progress(result.read_nbytes, total)
     order = [DIFFERENT, ROUNDING, IDENTICAL]
