@@ -1,8 +1,7 @@
-"""Models under torch's FSDP1 and FSDP2: save_hf and the hook, on real ranks, give what the whole model gives."""
+"""Models under torch's FSDP1 and FSDP2: save_hf on real ranks gives what the whole model gives."""
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from tests.helpers.zoo.llamas import larger_llama, odd_llama
 
 WRITERS = ('stream', 'parallel', 'positional', 'gather')
 MEMORY = [('fsdp1', 'gather'), ('fsdp2', 'stream')]
-#: FSDP1 and FSDP2 in a Runner, and MMEngine's FSDPStrategy.
-HOOKED = ('fsdp1', 'fsdp2', 'strategy')
 #: By number of ranks; to three, the rows of no weight are shared out evenly.
 CASES_OF = {
     2: ('untied-fsdp2_columns', 'lora-fsdp1', 'lora-fsdp2'),
@@ -103,44 +100,6 @@ def flat_only(root: Path) -> str:
     return 'no error'
 
 
-def hook_run(kind: str, root: Path) -> None:
-    """MMEngine's Runner with a model that is sharded, or its FlexibleRunner with the strategy that shards it."""
-    import torch
-    import torch.distributed as dist
-    from mmengine.model.wrappers import MMFullyShardedDataParallel
-    from mmengine.registry import MODELS
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.helpers.toy_run import ToyLM, run_config, train
-
-    class ShardedToy(ToyLM):
-        @property
-        def init_weights(self) -> Any:  # or Runner would broadcast what is not the same on every rank
-            raise AttributeError('init_weights')
-
-    @MODELS.register_module(force=True)
-    def sharded_toy() -> Any:
-        model = ShardedToy()
-        if kind == 'fsdp1':
-            return MMFullyShardedDataParallel(model, device_id=torch.device('cpu'))
-        fully_shard(model.llm, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
-        return model
-
-    hook = dict(interval=2, by_epoch=False, out_dir=str(root / 'hf_model'), on_error='raise')
-    config = run_config(root, hook=hook, stage=None)
-    if kind == 'strategy':
-        os.environ['LOCAL_RANK'] = str(dist.get_rank())
-        wrapper = dict(type='MMFullyShardedDataParallel', device_id=torch.device('cpu'), use_orig_params=True)
-        config |= dict(runner_type='FlexibleRunner', strategy=dict(type='FSDPStrategy', model_wrapper=wrapper))
-    else:
-        config['model'] = dict(type='sharded_toy')
-    runner = train(config)
-    state = {name.removeprefix('llm.'): tensor for name, tensor in whole_state(runner.model).items()}
-    if dist.get_rank() == 0:
-        odd_llama().save_pretrained(root / 'theirs', state_dict=state)
-
-
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     """By number of ranks."""
@@ -149,7 +108,6 @@ def results(tmp_path_factory):
     for kind in ('fsdp2', 'fsdp1'):
         scenarios[2] |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
     scenarios[2] |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
-    scenarios[2] |= {f'hook-{kind}': partial(hook_run, kind, root / f'hook-{kind}') for kind in HOOKED}
     scenarios[2]['flat_only'] = partial(flat_only, root)
     return root, {n: run_scenarios(cases, n) for n, cases in scenarios.items()}
 
@@ -186,10 +144,3 @@ def test_memory_is_that_of_buckets_or_a_unit(results, kind, writer):
 def test_flat_parameters_alone_are_refused(results):
     _, outcomes = results
     assert all('use_orig_params=True' in message for message in check(outcomes[2], 'flat_only'))
-
-
-@pytest.mark.parametrize('kind', HOOKED)
-def test_hook(results, kind):
-    root, outcomes = results
-    check(outcomes[2], f'hook-{kind}')
-    assert_same_folder_tensors(root / f'hook-{kind}' / 'hf_model', root / f'hook-{kind}' / 'theirs')

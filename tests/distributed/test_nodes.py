@@ -1,106 +1,61 @@
-"""Two nodes of two ranks each: with one file system, and with one for each."""
+"""Two nodes of two ranks each, with a disk for each: node 0 has it all, and the log says why."""
 
 from __future__ import annotations
 
 import json
-import socket
+import os
+import subprocess
+import time
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from tests.helpers import nodes
+from tests.helpers import namespaces
 from tests.helpers.compare import assert_loads_clean
 from tests.helpers.ranks import run_ranks
 
-#: Options of the hook by name.
-SHARED = {'auto': dict(async_save=True), 'parallel': dict(writer='parallel')}
-APART = {'auto': dict()}
+RANKS_PER_NODE = 2
 
 
-def train_on_two_nodes(
-    names: list[str] | None, root: Path, hooks: dict[str, dict[str, Any]], apart: bool
-) -> dict[str, Any]:
-    """A run for each of ``hooks``. Runs on: all ranks.
-
-    Args:
-        apart: The second node has a disk of its own at ``root/runs``.
-
-    Returns:
-        For each run its log_dir, and what this rank sees in ``hf_model``; under 'network' where this rank is.
-    """
-    node = nodes.move_in(names)
-    if apart and node == 1:
-        nodes.mount_own_disk(root / 'runs', root / 'meeting')
+def train_on_two_nodes(root: Path) -> tuple[str, list[str]]:
+    """The log_dir, and what this rank sees in its ``hf_model``. Runs on: all ranks."""
+    node, local_rank = divmod(int(os.environ['RANK']), RANKS_PER_NODE)
+    os.environ |= {'LOCAL_RANK': str(local_rank), 'LOCAL_WORLD_SIZE': str(RANKS_PER_NODE)}
+    os.environ |= {'GROUP_RANK': str(node), 'NODE_RANK': str(node)}
+    if node == 1:
+        mount_own_disk(root / 'runs', root / 'meeting')
     import deepspeed
 
     from tests.helpers.toy_run import run_config, train
 
     deepspeed.init_distributed(dist_backend='gloo')
-    found: dict[str, Any] = {'network': socket.if_nameindex()}
-    for name, options in hooks.items():
-        hook = dict(interval=2, by_epoch=False, **options)
-        log_dir = Path(train(run_config(root / 'runs' / name, hook=hook, stage=3, max_iters=2)).log_dir)
-        found[name] = (str(log_dir), sorted(path.name for path in log_dir.glob('hf_model/*')))
-    return found
+    hook = dict(interval=2, by_epoch=False)
+    log_dir = Path(train(run_config(root / 'runs' / 'run', hook=hook, stage=3, max_iters=2)).log_dir)
+    return str(log_dir), [path.name for path in log_dir.glob('hf_model/*')]
 
 
-def train_all(root: Path, hooks: dict[str, dict[str, Any]], apart: bool) -> tuple[list[str] | None, list[Any]]:
-    (root / 'runs').mkdir()
-    with nodes.network() as names:
-        return names, run_ranks(train_on_two_nodes, 4, names, root, hooks, apart, init=None)
+def mount_own_disk(folder: Path, meeting: Path) -> None:
+    """Mount an empty file system at ``folder``, only for the ranks of this node, which meet through a file."""
+    if os.environ['LOCAL_RANK'] == '0':
+        namespaces.leave_mounts()
+        subprocess.run(['mount', '--make-rprivate', '/'], check=True)
+        subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', folder], check=True)
+        meeting.with_suffix('.tmp').write_text(str(os.getpid()))
+        meeting.with_suffix('.tmp').rename(meeting)
+        return
+    deadline = time.monotonic() + 600  # for a busy machine
+    while not meeting.exists():
+        assert time.monotonic() < deadline, f'{meeting} did not appear'
+        time.sleep(0.02)
+    namespaces.enter(int(meeting.read_text()), 'mnt')
 
 
-@pytest.fixture(scope='module')
-def shared(tmp_path_factory):
-    return train_all(tmp_path_factory.mktemp('shared'), SHARED, apart=False)
-
-
-@pytest.fixture(scope='module')
-def apart(tmp_path_factory):
-    return train_all(tmp_path_factory.mktemp('apart'), APART, apart=True)
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / 'xhf_manifest.json').read_text())
-
-
-def test_the_nodes_are_two_where_the_system_allows(shared):
-    names, ranks = shared
-    cables = [rank['network'] for rank in ranks]
-    assert cables[0] == cables[1] and cables[2] == cables[3]
-    if names is not None:
-        assert all({name for _, name in cable} >= {'lo', 'veth'} for cable in cables)
-        assert 'veth' not in {name for _, name in socket.if_nameindex()}
-
-
-@pytest.mark.parametrize('name', SHARED)
-def test_on_a_shared_file_system_all_write_one_folder(shared, name):
+def test_on_separate_file_systems_node_0_has_it_all_and_the_log_says_why(tmp_path):
     from transformers import LlamaForCausalLM
 
-    _, ranks = shared
-    log_dirs = {rank[name][0] for rank in ranks}
-    (log_dir,) = log_dirs
-    folder = Path(log_dir, 'hf_model')
-    assert all(rank[name][1] == sorted(path.name for path in folder.iterdir()) for rank in ranks)
-    assert_loads_clean(folder, LlamaForCausalLM)
-    found = manifest(folder)
-    assert (found['world_size'], found['writer']) == (4, SHARED[name].get('writer', 'positional'))
-
-
-def test_all_writers_write_the_same(shared):
-    _, ranks = shared
-    written = {name: Path(ranks[0][name][0], 'hf_model', 'model.safetensors').read_bytes() for name in SHARED}
-    assert len(set(written.values())) == 1
-
-
-def test_on_separate_file_systems_node_0_has_it_all_and_the_log_says_why(apart):
-    from transformers import LlamaForCausalLM
-
-    _, ranks = apart
-    assert [bool(rank['auto'][1]) for rank in ranks] == [True, True, False, False]
-    log_dir = Path(ranks[0]['auto'][0])
+    (tmp_path / 'runs').mkdir()
+    ranks = run_ranks(train_on_two_nodes, 2 * RANKS_PER_NODE, tmp_path, init=None)
+    assert [bool(files) for _, files in ranks] == [True, True, False, False]
+    log_dir = Path(ranks[0][0])
     assert_loads_clean(log_dir / 'hf_model', LlamaForCausalLM)
-    assert manifest(log_dir / 'hf_model')['writer'] == 'stream'
+    assert json.loads((log_dir / 'hf_model' / 'xhf_manifest.json').read_text())['writer'] == 'stream'
     log = (log_dir / f'{log_dir.name}.log').read_text()
     assert 'the writer is stream, not positional' in log and 'set out_dir to a folder on a shared file system' in log

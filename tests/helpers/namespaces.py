@@ -29,15 +29,6 @@ def enter(pid: int, *kinds: str) -> None:
             os.close(fd)
 
 
-def enter_named_network(name: str) -> None:
-    """Join a network namespace that ``ip netns`` made."""
-    fd = os.open(Path('/run/netns', name), os.O_RDONLY)
-    try:
-        _check(_LIBC.setns(fd, 0))
-    finally:
-        os.close(fd)
-
-
 def leave_mounts() -> None:
     """Give this process a separate mount namespace."""
     _check(_LIBC.unshare(_CLONE_NEWNS))
