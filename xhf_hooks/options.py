@@ -129,8 +129,6 @@ def folder_or_url(option: str, value: Any) -> Path | str:
     from xhf_hooks.places.objects import checked_url, is_url
 
     if is_url(value):
-        if value.lower().startswith('hf://'):  # the Hub would make a commit of each file
-            raise OptionError(option, 'a folder or the URL of an object store (for the Hub, use upload_to)', value)
         return checked_url(option, value)
     if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
         raise OptionError(option, 'the path of a folder', value)
@@ -332,8 +330,7 @@ class RunOptions(SaveOptions):
         None,
         "Upload each committed save in the background: to a URL such as 's3://bucket/run' (gs, az, oss and all else "
         'that fsspec supports), where each save has its own prefix (``hf_model_iter_500``) and ``hf_model.json`` '
-        "names the newest; or to a repository of the Hub, 'hf://organization/name', where each save is a commit and a "
-        'tag.',
+        'names the newest.',
         _store_url,
     )
     upload_keep: int = _option(
@@ -348,10 +345,9 @@ class RunOptions(SaveOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_store = isinstance(self.out_dir, str)
-        uploads_to_store = self.upload_to is not None and not self.upload_to.startswith('hf://')
         self.require_default('upload_to', 'when out_dir is a URL', when=is_store)
-        self.require_default('upload_keep', 'unless upload_to is a store', when=not uploads_to_store)
-        neither = not is_store and not uploads_to_store
+        self.require_default('upload_keep', 'unless upload_to is a store', when=self.upload_to is None)
+        neither = not is_store and self.upload_to is None
         self.require_default('backend_args', 'unless out_dir or upload_to is a store', when=neither)
 
 

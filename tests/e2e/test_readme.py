@@ -55,7 +55,7 @@ CONFIG_LINES = {
     'python evaluate.py': 'on-saved.md',
     'upload_keep=3': 'object-stores.md',
     'endpoint_url=': 'object-stores.md',
-    'hf://organization': 'object-stores.md',
+    'hf upload organization/name': 'on-saved.md',
     "out_dir='s3://bucket/run'": 'object-stores.md',
 }
 

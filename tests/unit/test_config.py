@@ -54,10 +54,10 @@ BAD_COMBINATIONS = [
     ('out_dir', dict(out_dir='s3://key:secret@bucket/run')),
     ('upload_to', dict(out_dir='s3://bucket/run', upload_to='s3://bucket/copy')),
     ('upload_to', dict(upload_to='s3://key:secret@bucket/run')),
+    ('upload_to', dict(upload_to='hf://org/name')),
     ('upload_keep', dict(upload_keep=2)),
     ('backend_args', dict(backend_args=dict(endpoint_url='http://host'))),
     ('backend_args', dict(upload_to='s3://bucket/run', backend_args=dict(backend='petrel'))),
-    ('upload_keep', dict(upload_to='hf://org/name', upload_keep=2)),
     ('backend_args', dict(upload_to='s3://bucket/run', backend_args={'client_kwargs': {1: 2}})),
 ]
 
@@ -75,7 +75,6 @@ GOOD = [
     dict(on_saved='ls {path}', out_dir='s3://bucket/run'),
     dict(upload_to='s3://bucket/run', upload_keep=3, backend_args=dict(endpoint_url='http://host')),
     dict(out_dir='s3://bucket/run', max_keep_ckpts=2, backend_args=dict(endpoint_url='http://host')),
-    dict(upload_to='hf://org/name'),
     dict(tokenizer=dict(type='transformers.AutoTokenizer.from_pretrained')),
     dict(dtype='bfloat16', max_shard_size=10**9, bucket_size='64MiB', on_error='raise'),
 ]

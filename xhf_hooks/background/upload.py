@@ -15,7 +15,6 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
-from xhf_hooks.places.hub import PREFIX, HubSaves
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.places.target import SaveTarget
@@ -59,7 +58,7 @@ class Uploads(EachSave[UploadJob]):
     patience_secs = 30.0
 
     def __init__(
-        self, destinations: Mapping[str, StoredSaves | HubSaves], log: LoggerAdapter, rank: int = 0, n_ranks: int = 1
+        self, destinations: Mapping[str, StoredSaves], log: LoggerAdapter, rank: int = 0, n_ranks: int = 1
     ) -> None:
         self._destinations, self._rank, self._n_ranks, self._number = destinations, rank, n_ranks, 0
         super().__init__(log)
@@ -105,9 +104,7 @@ class Uploads(EachSave[UploadJob]):
         began, destination = time.monotonic(), self._destinations[job.name]
         data = (job.folder / MANIFEST_NAME).read_bytes()
         manifest = parse_manifest(data, str(job.folder))
-        if isinstance(destination, HubSaves):
-            prefix = destination.publish(job.folder, manifest)
-        elif self._rank == 0:
+        if self._rank == 0:
             prefix = self._publish(destination, job, manifest, data)
         else:
             with contextlib.suppress(XhfError):  # rank 0 uploads what is missing, or tells why it cannot
@@ -182,15 +179,9 @@ def uploads_of_run(
     Raises:
         AgreedError: Rank 0 cannot write into the folder.
     """
-    destinations: dict[str, StoredSaves | HubSaves] = {}
-    is_hub, n_ranks = url.startswith(PREFIX), 1
-    for final in finals:
-        is_first = final == finals[0]
-        if is_hub:
-            destinations[final.name] = HubSaves(url, final.name, is_first=is_first, warn=log.warning)
-        else:
-            keep = max_keep if is_first else 1
-            destinations[final.name] = StoredSaves(url, final.name, keep, backend_args, log.warning)
-    if not is_hub and is_shared(new_name(finals[0], 'shared'), collective):
-        n_ranks = collective.world_size  # all of them see the folders
+    destinations = {
+        final.name: StoredSaves(url, final.name, max_keep if final == finals[0] else 1, backend_args, log.warning)
+        for final in finals
+    }
+    n_ranks = collective.world_size if is_shared(new_name(finals[0], 'shared'), collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

@@ -60,6 +60,8 @@ def checked_url(option: str, url: Any) -> str:
     """
     if not is_url(url):
         raise OptionError(option, "a URL such as 's3://bucket/run'", url)
+    if url.lower().startswith('hf://'):  # the Hub would make a commit of each file
+        raise OptionError(option, "an object store (for the Hub, use on_saved='hf upload ...', docs/on-saved.md)", url)
     if '@' in urlsplit(url).netloc or urlsplit(url).query:  # s3://key:secret@bucket, or a signed query
         expected = 'a URL without credentials and queries (docs/object-stores.md says where they go)'
         raise OptionError(option, expected, without_secrets(url))
@@ -222,7 +224,8 @@ class Store:
         """
         where = f'{self.url}/{key}'
 
-        def attempt() -> Any:
+        began, pauses_secs = _now(), iter(self.pauses_secs)
+        while True:
             try:
                 if not self._fs.async_impl:
                     return getattr(self._fs, method)(*args, **how)
@@ -231,13 +234,13 @@ class Store:
             except Exception as error:
                 if isinstance(error, FileNotFoundError) and what in ('read', 'delete'):
                     return None
-                said = without_secrets(f'{type(error).__name__}: {error}')
-                raise StoreError(
-                    f'{where}: cannot {what}: {said}. Check {self.option}, backend_args, and the credentials where '
-                    f"the store's library looks for them"
-                ) from None
-
-        return again_if_it_fails(attempt, self._warn, self.pauses_secs, self.patience_secs)
+                said = f'{where}: cannot {what}: {without_secrets(f"{type(error).__name__}: {error}")}'
+            pause_secs = next(pauses_secs, None)
+            if pause_secs is None or _now() - began > self.patience_secs:
+                hint = "the credentials where the store's library looks for them"
+                raise StoreError(f'{said}. Check {self.option}, backend_args, and {hint}')
+            self._warn(f'will be tried again: {said}')
+            time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time
 
     def _wait(self, where: str, answer: Future[T], signs: Sequence[float] | None) -> T:
         limit_secs = self.answer_secs if signs is None else self.stall_secs
@@ -251,26 +254,3 @@ class Store:
                 is_told = True
                 self._warn(f'{where}: the store has not answered for {silent_secs:.0f} s')
         return answer.result()
-
-
-def again_if_it_fails(
-    attempt: Callable[[], T],
-    warn: Callable[[str], object],
-    pauses_secs: tuple[float, ...] = Store.pauses_secs,
-    patience_secs: float = Store.patience_secs,
-) -> T:
-    """The result of ``attempt``, which is repeated after pauses if it raises StoreError.
-
-    Args:
-        patience_secs: An attempt that fails later than this is the last one.
-    """
-    began = _now()
-    for pause_secs in pauses_secs:
-        try:
-            return attempt()
-        except StoreError as error:
-            if _now() - began > patience_secs:
-                raise
-            warn(f'will be tried again: {error}')
-        time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time
-    return attempt()
