@@ -29,6 +29,8 @@ T = TypeVar('T')
 #: Time limit for creating a group. All ranks are about to start: one that has not come by then never will.
 CONNECT_TIMEOUT_SECS = 120.0
 _LOOK_SECS = 0.0005
+#: Named in every call: the script may have set another default device (torch.set_default_device).
+_HOST = torch.device('cpu')
 #: How long a rank that leaves waits for what it has started and not awaited.
 _END_SECS = 5.0
 
@@ -119,7 +121,7 @@ class Collective:
         if self.world_size > 1:
             with self._in_touch(stage):
                 options = BarrierOptions()
-                options.device = torch.device('cpu')  # dist.barrier would use the run's GPU
+                options.device = _HOST  # dist.barrier would use the run's GPU
                 self._group.barrier(options).wait()
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
@@ -130,7 +132,7 @@ class Collective:
         """As :meth:`any`, but returns a function that waits for the answer. One at a time. Runs on: all ranks."""
         if self.world_size == 1:
             return lambda: flag
-        flags = torch.tensor([flag], dtype=torch.uint8)
+        flags = torch.tensor([flag], dtype=torch.uint8, device=_HOST)
         with self._in_touch(stage):
             self._in_flight = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -162,11 +164,11 @@ class Collective:
         if self.world_size == 1:
             return value
         content = _pickled(value if self.rank == 0 else None)
-        length = torch.tensor([content.numel()])
+        length = torch.tensor([content.numel()], device=_HOST)
         with self._in_touch('exchange'):
             dist.broadcast(length, 0, group=self._group)
             if self.rank != 0:
-                content = torch.empty(int(length), dtype=torch.uint8)
+                content = torch.empty(int(length), dtype=torch.uint8, device=_HOST)
             dist.broadcast(content, 0, group=self._group)
         return pickle.loads(content.numpy())
 

@@ -63,6 +63,7 @@ def build_model(kind: str) -> Any:
 
 def save_case(kind: str, engine_name: str, root: Path) -> None:
     """Runs on: all ranks."""
+    import torch
     import torch.distributed as dist
 
     model = build_model(kind)
@@ -70,8 +71,11 @@ def save_case(kind: str, engine_name: str, root: Path) -> None:
         model.save_pretrained(root / kind / 'expected')
     engine = zero_engine(model, **ENGINES[engine_name])
     folder = root / f'{kind}-{engine_name}'
+    # Of a script that sets the default device, as to 'cuda': host memory must stay host memory
+    torch.set_default_device('meta' if kind == 'tied' else None)
     for way, how in WAYS.items():
         save_folder(engine.module, folder / way, **how)
+    torch.set_default_device(None)
     for way, how in IN_SHARDS.items() if kind == 'tied' or dist.get_world_size() == 3 else ():
         save_folder(engine.module, folder / 'in shards' / way, **how)
     if kind == 'frozen':  # it has tensors with a master and without

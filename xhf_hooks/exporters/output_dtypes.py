@@ -143,7 +143,8 @@ def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) 
 
     with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as folder, quiet():
         PretrainedConfig(tie_word_embeddings=False).save_pretrained(folder)
-        save_file({name: torch.zeros(1) for name in names}, Path(folder) / _WHOLE, metadata={'format': 'pt'})
+        numbers = {name: torch.zeros(1, device='cpu') for name in names}
+        save_file(numbers, Path(folder) / _WHOLE, metadata={'format': 'pt'})
         loaded = Stub.from_pretrained(folder, torch_dtype=TORCH_DTYPES[code])
     return {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
 
@@ -155,6 +156,6 @@ def _add(model: nn.Module, name: str, *, is_buffer: bool) -> None:
             model.add_module(part, nn.Module())
         model = model._modules[part]
     if is_buffer:
-        model.register_buffer(last, torch.zeros(1))
+        model.register_buffer(last, torch.zeros(1, device='cpu'))
     else:
-        model.register_parameter(last, nn.Parameter(torch.zeros(1)))
+        model.register_parameter(last, nn.Parameter(torch.zeros(1, device='cpu')))

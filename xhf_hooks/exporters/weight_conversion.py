@@ -73,7 +73,7 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]
     options = dict(is_main_process=False, safe_serialization=False, save_function=lambda shard, _: shards.update(shard))
     try:
         with tempfile.TemporaryDirectory() as folder, quiet():
-            numbers = {name: torch.tensor([number]) for number, name in enumerate(names)}
+            numbers = {name: torch.tensor([number], device='cpu') for number, name in enumerate(names)}
             trial.save_pretrained(folder, state_dict=numbers, **options)
     except Exception as error:  # a model's class may override save_pretrained
         raise ModelError(f'save_pretrained of {type(model).__name__} failed with small tensors: {error!r}') from error

@@ -109,7 +109,7 @@ class Source:
             return LocalShard(0, tensor.detach().reshape(-1))
         mapping = tensor._hp_mapping
         if mapping is None:  # the master is entirely on other ranks
-            return LocalShard(0, torch.empty(0, dtype=torch.float32))
+            return LocalShard(0, tensor.new_empty(0, dtype=torch.float32))
         return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
     def replicated(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

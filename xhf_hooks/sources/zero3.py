@@ -126,7 +126,8 @@ class Zero3Source(Source):
             except Exception as caught:
                 error = caught if error is None else error
                 is_master = use_fp32_master and self._has_master(tensor)
-                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=torch.float32 if is_master else tensor.dtype)
+                dtype = torch.float32 if is_master else tensor.dtype
+                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=dtype, device=device)
             partition, group = partition.to(device), _partition_group(tensor)
             full = partition.new_empty(partition.numel() * dist.get_world_size(group))
             on_their_way.append(dist.all_gather_into_tensor(full, partition, group=group, async_op=True))

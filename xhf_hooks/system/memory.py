@@ -84,9 +84,9 @@ def _padding(address: int, nbytes: int, offset: int) -> int:
 def host_memory(nbytes: int) -> torch.Tensor:
     """Allocate bytes: pinned if there is a GPU, else in huge pages where available."""
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device='cpu')
     if torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device='cpu', pin_memory=True)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, 'MADV_HUGEPAGE'):
         with contextlib.suppress(OSError):  # a kernel without them
