@@ -262,6 +262,9 @@ class Collective:
         return True
 
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
+        # A new group is bound to the device of the default group, for which gloo has no backend unless that is CUDA's
+        default = dist.group.WORLD
+        bound, default.bound_device_id = default.bound_device_id, None
         # A new group's time-out also applies while it looks up its ranks in the store: short for that, then long
         try:
             group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
@@ -270,6 +273,8 @@ class Collective:
                 f'rank {self.rank} did not find all {self.world_size} ranks within {timeout_secs:.0f} s, before '
                 f'a save: a rank died, or has not reached the save: {error}'
             ) from error
+        finally:
+            default.bound_device_id = bound
         _set_pg_timeout(self._timeout, group)
         return group
 

@@ -271,6 +271,10 @@ class Saver:
         in_background: bool,
     ) -> _Begun:
         """Plan; for a background save, copy; start the writer's thread."""
+        try:
+            self._source.synchronize()  # what training has queued is not a cost of the save
+        except Exception as error:  # of a kernel of training; every rank must learn of it
+            self._collective.remember('plan', error)
         clock = SaveClock()
         with clock.stage('plan'):
             self._renew_plan()

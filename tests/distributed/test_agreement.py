@@ -67,6 +67,23 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     return found
 
 
+def ranks_beside_a_bound_device() -> list[int]:
+    """As after ``init_process_group(device_id=...)`` with a device for which gloo has no backend."""
+    import torch
+    import torch.distributed as dist
+
+    from xhf_hooks.collective import Collective
+
+    dist.group.WORLD.bound_device_id = torch.device('xpu:0')
+    found = Collective().all_gather(dist.get_rank())
+    assert dist.group.WORLD.bound_device_id == torch.device('xpu:0')
+    return found
+
+
+def test_the_ranks_group_needs_no_backend_of_the_runs_device():
+    assert run_ranks(ranks_beside_a_bound_device, 2) == [[0, 1]] * 2
+
+
 @pytest.fixture(scope='module')
 def counted(tmp_path_factory):
     return run_ranks(count_agreements, 3, tmp_path_factory.mktemp('agreement'))

@@ -64,6 +64,11 @@ class Source:
             for name, tensor in self._tensors.items()
         ]
 
+    def synchronize(self) -> None:
+        """Wait for what every stream of the model's devices was given to do, also by the user's own streams."""
+        for device in {tensor.device for tensor in self._tensors.values() if tensor.device.type not in ('cpu', 'meta')}:
+            torch.get_device_module(device).synchronize(device)
+
     def require_readable(self, names: Collection[str]) -> None:
         """Refuse tensors that cannot be saved as trained. Called on all ranks when a save is planned.
 

@@ -189,10 +189,14 @@ def _wait_until_arrived(partitioned: Iterable[torch.Tensor]) -> None:
 
     DeepSpeed starts an asynchronous all-gather for each parameter and waits only for the last one
     (``_allgather_params_coalesced`` in ``runtime/zero/partition_parameters.py``). An accelerator's stream finishes them
-    in order. gloo's threads may not, but a gloo barrier waits for all operations started before it.
+    in order. The threads of gloo, or of oneCCL on the CPU, may not, but a barrier waits for all operations started
+    before it.
     """
+    from deepspeed.accelerator import get_accelerator
+
+    is_on_host = get_accelerator().current_device_name() == 'cpu'
     for group in dict.fromkeys(tensor.ds_process_group for tensor in partitioned):
-        if dist.get_backend(group) == dist.Backend.GLOO:
+        if is_on_host or dist.get_backend(group) == dist.Backend.GLOO:
             dist.barrier(group)
 
 

@@ -24,8 +24,8 @@ _LARGE_NBYTES = 16 * _PAGE_NBYTES
 class SnapshotMemory:
     """Memory that is allocated once and reused by every snapshot.
 
-    Fresh pages are expensive, so nothing is freed between saves. On a GPU machine it is pinned, and copies run
-    asynchronously until :meth:`synchronize`; on the CPU it uses huge pages where available.
+    Fresh pages are expensive, so nothing is freed between saves. For tensors on a device it is pinned, and copies run
+    asynchronously until :meth:`synchronize`; for those on the CPU it uses huge pages where available.
 
     Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
     (writers/direct.py).
@@ -52,9 +52,10 @@ class SnapshotMemory:
             Its row-major bytes, valid until :meth:`clear`; from a GPU, only after :meth:`synchronize`.
         """
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        room = self._take(flat.numel(), offset)
+        is_on_host = flat.device.type == 'cpu'
+        room = self._take(flat.numel(), offset, pinned=not is_on_host)
         room.copy_(flat, non_blocking=True)
-        if flat.device.type != 'cpu':
+        if not is_on_host:
             self._copying_from.add(flat.device)
         return room
 
@@ -64,7 +65,7 @@ class SnapshotMemory:
             torch.get_device_module(device).synchronize(device)
         self._copying_from.clear()
 
-    def _take(self, nbytes: int, offset: int) -> torch.Tensor:
+    def _take(self, nbytes: int, offset: int, *, pinned: bool) -> torch.Tensor:
         while self._index < len(self._blocks):
             block = self._blocks[self._index]
             start = self._used + _padding(block.data_ptr() + self._used, nbytes, offset)
@@ -72,8 +73,8 @@ class SnapshotMemory:
                 self._used = start + nbytes
                 return block[start : self._used]
             self._index, self._used = self._index + 1, 0
-        self._blocks.append(host_memory(max(nbytes + _PAGE_NBYTES, _BLOCK_NBYTES)))
-        return self._take(nbytes, offset)
+        self._blocks.append(host_memory(max(nbytes + _PAGE_NBYTES, _BLOCK_NBYTES), pinned=pinned))
+        return self._take(nbytes, offset, pinned=pinned)
 
 
 def _padding(address: int, nbytes: int, offset: int) -> int:
@@ -81,12 +82,18 @@ def _padding(address: int, nbytes: int, offset: int) -> int:
     return (offset - address) % _PAGE_NBYTES if nbytes >= _LARGE_NBYTES else -address % _ALIGNMENT
 
 
-def host_memory(nbytes: int) -> torch.Tensor:
-    """Allocate bytes: pinned if there is a GPU, else in huge pages where available."""
+def host_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+    """Allocate bytes in host memory, in huge pages where available.
+
+    Args:
+        pinned: For copies from a device. Called in the thread that trains, whose current device is this rank's. Where
+            memory cannot be pinned (a limit, a backend without it), the copies are slower.
+    """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device='cpu')
-    if torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, device='cpu', pin_memory=True)
+    if pinned:
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, device='cpu', pin_memory=True)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, 'MADV_HUGEPAGE'):
         with contextlib.suppress(OSError):  # a kernel without them

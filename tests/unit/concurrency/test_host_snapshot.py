@@ -30,6 +30,12 @@ def held(memory: SnapshotMemory, *tensors: torch.Tensor) -> list[str]:
     return sorted(str(device) for call in synchronize.call_args_list for device in call.args)
 
 
+def test_a_gpu_that_training_does_not_use_is_left_alone():
+    """A model on the CPU of a machine with a GPU, for want of one: pinned memory would fail here."""
+    with mock.patch('torch.cuda.is_available', return_value=True):
+        assert held(SnapshotMemory(), torch.ones(3)) == []
+
+
 def test_every_device_that_was_copied_from_is_waited_for():
     memory = SnapshotMemory()
     ones = torch.ones(3)
