@@ -147,7 +147,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--bucket-size', type=parse_size, default='128MB', help='bucket_size of the saves (default: %(default)s)'
     )
-    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'), metavar='DIR', help='for the results')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'), metavar='DIR', help='for the saves')
     parser.add_argument('--cpu', action='store_true', help='run the same steps on CPU with gloo, to test this script')
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,9 @@ def save_case(kind: str, engine_name: str, root: Path) -> None:
     engine = zero_engine(model, **ENGINES[engine_name])
     folder = root / f'{kind}-{engine_name}'
     # Of a script that sets the default device, as to 'cuda': host memory must stay host memory
-    torch.set_default_device('meta' if kind == 'tied' else None)
-    for way, how in WAYS.items():
-        save_folder(engine.module, folder / way, **how)
-    torch.set_default_device(None)
+    with torch.device('meta') if kind == 'tied' else nullcontext():
+        for way, how in WAYS.items():
+            save_folder(engine.module, folder / way, **how)
     for way, how in IN_SHARDS.items() if kind == 'tied' or dist.get_world_size() == 3 else ():
         save_folder(engine.module, folder / 'in shards' / way, **how)
     if kind == 'frozen':  # it has tensors with a master and without

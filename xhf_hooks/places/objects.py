@@ -223,7 +223,6 @@ class Store:
             StoreError: It did not succeed; says where, without secrets.
         """
         where = f'{self.url}/{key}'
-
         began, pauses_secs = _now(), iter(self.pauses_secs)
         while True:
             try:

@@ -15,6 +15,7 @@ from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import Spread, TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.master_fragments import spread_of_fragments
+from xhf_hooks.system.memory import synchronize
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,8 @@ class Source:
         ]
 
     def synchronize(self) -> None:
-        """Wait for what every stream of the model's devices was given to do, also by the user's own streams."""
-        for device in {tensor.device for tensor in self._tensors.values() if tensor.device.type not in ('cpu', 'meta')}:
-            torch.get_device_module(device).synchronize(device)
+        """Wait until the model's devices are done with what training has queued, on the user's own streams, too."""
+        synchronize({tensor.device for tensor in self._tensors.values()})
 
     def require_readable(self, names: Collection[str]) -> None:
         """Refuse tensors that cannot be saved as trained. Called on all ranks when a save is planned.

@@ -8,6 +8,7 @@ import mmap
 import os
 import queue
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -52,17 +53,14 @@ class SnapshotMemory:
             Its row-major bytes, valid until :meth:`clear`; from a GPU, only after :meth:`synchronize`.
         """
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        is_on_host = flat.device.type == 'cpu'
-        room = self._take(flat.numel(), offset, pinned=not is_on_host)
+        room = self._take(flat.numel(), offset, pinned=flat.device.type != 'cpu')
         room.copy_(flat, non_blocking=True)
-        if not is_on_host:
-            self._copying_from.add(flat.device)
+        self._copying_from.add(flat.device)
         return room
 
     def synchronize(self) -> None:
         """Wait for all copies, from every device."""
-        for device in self._copying_from:
-            torch.get_device_module(device).synchronize(device)
+        synchronize(self._copying_from)
         self._copying_from.clear()
 
     def _take(self, nbytes: int, offset: int, *, pinned: bool) -> torch.Tensor:
@@ -75,6 +73,13 @@ class SnapshotMemory:
             self._index, self._used = self._index + 1, 0
         self._blocks.append(host_memory(max(nbytes + _PAGE_NBYTES, _BLOCK_NBYTES), pinned=pinned))
         return self._take(nbytes, offset, pinned=pinned)
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all that the devices were given to do, on every stream. The host's is done already."""
+    for device in devices:
+        if device.type not in ('cpu', 'meta'):
+            torch.get_device_module(device).synchronize(device)
 
 
 def _padding(address: int, nbytes: int, offset: int) -> int:
