@@ -22,11 +22,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.model import unwrap
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.save import Saver
+from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.unwrap import unwrap
 
 STEPS_MEANWHILE = 2
 

@@ -1,4 +1,4 @@
-"""The trained model without its wrappers, and its tensors by name, in the order of nn.Module.state_dict."""
+"""The tensors of a model by name, in the order of nn.Module.state_dict."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 @contextmanager
@@ -86,48 +83,3 @@ def model_class(model: nn.Module) -> type[nn.Module]:
     if len(bases) > 2 and bases[1].__name__ == 'FSDPModule':
         return bases[getattr(type(model), '_orig_cls_mro_index', 2)]
     return type(model)
-
-
-@dataclass(frozen=True)
-class Unwrapped:
-    """A trained model without its wrappers.
-
-    Attributes:
-        model: The bare module.
-        root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
-        facts: Fields of the manifest.
-        engine: The DeepSpeed engine, if there is one.
-        reward_token_id: The token whose score is the reward, if the run's config names one.
-    """
-
-    model: nn.Module
-    root: nn.Module
-    facts: dict[str, Any] = field(default_factory=lambda: {'engine': 'torch'})
-    engine: Any | None = None
-    reward_token_id: int | None = None
-
-
-def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
-    """Remove a DeepSpeed engine, DDP, FSDP1 and torch.compile, nested in any order.
-
-    Args:
-        other_wrappers: More classes that hold the model as ``module``.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel  # conversions do without: it takes half a second
-
-    wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
-    facts: dict[str, Any] = {'engine': 'torch'}
-    root: nn.Module | None = None
-    engine: Any | None = None
-    while True:
-        if hasattr(model, 'zero_optimization_stage'):
-            facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
-            engine, model = model, model.module
-        elif isinstance(model, FullyShardedDataParallel):
-            root, model = root or model, model.module
-        elif isinstance(model, wrappers):
-            model = model.module
-        elif isinstance(getattr(model, '_orig_mod', None), nn.Module):
-            model = model._orig_mod
-        else:
-            return Unwrapped(model, root or model, facts, engine)

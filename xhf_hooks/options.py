@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.installed import require_usable
+from xhf_hooks.system.installed import require_usable
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LLAVA_FORMATS = ('xtuner', 'huggingface')
@@ -184,7 +184,7 @@ class _Options:
 
 @dataclass(eq=False)
 class SaveOptions(_Options):
-    """What is saved and how. Every frontend has these options; a :class:`xhf_hooks.save.Saver` needs no others.
+    """What is saved and how. Every frontend has these options; a :class:`xhf_hooks.saves.save.Saver` needs no others.
 
     Attributes hold checked values: sizes in bytes, dtypes as safetensors codes.
     """

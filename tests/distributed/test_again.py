@@ -119,7 +119,7 @@ def call_again(root: Path) -> list[Any]:
     import torch.distributed as dist
 
     from xhf_hooks import save_hf
-    from xhf_hooks.save import Saver
+    from xhf_hooks.saves.save import Saver
     from xhf_hooks.writers.writer import Writer
 
     def interrupt_all(*args: Any, **options: Any) -> None:
@@ -176,8 +176,9 @@ def call_often(root: Path) -> dict[str, Any]:
     """What is made at each call: process groups and reference models. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks import manager, save_hf
+    from xhf_hooks import save_hf
     from xhf_hooks.exporters import huggingface
+    from xhf_hooks.saves import manager
 
     model, found = llama(), {}
     with mock.patch.object(manager, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it

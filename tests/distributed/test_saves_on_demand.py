@@ -81,7 +81,7 @@ def with_handler(handler: Any, options: dict[str, Any], work_dir: Path) -> Any:
 
 def _release(work_dir: Path) -> None:
     """What the end of the process does: threads end, handlers are gone."""
-    from xhf_hooks.manager import CheckpointManager
+    from xhf_hooks.saves.manager import CheckpointManager
 
     for manager in list(CheckpointManager._open):
         if work_dir in manager.newest.final.parents:

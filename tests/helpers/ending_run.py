@@ -22,7 +22,7 @@ from mmengine.registry import HOOKS
 
 from tests.helpers.toy_run import run_config, train
 from xhf_hooks.places.store import StoredSaves
-from xhf_hooks.save import Saver
+from xhf_hooks.saves.save import Saver
 from xhf_hooks.system.threads import Background
 from xhf_hooks.writers.output_file import OutputFile
 

@@ -47,9 +47,9 @@ def zero_engine(
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
-    from xhf_hooks.model import unwrap
     from xhf_hooks.options import SaveOptions
-    from xhf_hooks.save import Saver
+    from xhf_hooks.saves.save import Saver
+    from xhf_hooks.saves.unwrap import unwrap
 
     trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
     own = {n: options.pop(n) for n in ('writer', 'in_background') if n in options}

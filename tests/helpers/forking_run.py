@@ -20,12 +20,12 @@ from pathlib import Path
 
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.zoo.llamas import odd_llama
-from xhf_hooks.manager import CheckpointManager
-from xhf_hooks.model import unwrap
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry import RunLog
+from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.writers.output_file import OutputFile
 
 PATIENCE_SECS = 60.0

@@ -143,11 +143,11 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from xhf_hooks.collective import Collective
-    from xhf_hooks.model import unwrap
     from xhf_hooks.options import SaveOptions
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.save import Saver
+    from xhf_hooks.saves.save import Saver
+    from xhf_hooks.saves.unwrap import unwrap
     from xhf_hooks.system.threads import ExitWait
 
     model = tiny_model(kind.zero3)

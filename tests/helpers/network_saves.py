@@ -17,7 +17,7 @@ from tests.helpers.kill_runs import NAME, fill, tiny_model
 if TYPE_CHECKING:
     from torch import nn
 
-    from xhf_hooks.manager import CheckpointManager
+    from xhf_hooks.saves.manager import CheckpointManager
 
 WRITERS = ('positional', 'parallel', 'stream')
 #: How to save: a `save_hf` call each time; many saves of one run; the same in the background.
@@ -94,10 +94,10 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     """A run that is ready to save, set up like a hook does. Runs on: all ranks."""
-    from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.model import unwrap
     from xhf_hooks.options import RunOptions
-    from xhf_hooks.telemetry import RunLog
+    from xhf_hooks.saves.manager import CheckpointManager
+    from xhf_hooks.saves.telemetry import RunLog
+    from xhf_hooks.saves.unwrap import unwrap
 
     own = dict(max_keep_ckpts=way.max_keep, writer=way.writer, async_save=way.door == 'async', on_error='raise')
     log = RunLog.of_this_rank('run', logging.getLogger('tests'))

@@ -46,7 +46,8 @@ PRELOADED = (
     *('deepspeed.runtime.superoffload.superoffload_stage3', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
     *('s3fs', 'pytest', 'matplotlib.pyplot'),
-    *('xhf_hooks.manager', 'xhf_hooks.convert', 'xhf_hooks.hooks', 'tests.helpers.toy_run', 'tests.helpers.frozen'),
+    *('xhf_hooks.saves.manager', 'xhf_hooks.convert', 'xhf_hooks.hooks'),
+    *('tests.helpers.toy_run', 'tests.helpers.frozen'),
 )
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(list(PRELOADED))

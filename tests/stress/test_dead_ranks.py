@@ -149,7 +149,7 @@ def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
     import torch.distributed as dist
 
     from xhf_hooks.background.save_on_signal import SaveRequests
-    from xhf_hooks.telemetry import RunLog
+    from xhf_hooks.saves.telemetry import RunLog
 
     requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), ['SIGUSR2'])
     assert [requests.is_due() for _ in range(3)] == [False] * 3

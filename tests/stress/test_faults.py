@@ -34,7 +34,7 @@ EIO, ENOSPC = errno.EIO, errno.ENOSPC
 STAGES = {
     'specs': (LAST, 'stream', 'xhf_hooks.sources.zero3.Zero3Source.specs', 0),
     'spread': (LAST, 'stream', 'xhf_hooks.sources.zero3.Zero3Source.spread', 0),
-    'plan': (0, 'stream', 'xhf_hooks.save.make_plan', 0),
+    'plan': (0, 'stream', 'xhf_hooks.saves.save.make_plan', 0),
     'gather': (LAST, 'gather', 'xhf_hooks.sources.zero3.Zero3Source._gather_partitions', 0),
     'check': (0, 'gather', 'xhf_hooks.sources.read.made_from', 0),
     'slice': (LAST, 'stream', 'xhf_hooks.sources.zero3.Zero3Source.local_shard', 0),

@@ -47,11 +47,11 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
 
     from xhf_hooks.background.upload import Uploads
     from xhf_hooks.errors import XhfError
-    from xhf_hooks.manager import CheckpointManager
-    from xhf_hooks.model import unwrap
     from xhf_hooks.options import RunOptions
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.telemetry import RunLog
+    from xhf_hooks.saves.manager import CheckpointManager
+    from xhf_hooks.saves.telemetry import RunLog
+    from xhf_hooks.saves.unwrap import unwrap
 
     Uploads.patience_secs = 1.0
     join_group(rank, store)

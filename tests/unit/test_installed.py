@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from tests.unit.test_versions import STACKS, pins
-from xhf_hooks import installed
 from xhf_hooks.cli import convert, inspect, verify
 from xhf_hooks.errors import InstalledError
+from xhf_hooks.system import installed
 
 NEW = {'torch': '2.13.0+cpu', 'transformers': '5.23.0', 'deepspeed': '0.19.6', 'mmengine': '0.10.7'}
 

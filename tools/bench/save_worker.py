@@ -17,11 +17,11 @@ from bench.progress import in_turns
 from bench.throttle import limited_writes
 from bench.ways import DCP, FLOOR_GATHER, FSYNC_WORDS, OURS
 from xhf_hooks.collective import Collective
-from xhf_hooks.model import unwrap
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.save import Saver
+from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.unwrap import unwrap
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed

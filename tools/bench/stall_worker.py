@@ -17,7 +17,7 @@ from bench.progress import in_turns
 from bench.save_worker import STEP, Tell, saver_of
 from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.save import Saver
+from xhf_hooks.saves.save import Saver
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed

@@ -24,7 +24,7 @@ from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import StoreFolder
-from xhf_hooks.telemetry import RunLog
+from xhf_hooks.saves.telemetry import RunLog
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed

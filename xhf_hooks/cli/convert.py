@@ -13,8 +13,8 @@ from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder
 from xhf_hooks.errors import IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
-from xhf_hooks.installed import require_usable, untested_set
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
+from xhf_hooks.system.installed import require_usable, untested_set
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, StoreError)

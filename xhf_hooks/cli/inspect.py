@@ -11,7 +11,7 @@ from xhf_hooks.cli.output import CommandParser, explain, say
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import size_text
-from xhf_hooks.installed import require_usable
+from xhf_hooks.system.installed import require_usable
 
 GOOD, DAMAGED, UNREADABLE = 0, 1, 2
 

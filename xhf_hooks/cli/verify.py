@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
-from xhf_hooks.installed import require_usable
 from xhf_hooks.options import LORA_MODES
+from xhf_hooks.system.installed import require_usable
 
 if TYPE_CHECKING:
     from xhf_hooks.integrity.check import FolderCheck

@@ -1,4 +1,4 @@
-"""The flow of a conversion: that of :mod:`xhf_hooks.save`, without ranks.
+"""The flow of a conversion: that of :mod:`xhf_hooks.saves.save`, without ranks.
 
 CheckpointSource        the tensors in the files           names and shapes, no data
 MetaModel               the trained model                  on the meta device, no data

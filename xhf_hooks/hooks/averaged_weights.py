@@ -8,9 +8,9 @@ from dataclasses import replace
 from mmengine.hooks import EMAHook, Hook
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.model import Unwrapped
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Fsdp1Source, Fsdp2Source, Zero3Source, source_for
-from xhf_hooks.telemetry import RunLog
 
 _ENGINES = {Zero3Source: 'ZeRO-3', Fsdp1Source: 'FSDP', Fsdp2Source: 'FSDP'}
 _OR_LIVE = 'or set ema=False to save the live weights'

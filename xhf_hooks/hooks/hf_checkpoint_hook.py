@@ -16,11 +16,11 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule
-from xhf_hooks.manager import CheckpointManager, RunFrontend
-from xhf_hooks.model import unwrap
 from xhf_hooks.options import HookOptions
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.telemetry import RunLog, scalars
+from xhf_hooks.saves.manager import CheckpointManager, RunFrontend
+from xhf_hooks.saves.telemetry import RunLog, scalars
+from xhf_hooks.saves.unwrap import unwrap
 
 
 @HOOKS.register_module(force=True)  # replaces the function of the package that imports this module on demand

@@ -8,11 +8,11 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError
-from xhf_hooks.manager import CheckpointManager
-from xhf_hooks.model import unwrap
 from xhf_hooks.options import CallOptions, folder_or_url
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.telemetry import RunLog
+from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import unwrap
 
 
 def save_hf(

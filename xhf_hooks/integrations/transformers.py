@@ -9,11 +9,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.manager import CheckpointManager, RunFrontend
-from xhf_hooks.model import Unwrapped, unwrap
 from xhf_hooks.options import CallbackOptions
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry import RunLog
+from xhf_hooks.saves.manager import CheckpointManager, RunFrontend
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
 
 class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):

@@ -1,1 +1,1 @@
-"""What the operating system gives: calls, limits, temporary folders, memory and threads."""
+"""What the machine gives: calls, limits, temporary folders, memory, threads and installed packages."""

@@ -29,7 +29,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.options import PLACEHOLDERS
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.telemetry import RunLog
+from xhf_hooks.saves.telemetry import RunLog
 
 FAMILY = [sys.executable, on_saved_family.__file__]
 #: Writes down its arguments, waits until it may end, and prints a result; fails for iteration 13.

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from xhf_hooks.background.save_on_signal import SaveRequests
-from xhf_hooks.telemetry import RunLog
+from xhf_hooks.saves.telemetry import RunLog
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from xhf_hooks.telemetry import Progress, RunLog
+from xhf_hooks.saves.telemetry import Progress, RunLog
 
 
 @pytest.fixture()

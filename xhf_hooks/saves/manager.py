@@ -19,8 +19,6 @@ from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.tokenizer import find_tokenizer
-from xhf_hooks.installed import require_usable, untested_set
-from xhf_hooks.model import Unwrapped
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
@@ -28,9 +26,11 @@ from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.who_writes import choose_writer
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.save import Saver
+from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.telemetry import RunLog, log_preparations, log_save
+from xhf_hooks.saves.unwrap import Unwrapped
+from xhf_hooks.system.installed import require_usable, untested_set
 from xhf_hooks.system.threads import ExitWait
-from xhf_hooks.telemetry import RunLog, log_preparations, log_save
 
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0

@@ -24,7 +24,6 @@ import numpy as np
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.model import Unwrapped
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.who_writes import WhoWrites
@@ -40,6 +39,8 @@ from xhf_hooks.planning.types import (
     TensorSpec,
     WrittenSave,
 )
+from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock
+from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import require_same
@@ -47,7 +48,6 @@ from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.calls import allow_open_files
 from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.system.threads import Background
-from xhf_hooks.telemetry import Progress, RunLog, SaveClock
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite
 from xhf_hooks.writers.writer import Writer
@@ -79,7 +79,7 @@ class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, every method.
 
     Args:
-        unwrapped: The trained model (model.py).
+        unwrapped: The trained model (unwrap.py).
         writer: The writer chosen for the option ``writer`` (places/who_writes.py).
         in_background: Whether :meth:`start` will be used.
         log: Gets the progress of long saves.
