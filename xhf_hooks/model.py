@@ -3,31 +3,9 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Inside the block, transformers says nothing: its log lines quote the files, and failures are raised anyway."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
 
 #: Path components that FSDP1, activation checkpointing and torch.compile add.
 _WRAPPERS = re.compile(r'(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)')

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
@@ -22,8 +23,6 @@ from xhf_hooks.system.installed import require_usable
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LLAVA_FORMATS = ('xtuner', 'huggingface')
 LORA_MODES = ('adapter', 'merge', 'both')
-#: Names that a command of ``on_saved`` may contain in braces.
-PLACEHOLDERS = ('path', 'step', 'label', 'output')
 #: Signals that can request a save. The first two do nothing else; the others also end the process.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 VERIFY_LEVELS = ('sizes', 'full')
@@ -31,6 +30,8 @@ WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 
 _UNITS = {'': 1, **{unit: 1000**power for power, unit in enumerate(('B', 'KB', 'MB', 'GB', 'TB'))}}
 _UNITS |= {unit: 1024**power for power, unit in enumerate(('KIB', 'MIB', 'GIB', 'TIB'), start=1)}
+
+_URL = re.compile(r'[a-z][a-z0-9+.-]*://.+', re.IGNORECASE)
 
 #: Called with an option's name and value; returns the value, perhaps in another form, or raises OptionError.
 Check = Callable[[str, Any], Any]
@@ -126,19 +127,26 @@ def folder_or_url(option: str, value: Any) -> Path | str:
     Raises:
         OptionError: It is neither.
     """
-    from xhf_hooks.places.objects import checked_url, is_url
-
-    if is_url(value):
-        return checked_url(option, value)
+    if isinstance(value, str) and _URL.fullmatch(value):
+        return _store_url(option, value)
     if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
         raise OptionError(option, 'the path of a folder', value)
     return Path(value).expanduser()
 
 
 def _store_url(option: str, value: Any) -> str:
-    from xhf_hooks.places.objects import checked_url
-
-    return checked_url(option, value)
+    """The URL of an object store, without a final slash."""
+    if not isinstance(value, str) or not _URL.fullmatch(value):
+        raise OptionError(option, "a URL such as 's3://bucket/run'", value)
+    if value.lower().startswith('hf://'):  # the Hub would make a commit of each file
+        expected = "an object store (for the Hub, use on_saved='hf upload ...', docs/on-saved.md)"
+        raise OptionError(option, expected, value)
+    url = urlsplit(value)
+    if '@' in url.netloc or url.query:  # s3://key:secret@bucket, or a signed query
+        expected = 'a URL without credentials and queries (docs/object-stores.md says where they go)'
+        # Without them: they are secrets
+        raise OptionError(option, expected, f'{url.scheme}://{url.netloc.rpartition("@")[2]}{url.path}')
+    return value.rstrip('/')
 
 
 def _library_arguments(option: str, value: Any) -> dict[str, Any]:

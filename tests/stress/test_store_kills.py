@@ -65,7 +65,7 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
         **{option: url},
         **given,
     )
-    log = RunLog.of_this_rank('test', logging.getLogger('xhf_hooks'))
+    log = RunLog(logging.getLogger('xhf_hooks'), 'test', only_errors=rank != 0)
     status = 0
     try:
         saves = CheckpointManager(unwrap(model), final, options, log)

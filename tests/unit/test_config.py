@@ -54,6 +54,7 @@ BAD_COMBINATIONS = [
     ('out_dir', dict(out_dir='s3://key:secret@bucket/run')),
     ('upload_to', dict(out_dir='s3://bucket/run', upload_to='s3://bucket/copy')),
     ('upload_to', dict(upload_to='s3://key:secret@bucket/run')),
+    ('upload_to', dict(upload_to='s3://bucket/run?X-Signature=secret')),
     ('upload_to', dict(upload_to='hf://org/name')),
     ('upload_keep', dict(upload_keep=2)),
     ('backend_args', dict(backend_args=dict(endpoint_url='http://host'))),
@@ -90,8 +91,9 @@ def test_bad_value(option, value):
 
 @pytest.mark.parametrize(('option', 'options'), BAD_COMBINATIONS)
 def test_bad_combination(option, options):
-    with pytest.raises(OptionError, match=option):
+    with pytest.raises(OptionError, match=option) as caught:
         HFCheckpointHook(**options)
+    assert 'secret' not in str(caught.value)
 
 
 @pytest.mark.parametrize('options', GOOD, ids=str)

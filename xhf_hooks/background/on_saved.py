@@ -24,7 +24,6 @@ from typing import Any
 from xhf_hooks.background.each_save import EachSave, Job
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.options import PLACEHOLDERS
 from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import Step
 
@@ -40,7 +39,7 @@ _POLL_SECS = 0.05
 _OOM_SCORE = 500
 #: Of the output; the result is in its last lines.
 _MOST_READ_NBYTES = 2**20
-_PLACEHOLDER = re.compile('|'.join(re.escape(f'{{{name}}}') for name in PLACEHOLDERS))
+_PLACEHOLDER = re.compile(r'\{(path|step|label|output)\}')
 #: Variables that torchrun, deepspeed, accelerate, MPI and SLURM's srun set for a rank. A program that finds them would
 #: act as a rank and wait for the others.
 _OF_A_RANK = re.compile(
@@ -173,7 +172,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 def fill_in(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
     """The arguments with placeholders such as ``{path}`` replaced by their values; other braces stay."""
-    return [_PLACEHOLDER.sub(lambda found: str(values[found[0][1:-1]]), argument) for argument in command]
+    return [_PLACEHOLDER.sub(lambda found: str(values[found[1]]), argument) for argument in command]
 
 
 def numbers_in(lines: Sequence[str]) -> dict[str, float]:

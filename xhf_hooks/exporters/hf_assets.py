@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,24 @@ _ROPE = 'rope_parameters'
 _SCALINGS = ('linear', 'dynamic', 'yarn', 'longrope', 'llama3')
 _SECTIONS = ('mrope', 'default')  # Qwen2-VL: its older and its present name
 _FIELDS_BESIDE = ('rope_theta', 'partial_rotary_factor')
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the block, transformers says nothing: its log lines quote the files, and failures are raised anyway."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) -> PretrainedConfig:

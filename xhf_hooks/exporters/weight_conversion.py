@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
 from xhf_hooks.format.text import some
-from xhf_hooks.model import quiet
 from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
 
 if TYPE_CHECKING:

@@ -72,8 +72,8 @@ def save_hf(
     options.require_default('backend_args', 'when out_dir is a folder', when=isinstance(final, Path))
     number = options.step or 0
     committed: list[CommittedCheckpoint] = []
-    log = RunLog.of_this_rank('save_hf', logging.getLogger('xhf_hooks'))
     shared = Collective.shared()  # connects to all ranks at the first call
+    log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=shared.rank != 0)
     try:
         saves = CheckpointManager(unwrap(model), final, options, log, on_committed=committed.append, collective=shared)
         try:

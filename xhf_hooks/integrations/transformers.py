@@ -33,7 +33,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: Saves will not work; the same on every rank.
         """
         self.close()
-        log = RunLog.of_this_rank('HFCheckpointCallback', logging.getLogger('xhf_hooks'))
+        log = RunLog(logging.getLogger('xhf_hooks'), 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),

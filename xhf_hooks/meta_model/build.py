@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError
+from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.run_config import RunConfig, required
-from xhf_hooks.model import module_tensors, names_by_identity, quiet
+from xhf_hooks.model import module_tensors, names_by_identity
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')

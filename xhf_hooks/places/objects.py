@@ -17,14 +17,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from xhf_hooks.errors import OptionError, StoreError
+from xhf_hooks.errors import StoreError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.system.threads import lower_priority
 
 T = TypeVar('T')
-_URL = re.compile(r'([a-z][a-z0-9+.-]*)://(.+)', re.IGNORECASE)
 _S3 = ('s3', 's3a')
 #: s3fs repeats requests by itself; so many times, and boto not at all. Some servers answer a range request with the
 #: checksum of the whole object.
@@ -45,27 +43,6 @@ _READ_NBYTES = 8 * 2**20
 
 _SECRET_IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
 _now = time.monotonic
-
-
-def is_url(place: object) -> bool:
-    """Whether a place is the URL of a store rather than a folder."""
-    return isinstance(place, str) and bool(_URL.fullmatch(place))
-
-
-def checked_url(option: str, url: Any) -> str:
-    """The URL without a final slash.
-
-    Raises:
-        OptionError: It is not a URL, or contains credentials.
-    """
-    if not is_url(url):
-        raise OptionError(option, "a URL such as 's3://bucket/run'", url)
-    if url.lower().startswith('hf://'):  # the Hub would make a commit of each file
-        raise OptionError(option, "an object store (for the Hub, use on_saved='hf upload ...', docs/on-saved.md)", url)
-    if '@' in urlsplit(url).netloc or urlsplit(url).query:  # s3://key:secret@bucket, or a signed query
-        expected = 'a URL without credentials and queries (docs/object-stores.md says where they go)'
-        raise OptionError(option, expected, without_secrets(url))
-    return url.rstrip('/')
 
 
 def without_secrets(text: str) -> str:
@@ -126,7 +103,7 @@ class Store:
     ) -> None:
         import fsspec
 
-        self.url, self.option, self._warn = checked_url(option, url), option, warn
+        self.url, self.option, self._warn = url, option, warn
         protocol = self.url.partition('://')[0].lower()
         given = dict(backend_args or {})
         own: dict[str, Any] = {'use_listings_cache': False}

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 from xhf_hooks.system.memory import MemoryMeter
@@ -56,17 +55,12 @@ class RunLog(logging.LoggerAdapter):
     """A logger whose lines begin with a name.
 
     Args:
-        only_errors: Drop everything but errors, as on all ranks but rank 0.
+        only_errors: Drop everything but errors: for ranks other than 0, of a logger that every rank has.
     """
 
     def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
         super().__init__(logger, {})
         self._name, self._only_errors = name, only_errors
-
-    @classmethod
-    def of_this_rank(cls, name: str, logger: logging.Logger) -> RunLog:
-        """A RunLog for a logger that every rank has. Ranks other than 0 log only errors."""
-        return cls(logger, name, only_errors=rank_and_world_size()[0] != 0)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f'{self._name}: {msg}', kwargs

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.check import OK, PROBLEM, FolderCheck
 from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
-from xhf_hooks.model import quiet
 
 _PROMPT = 'The capital of France is'
 #: Overrides the folder's generation_config.json, so that it stays short and deterministic.

@@ -26,7 +26,6 @@ from tests.unit.places.test_store_folder import newest, prefixes, save, url  # n
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
-from xhf_hooks.options import PLACEHOLDERS
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.telemetry import RunLog
@@ -159,7 +158,7 @@ def test_the_program_is_looked_for_before_training(run_of):
 
 
 def test_placeholders():
-    values = dict(zip(PLACEHOLDERS, ['/a b/{step}', 5, 'iter_5', '/out'], strict=True))
+    values = dict(path='/a b/{step}', step=5, label='iter_5', output='/out')
     command = ['x', 'pretrained={path},step={step}', '{label}{label}', '{"json": 1}', '${HOME}', '{output}/{}']
     assert fill_in(command, values) == [
         *('x', 'pretrained=/a b/{step},step=5', 'iter_5iter_5', '{"json": 1}', '${HOME}', '/out/{}'),
