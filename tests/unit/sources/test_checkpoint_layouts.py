@@ -52,13 +52,6 @@ def test_more_ranks_than_elements(tmp_path, stage):
     assert_same_tensors(read_all(source, use_fp32_master=True), dict(made.masters))
 
 
-def test_tied_names_are_one_tensor(tmp_path):
-    for stage in (1, 3):
-        made = MadeCheckpoint(stage=stage, shared={'head.alias': 'embed.weight', 'other': 'embed.weight'})
-        source = open_checkpoint(made.write(tmp_path / f'stage{stage}'))
-        assert {s.name: s.aliases for s in source.specs() if s.aliases} == {'embed.weight': ('head.alias', 'other')}
-
-
 def test_named_but_not_stored(tmp_path):
     """Frozen parameters that a ZeRO-3 run has left out (``exclude_frozen_parameters``) are told of."""
     made = MadeCheckpoint(stage=3, frozen=FROZEN)
