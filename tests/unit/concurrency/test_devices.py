@@ -1,0 +1,59 @@
+"""Devices are waited for: the model's before a save, and those that were copied from before a snapshot is read."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from xhf_hooks.sources import Source
+from xhf_hooks.system.memory import SnapshotMemory
+
+
+class OnFirst(torch.Tensor):
+    """A tensor on the CPU that says to be on another device, for want of one."""
+
+    device = property(lambda self: torch.device('cuda', 0))
+
+
+class OnSecond(torch.Tensor):
+    """Another."""
+
+    device = property(lambda self: torch.device('cuda', 1))
+
+
+@pytest.fixture
+def waited_for():
+    """Gives the devices, and forgets them. There seems to be a GPU."""
+    with mock.patch('torch.cuda.synchronize') as synchronize, mock.patch('torch.cuda.is_available', return_value=True):
+
+        def devices() -> list[str]:
+            found = sorted(str(device) for call in synchronize.call_args_list for device in call.args)
+            synchronize.reset_mock()
+            return found
+
+        yield devices
+
+
+def test_the_devices_of_the_model_and_no_other(waited_for):
+    """Streams of the user may still write to the weights."""
+    model = nn.Linear(2, 3)
+    Source(model).synchronize()
+    assert waited_for() == []
+    model.weight = nn.Parameter(model.weight.data.as_subclass(OnSecond))
+    Source(model).synchronize()
+    assert waited_for() == ['cuda:1']
+
+
+def test_every_device_that_was_copied_from(waited_for):
+    """A model on the CPU of a machine with a GPU is copied, too: pinned memory may fail there."""
+    memory, ones = SnapshotMemory(), torch.ones(3)
+    first, second = ones.as_subclass(OnFirst), ones.as_subclass(OnSecond)
+    for tensors, devices in (([ones], []), ([first, ones, second], ['cuda:0', 'cuda:1']), ([second], ['cuda:1'])):
+        for tensor in tensors:
+            assert torch.equal(memory.hold(tensor, 0), ones.view(torch.uint8))
+        memory.synchronize()
+        assert waited_for() == devices
+        memory.clear()
