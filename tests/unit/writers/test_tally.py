@@ -44,11 +44,8 @@ def tally_of(plan: SavePlan, content: bytes, parts: list[tuple[int, int]]) -> Ta
     ('parts', 'found'),
     [
         ([], 'expected 10 bytes, ranks wrote 0'),
-        ([(0, 9)], 'expected 10 bytes, ranks wrote 9'),
-        ([(0, 10), (0, 10)], 'expected 10 bytes, ranks wrote 20'),
         ([(0, 1), (2, 10)], 'expected 10 bytes, ranks wrote 9'),
-        ([(0, 6), (4, 10)], 'expected 10 bytes, ranks wrote 12'),
-        ([(0, 5), (0, 5)], 'expected each of 10 bytes once'),
+        ([(0, 10), (0, 10)], 'expected 10 bytes, ranks wrote 20'),
         ([(0, 4), (2, 4), (6, 10)], 'expected each of 10 bytes once'),
     ],
 )
@@ -69,9 +66,7 @@ def test_empty_tensors_need_no_part():
 @pytest.mark.parametrize('code', ['F8_E4M3', 'F8_E5M2', 'F16', 'BF16'])
 def test_every_number_of_a_format_is_counted_as_torch_sees_it(code):
     dtype = TORCH_DTYPES[code]
-    words = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int64).to(
-        {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
-    )
+    words = torch.arange(2 ** (8 * dtype.itemsize)).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
     numbers = words.view(dtype)
     expected = int((~numbers.float().isfinite()).sum())
     assert count_non_finite(host_bytes(numbers), code) == expected > 0
