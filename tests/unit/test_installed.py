@@ -44,9 +44,8 @@ def test_the_hook_tells_what_is_too_old(has, name, old):
 @pytest.mark.parametrize('command', [convert, verify, inspect])
 def test_the_commands_tell_it(has, capsys, command, tmp_path):
     has(torch='2.3.0', transformers='5.23.0')
-    assert command.main([str(tmp_path), str(tmp_path / 'out')][: 1 if command is inspect else 2]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert 'expected torch 2.4 or newer, found torch 2.3.0' in line
+    assert command.main([str(tmp_path), *([] if command is inspect else [str(tmp_path / 'out')])]) == 2
+    assert 'expected torch 2.4 or newer, found torch 2.3.0' in capsys.readouterr().err
 
 
 def test_a_tested_set_is_not_told(has):
@@ -59,10 +58,7 @@ def test_a_tested_set_is_not_told(has):
 
 def test_another_set_is_told_with_the_nearest(has):
     has(torch='2.7.1+cu126', transformers='4.55.4', deepspeed='0.17.2')
-    assert installed.untested_set() == (
-        'these versions were never tested together: transformers 4.55.4, deepspeed 0.17.2, torch 2.7.1+cu126; the '
-        'nearest tested set is transformers 4.57.6, deepspeed 0.18.9, torch 2.6.0'
-    )
+    assert installed.untested_set().endswith('nearest tested set is transformers 4.57.6, deepspeed 0.18.9, torch 2.6.0')
     has(**{**NEW, 'torch': '2.13.1'})
     assert installed.untested_set().endswith('deepspeed 0.19.6, torch 2.13.0, mmengine 0.10.7')
 

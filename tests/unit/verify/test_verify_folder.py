@@ -74,13 +74,10 @@ def test_every_byte_counts(folder, name):
     data = (folder / name).read_bytes()
     for at in {len(data) // 2, len(data) - 1, 9}:
         flip(folder / name, at)
-        assert not verify_folder(folder).is_good, (name, at)
+        problems = [finding.text for finding in verify_folder(folder).findings if finding.kind == 'problem']
+        assert any(name in text for text in problems), (at, problems)
         flip(folder / name, at)
     assert verify_folder(folder).is_good
-
-
-def replaced(name: str, old: bytes, new: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes().replace(old, new, 1)) and None
 
 
 def written(name: str, text: str) -> Callable[[Path], None]:
@@ -102,16 +99,11 @@ def named_in_manifest(name: str) -> Callable[[Path], None]:
 
 #: What happens to a folder with a manifest; the check that finds it, and words of its message.
 CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
-    'a tensor': (lambda folder: flip(folder / SHARDS[0], -1), 'checksums', (SHARDS[0], 'tensor changed')),
-    'the text of a header': (
-        *(replaced(SHARDS[0], b'"format":"pt"', b'"format":"tf"'), 'checksums', (SHARDS[0], 'outside of its tensors')),
-    ),
     'a shard that is gone': (lambda folder: (folder / SHARDS[0]).unlink(), 'files', (SHARDS[0], 'missing')),
     'a file that is cut off': (
         *(lambda folder: os.truncate(folder / SHARDS[0], 5000), 'files', (SHARDS[0], 'found 5000')),
     ),
     'code that was added': (written('modeling_llama.py', 'evil'), 'files', ('modeling_llama.py',)),
-    'JSON': (replaced('config.json', b'{', b'['), 'texts', ('config.json',)),
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
     'a manifest of the future': (
         of_json(MANIFEST, lambda content: content.update(format_version=3)), 'manifest', ('upgrade',),
