@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
 from xhf_hooks import HFCheckpointHook, save_hf
@@ -121,26 +120,6 @@ def test_save_hf_has_the_options_that_are_described_for_it():
         assert (signature[name].default, signature[name].annotation) == (option.default, option.type), name
 
 
-def test_out_dir_is_the_only_positional_option():
-    assert HFCheckpointHook('folder').out_dir == Path('folder')
-    with pytest.raises(TypeError):
-        HFCheckpointHook('folder', 500)
-
-
 def test_a_command_is_split_as_a_shell_does():
     assert HFCheckpointHook(on_saved="a 'b c' {path}").on_saved == ('a', 'b c', '{path}')
     assert HFCheckpointHook(on_saved=['a', 'b c']).on_saved == ('a', 'b c')
-
-
-@pytest.mark.parametrize('hook_type', ['HFCheckpointHook', HFCheckpointHook], ids=['name', 'class'])
-def test_built_by_mmengine(hook_type):
-    hook = HOOKS.build(dict(type=hook_type, out_dir='folder', interval=3, by_epoch=False))
-    assert isinstance(hook, HFCheckpointHook)
-    assert hook.out_dir == Path('folder')
-    with pytest.raises(ValueError, match='option interval'):
-        HOOKS.build(dict(type=hook_type, interval=0))
-
-
-def test_runs_after_the_checkpoint_hook():
-    assert HFCheckpointHook.priority == 95
-    assert CheckpointHook.priority == 'VERY_LOW'  # 90; a higher number is later

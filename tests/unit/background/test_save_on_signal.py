@@ -58,15 +58,3 @@ def test_a_forked_child_ends_as_ever():
             signal.raise_signal(signal.SIGTERM)
     assert not requests.is_due(at_once=True)
     requests.close()
-
-
-def test_a_handler_that_lets_training_go_on_is_kept():
-    called = []
-    signal.signal(signal.SIGTERM, lambda *args: called.append('user'))
-    requests = requests_of('SIGTERM')
-    for _ in range(2):
-        signal.raise_signal(signal.SIGTERM)
-        assert requests.must_end and requests.is_due(at_once=True)
-        requests.end_process()
-    assert called == ['user', 'user'] and not requests.must_end
-    requests.close()

@@ -43,14 +43,8 @@ def read_yaml(plugin: Any, content: dict[str, Any]) -> dict[str, Any]:
 def trainer_of(cfg: dict[str, Any]) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    args = TrainingArguments(
-        output_dir=cfg['output_dir'],
-        save_strategy=cfg['save_strategy'],
-        max_steps=3,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    named = {name: cfg[name] for name in ('output_dir', 'save_strategy')}
+    args = TrainingArguments(**named, max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True)
     return Trainer(model=odd_llama(), args=args, train_dataset=doors.Sequences())
 
 
