@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / 'xhf_hooks'
@@ -31,26 +33,15 @@ LAYERS = (
     'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'registry',
     'planning', 'collective', 'format', 'system', 'model', 'errors',
 )  # fmt: skip
-#: Neighbours in that order that know nothing of each other.
-APART = [('sources', 'exporters'), ('sources', 'writers'), ('exporters', 'writers'), ('hooks', 'integrations')]
-#: The only places that know MMEngine.
-MMENGINE_USERS = ('hooks/', 'registry.py', 'cli/')
+ANYWHERE = ('module', 'function', 'typing')
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported module, absolute.
-
-    Attributes:
-        where: ``'module'``, ``'function'``, or ``'typing'`` (under ``if TYPE_CHECKING``).
-    """
+class Import(NamedTuple):
+    """One imported module, absolute; ``where``: one of :data:`ANYWHERE`, ``typing`` under ``if TYPE_CHECKING``."""
 
     module: str
     where: str
     line: int
-
-    def is_of(self, *packages: str) -> bool:
-        return any(self.module == package or self.module.startswith(f'{package}.') for package in packages)
 
 
 @cache
@@ -94,8 +85,12 @@ def files_of(found: Import) -> list[Path]:
 
 
 def files_in(*places: str) -> list[Path]:
-    """Files and folders (with a final slash) of the package; all that exist."""
+    """Those of these files and folders (with a final slash) of the package."""
     return [path for path in FILES if relative(path).startswith(places)]
+
+
+def all_but(*places: str) -> list[Path]:
+    return [path for path in FILES if path not in files_in(*places)]
 
 
 def breaches(paths: list[Path], forbidden: tuple[str, ...], where: tuple[str, ...]) -> list[str]:
@@ -103,11 +98,8 @@ def breaches(paths: list[Path], forbidden: tuple[str, ...], where: tuple[str, ..
         f'{relative(path)}:{found.line} imports {found.module} ({found.where} level)'
         for path in paths
         for found in imports_of(path)
-        if found.where in where and found.is_of(*forbidden)
+        if found.where in where and f'{found.module}.'.startswith(tuple(f'{package}.' for package in forbidden))
     ]
-
-
-ANYWHERE = ('module', 'function', 'typing')
 
 
 def imported_with(path: Path) -> set[Path]:
@@ -142,35 +134,21 @@ def test_layers():
     assert upwards == []
 
 
-def test_exporters_know_no_ranks():
-    assert breaches(files_in('exporters/'), ('torch.distributed',), ANYWHERE) == []
+HEAVY = ('deepspeed', 'transformers', 'peft', 'xtuner', 'axolotl', 'torch.distributed.fsdp', 'torch.distributed.tensor')
+#: Files, what they must not import, and where.
+FORBIDDEN = {
+    'exporters know no ranks': (files_in('exporters/'), ('torch.distributed',), ANYWHERE),
+    'sources apart': (files_in('sources/'), ('xhf_hooks.exporters', 'xhf_hooks.writers'), ANYWHERE),
+    'exporters apart': (files_in('exporters/'), ('xhf_hooks.writers',), ANYWHERE),
+    'hooks apart': (files_in('hooks/'), ('xhf_hooks.integrations',), ANYWHERE),
+    'mmengine stays at the doors': (all_but('hooks/', 'registry.py', 'cli/'), ('mmengine',), ANYWHERE),
+    # Each integration is imported by those who have what it is for
+    'heavy packages are imported when used': (all_but('integrations/'), HEAVY, ('module',)),
+    'neither tests nor tools are there': (FILES, ('tests', 'tools'), ANYWHERE),
+}
 
 
-def test_apart():
-    for one, other in APART:
-        assert breaches(files_in(f'{one}/'), (f'xhf_hooks.{other}',), ANYWHERE) == []
-
-
-def test_mmengine_stays_at_the_doors():
-    below = [path for path in FILES if path not in files_in(*MMENGINE_USERS)]
-    assert PACKAGE / 'saves' / 'save.py' in below
-    assert breaches(below, ('mmengine',), ANYWHERE) == []
-
-
-def test_heavy_packages_are_imported_when_used():
-    """Each integration is imported by those who have what it is for."""
-    others = [path for path in FILES if path not in files_in('integrations/')]
-    heavy = (
-        'deepspeed',
-        'transformers',
-        'peft',
-        'xtuner',
-        'axolotl',
-        'torch.distributed.fsdp',
-        'torch.distributed.tensor',
-    )
-    assert breaches(others, heavy, ('module',)) == []
-
-
-def test_nothing_is_imported_from_tests_or_tools():
-    assert breaches(FILES, ('tests', 'tools'), ANYWHERE) == []
+@pytest.mark.parametrize('rule', FORBIDDEN)
+def test_forbidden(rule):
+    files, packages, where = FORBIDDEN[rule]
+    assert files and breaches(files, packages, where) == []
