@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
-import zlib
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import N_ELEMENTS, commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.errors import IncompleteError, TargetError
-from xhf_hooks.format.safetensors import check_file
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
+from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import WrittenSave
@@ -39,26 +36,6 @@ def claimed(final: Path, max_keep: int = 1, said: list[str] | None = None) -> Ch
 
 def hidden(parent: Path) -> set[str]:
     return {path.name for path in parent.iterdir() if path.name.startswith('.')}
-
-
-def test_first_commit(folder, tmp_path):
-    plan = tiny_plan()
-    commit_one(folder, 7, zero_stage=3)
-    assert visible(tmp_path) == {'hf_model': 7}
-    assert hidden(tmp_path) == {'.hf_model.lock'}
-    for file in plan.files:
-        check_file(folder.final / file.name, file.header, file.nbytes)
-    ((name, index),) = plan.indexes.items()
-    assert json.loads((folder.final / name).read_text()) == index
-    assert read_commit(folder.final).step == iteration(7)
-    manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
-    assert (manifest['zero_stage'], manifest['iteration'], manifest['format_version']) == (3, 7, 2)
-    described = {path.name: path.read_bytes() for path in folder.final.iterdir() if path.name != MANIFEST_NAME}
-    found = {name: (entry['nbytes'], entry['crc32']) for name, entry in manifest['files'].items()}
-    assert found == {name: (len(data), f'{zlib.crc32(data):08x}') for name, data in described.items()}
-    tensors = {name: entry for file in manifest['files'].values() for name, entry in file.get('tensors', {}).items()}
-    crc = f'{zlib.crc32(bytes([7]) * N_ELEMENTS):08x}'
-    assert tensors['w0'] == {'shape': [N_ELEMENTS], 'dtype': 'U8', 'crc32': crc, 'non_finite': 0}
 
 
 def test_a_reader_never_finds_the_name_missing(folder):

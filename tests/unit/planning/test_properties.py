@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import deserialize
+from safetensors.torch import load_file, save
 
 from tests.helpers.assert_intact import assert_whole
 from tests.unit.writers.test_tally import together
 from xhf_hooks.format.checksum import count_non_finite
+from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.who_writes import WhoWrites
@@ -28,8 +29,8 @@ from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpe
 from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
-NAMES = st.text(st.characters(exclude_categories=['Cs', 'Cc']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
-TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(list(DTYPE_NBYTES))), min_size=1, max_size=30)
+NAMES = st.text(st.characters(exclude_categories=['Cs']), min_size=1, max_size=12).filter('__metadata__'.__ne__)
+TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*TORCH_DTYPES])), min_size=1, max_size=30)
 
 
 class Saved:
@@ -155,11 +156,11 @@ def check(saved: Saved, tensors: dict[str, tuple[tuple[int, ...], str]], shard_n
     for file in saved.plan.files:
         content = (saved.path / file.name).read_bytes()
         assert len(content) == file.nbytes and content.startswith(file.header)
-        tensors_here = deserialize(content)
-        for name, found in tensors_here:
-            assert name not in read
-            read[name] = (tuple(found['shape']), found['dtype'], bytes(found['data']))
-        sizes = [len(found['data']) for _, found in tensors_here if found['data']]
+        loaded = load_file(saved.path / file.name)
+        assert save(loaded, {'format': 'pt'}) == content, 'not as the library would write them'
+        assert not loaded.keys() & read.keys()
+        read |= {n: (tuple(t.shape), dtype_code(t.dtype), bytes(host_bytes(t))) for n, t in loaded.items()}
+        sizes = [tensor.nbytes for tensor in loaded.values() if tensor.nbytes]
         assert sum(sizes) <= shard_nbytes or len(sizes) == 1
     assert read == {name: (shape, dtype, saved.data[name]) for name, (shape, dtype) in tensors.items()}
     index = next(iter(saved.plan.indexes.values()), None)
@@ -201,6 +202,6 @@ def test_any_tensors(folder, tensors, writer, world_size, shard_nbytes, bucket_n
 @pytest.mark.parametrize('writer', WhoWrites)
 def test_a_slice_larger_than_what_is_written_at_once(tmp_path, writer):
     """It begins at 4 bytes modulo 8, where numbers must not be cut."""
-    tensors = {'a': ((), 'F32'), 'big': ((1301, 1303), 'BF16'), 'z': ((3, 0), 'I64'), 'y': ((7,), 'BOOL')}
+    tensors = {'a': ((), 'F32'), 'B': ((2,), 'F32'), 'big': ((1301, 1303), 'BF16'), 'z': ((3, 0), 'I64')}
     assert 3 * PIECE_NBYTES < 1301 * 1303 * 2
     check(Saved(tmp_path, tensors, writer, 2, 10**8, 10**8), tensors, 10**8)
