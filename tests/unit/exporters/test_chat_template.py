@@ -19,7 +19,6 @@ HAS_XTUNER = importlib.util.find_spec('xtuner') is not None
 
 # As in xtuner 0.2.0
 DEFAULT = dict(SYSTEM='<|System|>:{system}\n', INSTRUCTION='<|User|>:{input}\n<|Bot|>:', SEP='\n')
-MISTRAL = dict(SYSTEM='[INST] {system} [/INST]\n', INSTRUCTION='[INST] {input} [/INST]', SEP='\n')
 QWEN = dict(
     SYSTEM='<|im_start|>system\n{system}<|im_end|>\n',
     INSTRUCTION='<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n',
@@ -151,27 +150,16 @@ def test_bos_depends_on_the_tokenizer(kind, expected):
     assert not HAS_XTUNER or get_bos_eos_token_ids(tokenizer) == (ids, [-2])
 
 
-def test_a_template_with_the_same_text_is_kept(plain):
-    tokenizer = chatting(plain, DEFAULT)
-    tokenizer.chat_template += '{# mine #}'
-    assert for_run(tokenizer, DEFAULT)[::2] == (tokenizer, [])
-
-
-OTHERS = [
-    None,
-    '{% for m in messages %}{{ m.content }}{% endfor %}',
-    "{{ raise_exception('Not I') }}",
-    {'default': 'x', 'tool_use': 'y'},
-]
-
-
-@pytest.mark.parametrize('existing', OTHERS)
+@pytest.mark.parametrize(
+    'existing', [None, "{{ raise_exception('Not I') }}", {'default': 'x', 'tool_use': 'y'}, 'the same']
+)
 def test_another_template_is_replaced_in_a_copy(existing, plain):
     tokenizer = copy.deepcopy(plain)
+    if existing == 'the same':
+        existing = chatting(plain, DEFAULT).chat_template + '{# mine #}'
     tokenizer.chat_template = existing
     found, _, messages = for_run(tokenizer, DEFAULT)
-    assert found is not tokenizer and tokenizer.chat_template == existing
-    assert len(messages) == 1 and 'gets the chat template' in messages[0]
+    assert tokenizer.chat_template == existing and (found is tokenizer) == (not messages) == ('mine' in str(existing))
     assert found.apply_chat_template(ORDINARY['one turn'], tokenize=False).startswith('<s><|User|>:Why?')
     assert not isinstance(existing, dict) or found.chat_template['tool_use'] == 'y'
 
@@ -196,10 +184,10 @@ def factory(template) -> dict:
 
 
 CONFIGS = [
-    (run_config(factory(MISTRAL)), MISTRAL),
-    (run_config(factory(f'{__name__}.MISTRAL')), MISTRAL),
-    (run_config(factory(MISTRAL), None, prompt_template=QWEN), MISTRAL),
-    (run_config(factory(MISTRAL), factory(QWEN), prompt_template=QWEN), QWEN),
+    (run_config(factory(DEFAULT)), DEFAULT),
+    (run_config(factory(f'{__name__}.DEFAULT')), DEFAULT),
+    (run_config(factory(DEFAULT), None, prompt_template=QWEN), DEFAULT),
+    (run_config(factory(DEFAULT), factory(QWEN), prompt_template=QWEN), QWEN),
     (run_config(kind='load_from_disk', prompt_template=QWEN), QWEN),
     (ConfigDict(train_dataset=dict(template_map_fn=factory(QWEN))), QWEN),
     (run_config(kind='build_preference_dataset', prompt_template=QWEN), None),
@@ -214,10 +202,8 @@ def test_template_of_config(config, expected):
 
 WRONG = [
     (run_config(factory('lama3_chat')), 'llama3_chat' if HAS_XTUNER else 'xtuner installed'),
-    (run_config(factory('xtuner.utils.PROMPT_TEMPLATE.nope')), 'nope'),
     (run_config(factory('no.such.module')), 'no.such.module'),
-    (run_config(factory(MISTRAL), factory(QWEN)), 'training data, which has several'),
-    (run_config(factory(7)), 'found 7'),
+    (run_config(factory(DEFAULT), factory(QWEN)), 'training data, which has several'),
 ]
 
 
@@ -227,15 +213,9 @@ def test_wrong_templates_are_refused(config, said):
         chat_template.template_of_config(config)
 
 
-IMPOSSIBLE = [
-    dict(SYSTEM='{system}'),
-    *(dict(INSTRUCTION=text) for text in ('{bot_name}{input}', '{input', '{round:02d}', '{}')),
-    *(dict(INSTRUCTION='{input}', SYSTEM=text) for text in (3, '{input}')),
-    dict(INSTRUCTION='{input}', STOP_WORDS='</s>'),
-]
-
-
-@pytest.mark.parametrize('template', IMPOSSIBLE)
+@pytest.mark.parametrize(
+    'template', [dict(SYSTEM='{system}'), dict(INSTRUCTION='{bot_name}{input}'), dict(INSTRUCTION='', STOP_WORDS='x')]
+)
 def test_templates_that_xtuner_cannot_use_are_refused(template, plain):
     with pytest.raises(OptionError, match='prompt_template'):
         for_run(plain, template)
