@@ -271,7 +271,8 @@ class Collective:
         except RuntimeError as error:
             raise RankLostError(
                 f'rank {self.rank} did not find all {self.world_size} ranks within {timeout_secs:.0f} s, before '
-                f'a save: a rank died, or has not reached the save: {error}'
+                f'a save: a rank died, has not reached the save, or its host name resolves to 127.0.x.x, where other '
+                f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
         finally:
             default.bound_device_id = bound

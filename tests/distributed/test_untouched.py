@@ -69,7 +69,8 @@ def count_missing(persistent: bool) -> dict[str, int]:
     for _ in range(TIMES):
         # Fills new memory with NaN, for it may hold what was gathered there the last time
         torch.use_deterministic_algorithms(True)
-        with source.opened(), source.gathered(names, wanted=names, use_fp32_master=False) as tensors:
+        with source.opened():
+            tensors = source.gathered(names, wanted=names, use_fp32_master=False)
             missing['gathered'] += int((tensors['large'] != 1).sum())
         missing['afterwards'] += int((model.large != 1).sum()) if persistent else 0
         torch.use_deterministic_algorithms(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ class Source:
     spread over the ranks. Other engines override what differs.
 
     A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`; then :meth:`local_shard` any number
-    of times; then, inside one :meth:`opened`, :meth:`gathered` any number of times, one at a time.
+    of times; then, inside one :meth:`opened`, :meth:`gathered` any number of times.
 
     Attributes:
         memory_factor: Approximate memory needed to gather a bucket, as a multiple of its size. For the log.
@@ -127,14 +127,22 @@ class Source:
         """Make the model readable, and restore its state afterwards. Runs on: all ranks."""
         yield
 
-    @contextmanager
+    def require_room(self, nbytes: int) -> None:
+        """Allocate memory for a bucket and free it, for torch to keep: a rank without it leaves others in a gather.
+
+        Raises:
+            RuntimeError: A device is out of memory.
+        """
+        for device in {tensor.device for tensor in self._tensors.values()}:
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         """Whole tensors. Runs on: all ranks, with the same names.
 
-        The tensors may alias live memory, so callers must not write to them. On a GPU they are valid only inside the
-        block; on the CPU, until training goes on.
+        The tensors may alias live memory, so callers must not write to them. They are valid until training goes on,
+        and need no rank to stay where it gathered: while one waits for its disk, the others may be anywhere.
 
         Args:
             wanted: The names that this rank receives. For the others, it only takes part in gathering.
@@ -149,7 +157,7 @@ class Source:
                 tensor = safe_get_full_fp32_param(self._tensors[name])  # all ranks help to assemble it
             if name in wanted:
                 read[name] = tensor
-        yield read
+        return read
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)

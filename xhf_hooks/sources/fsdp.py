@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -77,10 +77,9 @@ class Fsdp2Source(Source):
             )
         return LocalShard(held.start, local.reshape(-1))
 
-    @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         read = {}
         for name in names:
             tensor = self._tensors[name].detach()
@@ -90,7 +89,7 @@ class Fsdp2Source(Source):
                 tensor = tensor.full_tensor()
             if name in wanted:
                 read[name] = tensor
-        yield read
+        return read
 
 
 @SOURCES.register_module()
@@ -172,10 +171,9 @@ class Fsdp1Source(Source):
                     pass
         yield
 
-    @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         read: dict[str, torch.Tensor] = {}
         by_module: dict[Any, list[str]] = {}
         for name in names:
@@ -187,7 +185,7 @@ class Fsdp1Source(Source):
         for module, own in by_module.items():
             with module.summon_full_params(module, recurse=False, writeback=False):
                 read.update((name, self._tensors[name].detach().clone()) for name in own if name in wanted)
-        yield read
+        return read
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         if id(tensor) not in self._place:

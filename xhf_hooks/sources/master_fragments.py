@@ -51,7 +51,10 @@ def _spread(numel: int, first: int, longest: int) -> Spread:
 
 
 def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
-    """Raise if DeepSpeed returns the wrong parameters' fp32 master weights (0.19.6, ``_link_all_hp_params``).
+    """Raise if DeepSpeed returns the wrong fp32 master weights.
+
+    0.19.6: of other parameters (``_link_all_hp_params``); or, with ZenFlow (``runtime/zenflow/zenflow_utils.py``),
+    transposed, and updated some steps later.
 
     Args:
         engine_or_optimizer: DeepSpeed's engine or optimizer, a wrapper of it, or anything else.
@@ -60,7 +63,7 @@ def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
         OptionError: It does so.
     """
     optimizer = getattr(engine_or_optimizer, 'optimizer', None)
-    if any(getattr(found, 'round_robin_gradients', False) is True for found in (engine_or_optimizer, optimizer)):
-        raise OptionError(
-            'dtype', "no 'float32' with round_robin_gradients, which misnames the fp32 master weights", 'float32'
-        )
+    for name, does in (('round_robin_gradients', 'misnames'), ('zenflow', 'transposes and delays')):
+        if any(getattr(found, name, False) is True for found in (engine_or_optimizer, optimizer)):
+            expected = f"no 'float32', or no {name} in DeepSpeed's config, which {does} the fp32 master weights"
+            raise OptionError('dtype', expected, 'float32')

@@ -7,7 +7,7 @@ consecutive bytes, whatever the dtype.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
@@ -107,13 +107,19 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
     """Gather bucket after bucket and yield what this rank writes. Each is valid until the next one.
 
     Runs on: all ranks, in step. They wait for each other on gloo before each bucket: a writer may hold a bucket while
-    its disk is busy, and the other ranks must not wait for it inside the collective that gathers. Failures here and in
-    the caller are remembered, and agreed on every few buckets.
+    its disk is busy, and the other ranks must not wait for it inside the collective that gathers; for the same reason
+    a rank finds out that it lacks memory before the first of them. Failures here and in the caller are remembered, and
+    agreed on every few buckets.
 
     Raises:
         AgreedError: A rank failed, or found a tensor that does not match the plan.
     """
     meter = MemoryMeter()
+    try:
+        # Offloaded partitions pass through the device beside the bucket
+        source.require_room(plan.largest_bucket_nbytes * (collective.world_size + 1) // collective.world_size)
+    except Exception as error:
+        collective.remember('gather', error)
     for number, bucket in enumerate(plan.buckets):
         if number % BUCKETS_PER_AGREEMENT == 0:
             collective.agree('gather')
@@ -123,9 +129,10 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
         if collective.is_failing:
             ours = []
         try:
-            with _gathered(source, bucket, {spec.name for group in ours for spec in group.reads}) as tensors:
-                for group in ours:
-                    yield from made_from(group, tensors, collective.rank)
+            tensors = _gathered(source, bucket, {spec.name for group in ours for spec in group.reads})
+            for group in ours:
+                yield from made_from(group, tensors, collective.rank)
+            del tensors
         except Exception as error:
             collective.remember('gather', error)
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
@@ -134,17 +141,14 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
         collective.agree('gather')
 
 
-@contextmanager
-def _gathered(source: Source, bucket: Bucket, wanted: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+def _gathered(source: Source, bucket: Bucket, wanted: Collection[str]) -> dict[str, torch.Tensor]:
     specs = [spec for group in bucket.groups for spec in group.reads]
     found: dict[str, torch.Tensor] = {}
-    with ExitStack() as opened:
-        for from_master in (False, True):
-            names = [spec.name for spec in specs if spec.from_master is from_master]
-            if names:
-                some = source.gathered(names, wanted=wanted, use_fp32_master=from_master)
-                found.update(opened.enter_context(some))
-        yield found
+    for from_master in (False, True):
+        names = [spec.name for spec in specs if spec.from_master is from_master]
+        if names:
+            found |= source.gathered(names, wanted=wanted, use_fp32_master=from_master)
+    return found
 
 
 def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[Slice]:
@@ -160,7 +164,8 @@ def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> I
     if group.combine is None:
         outputs: Mapping[str, torch.Tensor] = {group.placements[0].hf_name: tensors[group.reads[0].name]}
     else:
-        outputs = group.combine({spec.name: tensors[spec.name] for spec in group.reads})
+        # On the host, as in conversions: a GPU sums in another order, or with TF32, and has other work for its memory
+        outputs = group.combine({spec.name: tensors[spec.name].cpu() for spec in group.reads})
     for placement in group.placements:
         if placement.owner != rank:
             continue

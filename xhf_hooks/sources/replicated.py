@@ -28,7 +28,8 @@ def require_same(copies: Mapping[str, torch.Tensor], collective: Collective) -> 
         AgreedError: A rank could not take the checksums.
     """
     with collective.stage('compare'):
-        checksums = np.array([int(_checksum(tensor)) for tensor in copies.values()], np.int64)
+        sums = [_checksum(tensor) for tensor in copies.values()]
+        checksums = torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
     differing = np.flatnonzero(checksums != collective.broadcast(checksums))
     if not collective.any(bool(len(differing)), 'compare'):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import nn
 
 from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
-from xhf_hooks.planning.types import Spread
+from xhf_hooks.planning.types import Spread, TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard, Source
 
@@ -32,6 +32,13 @@ class Zero3Source(Source):
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         return any(_is_partitioned(parameter) for parameter in model.parameters())
+
+    def specs(self) -> list[TensorSpec]:
+        if any(getattr(getattr(t, '_z3_optimizer', None), 'zenflow', False) is True for t in self._tensors.values()):
+            raise ModelError(
+                'with zenflow in its config, DeepSpeed keeps matrices transposed at ZeRO-3; remove it, or use ZeRO-2'
+            )
+        return super().specs()
 
     def require_readable(self, names: Collection[str]) -> None:
         quantized = [name for name in names if _is_quantized(self._tensors[name])]
@@ -85,10 +92,9 @@ class Zero3Source(Source):
                 optimizer.checkpoint_event_epilogue()
                 _wait_until_arrived(optimizer.persistent_parameters)  # training uses them next
 
-    @contextmanager
     def gathered(
         self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -103,8 +109,9 @@ class Zero3Source(Source):
         read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
         with deepspeed.zero.GatheredParameters(list(partitioned.values())):
             _wait_until_arrived(partitioned.values())
+            # Stays when the parameter is freed. Nothing may wait inside: with enable_sanity_checks the exit all-reduces
             read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
-            yield {**read, **self._gather_partitions(own, wanted, use_fp32_master)}
+        return read | self._gather_partitions(own, wanted, use_fp32_master)
 
     def _gather_partitions(
         self, names: Sequence[str], wanted: Collection[str], use_fp32_master: bool
@@ -169,11 +176,10 @@ def _master(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's partition of a trained parameter's fp32 master, from memory or NVMe."""
     optimizer = parameter._z3_optimizer
     group, first, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    if not optimizer._swappable_optimizer_subgroup(group):
-        from deepspeed.utils import safe_get_local_fp32_param
-
-        return safe_get_local_fp32_param(parameter)
     flat = optimizer.fp32_partitioned_groups_flat[group]
+    if not optimizer._swappable_optimizer_subgroup(group):
+        # Where it lives: safe_get_local_fp32_param copies an offloaded one to the device
+        return flat.detach()[first : first + numel]
     path, *_ = optimizer.optimizer_swapper.swap_params_info[optimizer.get_param_id(flat)].get_swap_paths()
     return _read(path, first, numel, flat.dtype)
 

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import queue
+import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,13 +93,15 @@ def host_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
 
     Args:
         pinned: For copies from a device. Called in the thread that trains, whose current device is this rank's. Where
-            memory cannot be pinned (a limit, a backend without it), the copies are slower.
+            memory cannot be pinned (a limit, a backend without it), the copies are slower, and a warning says so.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device='cpu')
     if pinned:
-        with contextlib.suppress(RuntimeError):
+        try:
             return torch.empty(nbytes, dtype=torch.uint8, device='cpu', pin_memory=True)
+        except RuntimeError as error:  # the same warning is shown once
+            warnings.warn(f'host memory cannot be pinned, so copies from the device are slower: {error}', stacklevel=2)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, 'MADV_HUGEPAGE'):
         with contextlib.suppress(OSError):  # a kernel without them

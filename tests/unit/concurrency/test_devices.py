@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.sources import Source
-from xhf_hooks.system.memory import SnapshotMemory
+from xhf_hooks.system.memory import SnapshotMemory, host_memory
 
 
 class OnFirst(torch.Tensor):
@@ -57,3 +57,8 @@ def test_every_device_that_was_copied_from(waited_for):
         memory.synchronize()
         assert waited_for() == devices
         memory.clear()
+
+
+def test_memory_that_cannot_be_pinned_is_told():
+    with mock.patch('torch.empty', side_effect=RuntimeError('injected')), pytest.warns(match='pinned, .* injected'):
+        assert host_memory(10, pinned=True).numel() == 10
