@@ -15,7 +15,6 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,63 +38,17 @@ A benchmark prints its progress, and at the end a table of medians. It writes th
 them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json. docs/performance.md explains the results."""
 
 
-@dataclass(frozen=True)
-class Bench:
-    """One benchmark.
-
-    Attributes:
-        meaning: What it measures, in one line.
-        add_options: Adds its options to its command.
-        measure: Returns the content of WHAT.json, except the machine.
-    """
-
-    meaning: str
-    add_options: Callable[[ArgumentParser], None]
-    measure: Callable[[Namespace], dict[str, Any]]
-
-
-#: A new benchmark needs an entry here, a table in report.py and a chart in charts.py.
-BENCHES = {
-    'save': Bench(
-        'saves of a ZeRO-3 model, with every writer and every peer',
-        saves.add_save_options,
-        saves.measure_save,
-    ),
-    'floors': Bench(
-        'saves with every writer, compared with how fast disk and loopback can move as many bytes',
-        saves.add_floors_options,
-        saves.measure_save,
-    ),
-    'throttled': Bench(
-        'saves with every writer and a limited bandwidth from each rank to the disk',
-        saves.add_throttled_options,
-        saves.measure_throttled,
-    ),
-    'memory': Bench(
-        'memory and network traffic of every writer',
-        saves.add_memory_options,
-        saves.measure_memory,
-    ),
-    'stall': Bench(
-        'how long a save stops training, and how much it slows training down',
-        saves.add_stall_options,
-        saves.measure_stall,
-    ),
-    'upload': Bench(
-        'uploads to an object store by all ranks, compared with rank 0 alone',
-        stores.add_upload_options,
-        stores.measure_upload,
-    ),
-    'out_dir': Bench(
-        'saves to an object store without a disk, compared with an upload by rank 0',
-        stores.add_out_dir_options,
-        stores.measure_out_dir,
-    ),
-    'convert': Bench(
-        "conversion of a checkpoint, compared with other converters; needs XTuner's environment",
-        convert.add_options,
-        convert.measure,
-    ),
+#: What adds the options of a benchmark, and what measures it, whose docstring is its help. A new one also needs a table
+#: in report.py and a chart in charts.py.
+BENCHES: dict[str, tuple[Callable[[ArgumentParser], None], Callable[[Namespace], dict[str, Any]]]] = {
+    'save': (saves.add_save_options, saves.measure_save),
+    'floors': (saves.add_floors_options, saves.measure_floors),
+    'throttled': (saves.add_throttled_options, saves.measure_throttled),
+    'memory': (saves.add_memory_options, saves.measure_memory),
+    'stall': (saves.add_stall_options, saves.measure_stall),
+    'upload': (stores.add_upload_options, stores.measure_upload),
+    'out_dir': (stores.add_out_dir_options, stores.measure_out_dir),
+    'convert': (convert.add_options, convert.measure),
 }
 
 
@@ -107,9 +60,9 @@ def make_parser() -> ArgumentParser:
         epilog=_EPILOG,
     )
     commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
-    for what, bench in BENCHES.items():
-        bench.add_options(_add_command(commands, what, bench.meaning))
-    _add_command(commands, 'draw', 'measure nothing; make tables and charts again from DIR/NAME.json')
+    for what, (add_options, measure) in BENCHES.items():
+        add_options(_add_command(commands, what, measure.__doc__))
+    _add_command(commands, 'draw', 'Measure nothing; make tables and charts again from DIR/NAME.json.')
     for command in commands.choices.values():
         command.add_argument(
             '--out',
@@ -122,12 +75,12 @@ def make_parser() -> ArgumentParser:
 
 
 def _add_command(commands: Any, what: str, meaning: str) -> ArgumentParser:
-    return commands.add_parser(what, help=meaning, description=f'{meaning[0].upper()}{meaning[1:]}.')
+    return commands.add_parser(what, help=meaning.removesuffix('.'), description=meaning)
 
 
 def run(what: str, args: Namespace) -> None:
     """Run a benchmark; write JSON, chart and table."""
-    measured = {'machine': describe_machine(), **BENCHES[what].measure(args)}
+    measured = {'machine': describe_machine(), **BENCHES[what][1](args)}
     (args.out / f'{what}.json').write_text(json.dumps(measured, indent=2) + '\n')
     show(what, measured, args.out)
 

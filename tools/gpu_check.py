@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import deepspeed
@@ -29,30 +29,6 @@ from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.unwrap import unwrap
 
 STEPS_MEANWHILE = 2
-
-
-#: Writer, and whether it saves in the background.
-WAYS = [(writer, in_background) for writer in ('positional', 'parallel', 'stream') for in_background in (False, True)]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One save. Memory is in MB, on the rank that needs most."""
-
-    writer: str
-    in_background: bool
-    seconds: float
-    stalled_secs: float
-    device_mb: float
-    host_mb: float
-    problems: tuple[str, ...]
-
-    def line(self) -> str:
-        return (
-            f'{self.writer}{", in the background" * self.in_background}: {self.seconds:.2f} s, training stalled '
-            f'{self.stalled_secs:.2f} s, {self.device_mb:.0f} MB on the device, {self.host_mb:.0f} MB on the host: '
-            f'{"; ".join(self.problems) or "the bytes of save_pretrained"}'
-        )
 
 
 class Training:
@@ -101,37 +77,45 @@ class Training:
         dist.barrier()
 
 
-def save(training: Training, writer: str, in_background: bool, bucket_nbytes: int, out: Path) -> Row:
-    """Save in one way. Runs on: all ranks."""
+def save(training: Training, writer: str, in_background: bool, bucket_nbytes: int, out: Path) -> bool:
+    """Save in one way, and print a line about it; returns whether all is well. Runs on: all ranks."""
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
     options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
     saver = Saver(unwrap(training.engine), options, Collective(), writer=writer, in_background=in_background)
     saver.prepare()
-    with_gpu, problems, before = training.device.type == 'cuda', [], 0
+    with_gpu, device_nbytes = training.device.type == 'cuda', 0
     if in_background:
         saver.reserve_snapshot()
     if with_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        device_nbytes = -torch.cuda.memory_allocated()
     committed = (saver.start if in_background else saver.save)(folder, Step('iter', 1, 1))
-    device_nbytes = torch.cuda.max_memory_allocated() - before if with_gpu else 0
+    if with_gpu:
+        device_nbytes += torch.cuda.max_memory_allocated()
     if in_background:
         for _ in range(STEPS_MEANWHILE):
             training.step()
         committed = saver.outcome()
     saver.close()
-    all_nbytes = [0] * dist.get_world_size()
-    dist.all_gather_object(all_nbytes, device_nbytes)
-    largest = max(bucket_nbytes, saver.plan.largest_bucket_nbytes)
+    of_all_ranks = [0] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, device_nbytes)
+    most = max(of_all_ranks)
+    problems = []
     if not _same_files(reference, folder.final):
         problems.append('other bytes than save_pretrained')
-    if max(all_nbytes) > largest:
-        problems.append(f'{max(all_nbytes) / 1e6:.0f} MB on the device, a bucket is {largest / 1e6:.0f} MB')
-    cost = committed.cost
-    figures = (cost.seconds, cost.stalled_secs, max(all_nbytes) / 1e6, cost.peak_extra_nbytes / 1e6)
-    return Row(writer, in_background, *figures, tuple(problems))
+    if most > (bucket := max(bucket_nbytes, saver.plan.largest_bucket_nbytes)):
+        problems.append(f'more on the device than a bucket, which is {bucket / 1e6:.0f} MB')
+    if dist.get_rank() == 0:
+        cost = committed.cost
+        print(
+            f'{writer}{", in the background" * in_background}: {cost.seconds:.2f} s, training stalled '
+            f'{cost.stalled_secs:.2f} s, {most / 1e6:.0f} MB on the device, {cost.peak_extra_nbytes / 1e6:.0f} MB on '
+            f'the host: {"; ".join(problems) or "the bytes of save_pretrained"}',
+            flush=True,
+        )
+    return not problems
 
 
 def _same_files(reference: Path, found: Path) -> bool:
@@ -163,12 +147,9 @@ def main() -> int:
     deepspeed.init_distributed(dist_backend='gloo' if args.cpu else 'nccl')
     training = Training(args.layers, device)
     training.step()
-    rows: list[Row] = []
-    for way in WAYS:
-        rows.append(save(training, *way, args.bucket_size, args.out.absolute()))
-        if dist.get_rank() == 0:
-            print(rows[-1].line(), flush=True)
-    wrong = torch.tensor([sum(bool(row.problems) for row in rows)], device=device)
+    ways = product(('positional', 'parallel', 'stream'), (False, True))
+    good = [save(training, *way, args.bucket_size, args.out.absolute()) for way in ways]
+    wrong = torch.tensor([good.count(False)], device=device)
     dist.all_reduce(wrong)  # every rank compares the files
     dist.destroy_process_group()
     return int(wrong.item() > 0)

@@ -152,7 +152,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Measure all sizes, one after the other; their files are below ``args.out`` meanwhile."""
+    """Conversion of a checkpoint, compared with other converters; needs XTuner's environment."""
     sizes = []
     for size in args.billions:
         with tempfile.TemporaryDirectory(dir=args.out) as folder:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from bench.ways import ACCELERATE, DEEPSPEED, XTUNER
+from bench.ways import ACCELERATE, XTUNER
 
 if TYPE_CHECKING:  # importing it prints a warning to standard output, which is only for bench.py's table
     import deepspeed
@@ -27,15 +27,6 @@ def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     state_dict = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
         engine.module.save_pretrained(folder, state_dict=state_dict)
-    dist.barrier()
-
-
-def deepspeed_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """Save like ``engine.save_16bit_model``, by calling its parts, since it requires an optimizer."""
-    state_dict = engine._zero3_consolidated_16bit_state_dict()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-        torch.save(state_dict, folder / 'pytorch_model.bin')
     dist.barrier()
 
 
@@ -112,6 +103,5 @@ class DcpPeer:
 #: Peers by name; called with the engine and the folder on all ranks.
 PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
     XTUNER: xtuner_way,
-    DEEPSPEED: deepspeed_way,
     ACCELERATE: AcceleratePeer(),
 }

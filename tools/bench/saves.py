@@ -63,14 +63,19 @@ def _add_ways_option(parser: ArgumentParser) -> None:
 
 
 def measure_save(args: Namespace) -> dict[str, Any]:
-    """Measure all ways to save, side by side."""
+    """Saves of a ZeRO-3 model, with every writer and every peer."""
     ways = choose(ways_to_save(WRITERS), args.ways)
     jobs = [_job(args, 'save', size, ways=ways, in_a_row=args.in_a_row) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
 
 
+def measure_floors(args: Namespace) -> dict[str, Any]:
+    """Saves with every writer, compared with how fast disk and loopback can move as many bytes."""
+    return measure_save(args)
+
+
 def measure_throttled(args: Namespace) -> dict[str, Any]:
-    """Measure each writer, with each rank limited to :data:`LIMIT`."""
+    """Saves with every writer and a limited bandwidth from each rank to the disk."""
     ways = choose([f'{OURS}{writer}' for writer in WRITERS], args.ways)
     cases = []
     for size in args.billions:
@@ -81,7 +86,7 @@ def measure_throttled(args: Namespace) -> dict[str, Any]:
 
 
 def measure_memory(args: Namespace) -> dict[str, Any]:
-    """Measure the memory and traffic of each writer, by model size and number of ranks."""
+    """Memory and network traffic of every writer."""
     ways = choose([name_of_ours(writer, True) for writer in WRITERS], args.ways)
     cases = []
     for n_ranks in args.ranks:
@@ -92,7 +97,7 @@ def measure_memory(args: Namespace) -> dict[str, Any]:
 
 
 def measure_stall(args: Namespace) -> dict[str, Any]:
-    """Measure how long a save stops training, and how much it slows it."""
+    """How long a save stops training, and how much it slows training down."""
     jobs = [_job(args, 'stall', size, iterations=args.iterations) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
 

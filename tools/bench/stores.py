@@ -38,20 +38,12 @@ def add_upload_options(parser: ArgumentParser) -> None:
 
 
 def measure_out_dir(args: Namespace) -> dict[str, Any]:
-    """Measure saves to a store.
-
-    Returns:
-        For every run, by way: seconds, bytes that rank 0 sent, and bytes then on the local disk.
-    """
+    """Saves to an object store without a disk, compared with an upload by rank 0."""
     return _run('out_dir', args.ranks, args.billions, args.uplink, args.repeats, args.out)
 
 
 def measure_upload(args: Namespace) -> dict[str, Any]:
-    """Measure uploads of a committed save, and training beside an upload.
-
-    Returns:
-        Seconds of every run, by way; for each upload beside training, the shares of iterations and of a core.
-    """
+    """Uploads to an object store by all ranks, compared with rank 0 alone; and training beside an upload."""
     beside = _run('training', 1, _TRAINING_BILLIONS, args.training_uplink, _TRAINING_REPEATS, args.out)
     return {**_run('upload', args.ranks, args.billions, args.uplink, args.repeats, args.out), 'training': beside}
 

@@ -14,7 +14,6 @@ FLOOR_FSYNC = 'floor: one process writes as many bytes, with fsync'
 FLOOR_ALL_FSYNC = 'floor: all processes write as many bytes together, with fsync'
 FLOOR_GATHER = 'floor: all_gather of as many bytes, nothing written'
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
-DEEPSPEED = 'DeepSpeed: consolidate, torch.save'
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
 DCP = "PyTorch DCP: FSDP2's shards, consolidated on every rank"
 #: Who writes what.
@@ -36,7 +35,6 @@ def ways_to_save(writers: Sequence[str]) -> list[str]:
     return [
         *(FLOOR, FLOOR_SENT, FLOOR_ALL, FLOOR_FSYNC, FLOOR_ALL_FSYNC, FLOOR_GATHER),
         XTUNER,
-        DEEPSPEED,
         ACCELERATE,
         DCP,
         *(name_of_ours(writer, fsync) for fsync in (False, True) for writer in writers),

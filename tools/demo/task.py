@@ -1,7 +1,7 @@
 """The demo's task: a small Llama that learns to write Python.
 
 Its text is the source of the Python standard library, which every machine has. As a script it
-makes the *base folder*, from which training starts, unless it already exists:
+makes the *base folder*, from which training starts, unless it is already there:
 
     python tools/demo/task.py BASE_FOLDER
 
@@ -16,9 +16,7 @@ As a module (`custom_imports` in configs/demo_zero3.py) it gives MMEngine the mo
 import argparse
 import json
 import os
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -116,28 +114,15 @@ def small_llama(tokenizer: LlamaTokenizer) -> LlamaConfig:
 
 
 def make_base_folder(folder: Path) -> None:
-    """Write the base folder, completely or not at all.
-
-    Args:
-        folder: Its path; must not exist yet.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f'{folder.name}.', dir=folder.parent))
-    try:
-        texts = list(standard_library())
-        tokenizer = train_tokenizer(texts)
-        tokenizer.save_pretrained(staging)
-        small_llama(tokenizer).save_pretrained(staging)
-
-        encoded = tokenizer.backend_tokenizer.encode_batch([text + EOS for text in texts])
-        tokens = np.concatenate([np.asarray(item.ids, dtype=np.uint16) for item in encoded])
-        np.save(staging / 'tokens.npy', tokens)
-
-        staging.chmod(0o755)  # mkdtemp's mode excludes all other users
-        staging.rename(folder)
-    except BaseException:
-        shutil.rmtree(staging)
-        raise
+    """Write the base folder, config.json last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = list(standard_library())
+    tokenizer = train_tokenizer(texts)
+    tokenizer.save_pretrained(folder)
+    encoded = tokenizer.backend_tokenizer.encode_batch([text + EOS for text in texts])
+    tokens = np.concatenate([np.asarray(item.ids, dtype=np.uint16) for item in encoded])
+    np.save(folder / 'tokens.npy', tokens)
+    small_llama(tokenizer).save_pretrained(folder)
     print(f'{folder}: {len(texts)} files, {len(tokens):,} tokens, vocabulary of {len(tokenizer)}')
 
 
@@ -206,7 +191,7 @@ if __name__ == '__main__':
     parser = argparse.ArgumentParser(description='Make the base folder of the demo.')
     parser.add_argument('base_folder', type=Path, help='the folder to make')
     base_folder = parser.parse_args().base_folder
-    if base_folder.exists():
+    if (base_folder / 'config.json').exists():
         print(f'{base_folder} already exists')
     else:
         make_base_folder(base_folder)
