@@ -78,7 +78,7 @@ class OutputFile:
     """An existing file, opened for writing. Used by: any number of threads and ranks, each for its own bytes.
 
     Args:
-        identity: The file that it must be; None accepts any file with this name.
+        identity: The file that it must be.
         write_behind: Start writing to the disk at once instead of at :meth:`fsync`.
         direct: Bypass the page cache where possible. Only one thread may write then.
 
@@ -90,15 +90,14 @@ class OutputFile:
     def __init__(
         self,
         path: Path,
-        identity: FileIdentity | None = None,
+        identity: FileIdentity,
         *,
         write_behind: bool = True,
         direct: bool = False,
     ) -> None:
         self._fd = os.open(path, os.O_WRONLY)
         try:
-            if identity is not None:
-                identity.require(self._fd, path)
+            identity.require(self._fd, path)
         except BaseException:
             os.close(self._fd)
             raise

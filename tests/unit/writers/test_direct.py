@@ -39,8 +39,7 @@ def content_at(offset: int, off_by: int = 0) -> memoryview:
 
 def written(path: Path, content: memoryview, offset: int) -> bytes:
     """All of the file, after a write into the middle of it."""
-    create_file(path, b'', offset + content.nbytes + 100)
-    file = OutputFile(path, direct=True)
+    file = OutputFile(path, create_file(path, b'', offset + content.nbytes + 100), direct=True)
     file.write(content, offset)
     flags = fcntl.fcntl(file._fd, fcntl.F_GETFL)
     file.fsync()
@@ -58,8 +57,7 @@ def expected(content: memoryview, offset: int) -> bytes:
 def test_all_but_the_ends_bypasses_the_page_cache(tmp_path, offset, off_by):
     """If memory holds it aligned as the file does."""
     content = content_at(offset, off_by)
-    create_file(tmp_path / 'file', b'', offset + NBYTES)
-    file = OutputFile(tmp_path / 'file', direct=True)
+    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', offset + NBYTES), direct=True)
     with mock.patch.object(fcntl, 'fcntl', wraps=fcntl.fcntl) as flags:
         file.write(content, offset)
     file.fsync()

@@ -47,8 +47,7 @@ def test_any_offset_and_length_by_several_threads(tmp_path, how):
     cuts = sorted({0, len(content), 7, 4096, 3 * MB, 40 * MB, *(order.randrange(len(content)) for _ in range(30))})
     parts = list(itertools.pairwise(cuts))
     order.shuffle(parts)
-    create_file(tmp_path / 'file', b'', len(content))
-    file = OutputFile(tmp_path / 'file', **how)
+    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', len(content)), **how)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda part: file.write(memoryview(content)[slice(*part)], part[0]), parts))
     file.fsync()
@@ -59,8 +58,7 @@ def test_any_offset_and_length_by_several_threads(tmp_path, how):
 def test_little_of_it_stays_in_the_page_cache(tmp_path):
     """What is behind the last windows has been written, and its pages given back."""
     nbytes = 300 * MB
-    create_file(tmp_path / 'file', b'', nbytes)
-    file = OutputFile(tmp_path / 'file')
+    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', nbytes))
     file.write(memoryview(bytes(nbytes)), 0)
     file.close()
     assert cached_nbytes(tmp_path / 'file') < 128 * MB
