@@ -157,7 +157,7 @@ def test_disk_too_small(trained, tmp_path, capsys):
         subprocess.run(['umount', tmp_path / 'disk'], check=True)
 
 
-# Ends the process, or fails, when half of the file is written.
+# Ends the process when half of the file is written.
 HALFWAY = """
 import os, signal, sys, time
 from xhf_hooks.cli.convert import main
@@ -167,10 +167,7 @@ write = OutputFile.write
 
 def halfway(self, data, offset):
     write(self, memoryview(b'half'), 0)
-    action = sys.argv[1]  # called in several threads
-    if action == 'fail':
-        raise OSError(28, 'No space left on device')
-    os.kill(os.getpid(), getattr(signal, action))
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     time.sleep(1)
 
 OutputFile.write = halfway
@@ -178,30 +175,27 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+def test_what_is_killed_halfway_leaves_nothing_under_the_name(trained, tmp_path):
+    arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
+    (killed,) = run_program(HALFWAY, 'SIGKILL', *arguments)
+    assert (killed.returncode, leftovers(tmp_path)) == (-signal.SIGKILL, ['.out.lock', '.out.staging'])
+    (ended,) = run_program(HALFWAY, 'SIGTERM', *arguments)  # it clears up first
+    assert (ended.returncode, leftovers(tmp_path)) == (FAILED, []) and 'interrupted' in ended.stderr
+
+
+def fail(self, data, offset):
+    raise OSError(28, 'No space left on device')
+
+
+def spoil(self):
+    os.pwrite(self._fd, b'\x7f', os.fstat(self._fd).st_size - 1)
+
+
 @pytest.mark.parametrize(
-    ('action', 'status', 'left'),
-    [('fail', FAILED, []), ('SIGTERM', FAILED, []), ('SIGKILL', -signal.SIGKILL, ['.out.lock', '.out.staging'])],
+    ('method', 'instead', 'said'),
+    [('write', fail, 'No space left on device'), ('fsync', spoil, 'differs from what was saved')],
 )
-def test_what_ends_halfway_leaves_nothing_under_the_name(trained, tmp_path, action, status, left):
-    arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
-    (finished,) = run_program(HALFWAY, action, *arguments)
-    assert finished.returncode == status, finished.stderr
-    assert leftovers(tmp_path) == left
-    if action == 'SIGKILL':  # the next one clears up
-        assert main(arguments) == DONE
-        assert leftovers(tmp_path) == ['out']
-    else:
-        assert 'No space left' in finished.stderr if action == 'fail' else 'interrupted' in finished.stderr
-
-
-def test_verify_finds_a_disk_that_lies(trained, tmp_path, capsys, monkeypatch):
-    from xhf_hooks.writers.output_file import OutputFile
-
-    def spoil(self):
-        os.pwrite(self._fd, b'\x7f', os.fstat(self._fd).st_size - 1)
-
-    monkeypatch.setattr(OutputFile, 'fsync', spoil)
-    arguments = [str(trained / 'iter_7.pth'), str(tmp_path / 'out')]
-    assert main([*arguments, '--verify']) == FAILED
-    assert 'differs from what was saved' in errors(capsys)
-    assert leftovers(tmp_path) == []
+def test_a_disk_that_fails_or_lies(trained, tmp_path, capsys, monkeypatch, method, instead, said):
+    monkeypatch.setattr(f'xhf_hooks.writers.output_file.OutputFile.{method}', instead)
+    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify']) == FAILED
+    assert said in errors(capsys) and leftovers(tmp_path) == []

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.helpers.zoo import build
 from xhf_hooks.cli import convert, verify
 from xhf_hooks.cli.output import complain, progress, say
 
-ROOT = Path(__file__).parents[2]
 #: Clears the terminal, sets its title, writes backwards, breaks lines; half of a pair is no text at all.
 HOSTILE = 'a\x1b[2J\x1b]0;title\x07\n\r\u2028\u202egnp\x9b31m\ud800\x00b'
 PLAIN = r'a\x1b[2J\x1b]0;title\x07\n\r\u2028\u202egnp\x9b31m\ud800\x00b'
@@ -69,7 +67,7 @@ def test_verify_of_hostile_names(tmp_path, capfd):
 
 @pytest.mark.parametrize(('is_terminal', 'secs'), [(True, 1), (False, 11)])
 def test_progress(capsys, monkeypatch, is_terminal, secs):
-    """As the page shows it, but for figures; the work of a moment shows nothing."""
+    """The work of a moment shows nothing."""
     now = [1000.0]
     monkeypatch.setattr('tqdm.std.time', lambda: now[0])
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal, raising=False)
@@ -78,10 +76,4 @@ def test_progress(capsys, monkeypatch, is_terminal, secs):
         assert capsys.readouterr().err == ''
         now[0] += secs
         show(42 * 10**8, 10**10)
-        (said,) = capsys.readouterr().err.strip().split('\r')
-    (shown,) = [line for line in (ROOT / 'docs' / 'converting.md').read_text().splitlines() if ' 42%' in line]
-    assert shape(said) == shape(shown)
-
-
-def shape(line: str) -> str:
-    return re.sub(r'\|.*\|', '|', re.sub(r'[kMGTP]?B/s', 'B/s', re.sub(r'[\d.]+', '0', line)))
+        assert re.search(r'^\s*converting: +42%.* 4.20G/10.0G.*B/s', capsys.readouterr().err)

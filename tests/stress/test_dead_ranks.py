@@ -85,7 +85,6 @@ def lose_while_saving(dead_rank: int, writer: str, owner: str, method: str, root
     ('n_ranks', 'dead_rank', 'writer', 'dies_in'),
     [
         (2, 1, 'gather', ('Zero3Source', '_gather_partitions')),
-        (2, 0, 'parallel', ('Zero3Source', 'local_shard')),
         (3, 1, 'stream', ('Collective', 'post')),
         (3, 0, 'stream', ('Collective', 'post')),
     ],
@@ -116,7 +115,7 @@ def lose_between_saves(dead_rank: int, first: bool, out_dir: Path) -> tuple[str,
         return what_came(lambda: save_hf(model, out_dir))
 
 
-@pytest.mark.parametrize(('dead_rank', 'first'), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(('dead_rank', 'first'), [(1, False), (0, True)])
 def test_a_rank_that_died_between_two_saves_or_before_the_first_is_missed(tmp_path, dead_rank, first):
     found = run_ranks(
         lose_between_saves, 2, dead_rank, first, tmp_path / 'hf_model', expected_deaths={dead_rank}, init='torch'
@@ -156,7 +155,7 @@ def ask_without(dead_rank: int, is_hung: bool) -> tuple[str, float]:
     dist.barrier()
     if dist.get_rank() == dead_rank:
         if is_hung:
-            time.sleep(3 * ENDING_SECS)
+            time.sleep(2 * ENDING_SECS)
         die()
     started = time.monotonic()
     message, _ = what_came(lambda: [requests.is_due() for _ in range(1 if is_hung else 3)])

@@ -59,7 +59,7 @@ CALLS = {
 #: In a file system's answers, by hand; test_network_fs has a real one.
 STALE = [f'{kind}_{writer}' for kind in ('other_file', 'lost_writes') for writer in ('positional', 'parallel')]
 FAULTS = [*STAGES, *CALLS, *STALE]
-#: Beside a folder that is a link.
+#: Where all of these are made: below a link, under a name with all kinds of characters.
 ODD_PLACE = "link/mein Lauf 大模型 it's [a] *glob* $HOME %s {x}"
 ROOM_FOR_MANIFEST = 16 * 1024  # bytes; the weights need ten times as many
 
@@ -225,21 +225,6 @@ def _fill(filler: Path, leave_nbytes: int) -> None:
             file.truncate(file.tell() - leave_nbytes)
 
 
-def odd_place(parent: Path) -> dict[str, int]:
-    """Below a link, under a name with all kinds of characters. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
-        (parent / 'real').mkdir(parents=True)
-        (parent / 'link').symlink_to('real')
-    dist.barrier()
-    run = Run(parent / ODD_PLACE)
-    assert run.save(1) == run.save(2) == ''
-    found = run.found()
-    run.end()
-    return found
-
-
 def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
     """A group's folder, and a umask for it; what each path gets. Runs on: all ranks."""
     import torch.distributed as dist
@@ -336,8 +321,9 @@ def other_model(parent: Path) -> str:
 
 def scenarios(root: Path) -> dict[str, Callable[[], Any]]:
     """All of this module, for one launch."""
-    found: dict[str, Callable[[], Any]] = {name: partial(save_fail_save, root / name, name) for name in FAULTS}
-    for one in (removed, odd_place, permissions, other_model, late):
+    odd = root / ODD_PLACE
+    found: dict[str, Callable[[], Any]] = {name: partial(save_fail_save, odd / name, name) for name in FAULTS}
+    for one in (removed, permissions, other_model, late):
         found[one.__name__] = partial(one, root / one.__name__)
     found['other_user'] = partial(refused, [root / 'other_user' / 'run' / 'hf_model'], 65_534)
     found['long_names'] = partial(refused, [root / name for name in ('n' * 240, 'ü' * 120, 'n' * 231)])
@@ -354,6 +340,8 @@ def results(tmp_path_factory):
         folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
     (root / 'other_user').mkdir(mode=0o755)
     (root / 'disk').mkdir()
+    (root / 'real').mkdir()
+    (root / 'link').symlink_to('real')
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', root / 'disk'], check=True)
     try:
         yield launch(__name__, root, WORLD_SIZE)
@@ -402,10 +390,6 @@ def test_a_full_disk_keeps_the_previous_save(results):
 def test_a_disk_that_fills_up_beside_a_save_does_not_end_it(results):
     """The room of the weights was reserved before the first byte."""
     assert of_all_ranks(results, 'full_disk_True') == {'first': '', 'message': '', 'found': {'hf_model': 2}}
-
-
-def test_odd_places(results):
-    assert of_all_ranks(results, 'odd_place') == {'hf_model': 2}
 
 
 def test_files_get_the_modes_and_the_group_that_the_user_wants(results):

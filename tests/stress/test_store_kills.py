@@ -23,7 +23,7 @@ from xhf_hooks.places.store import read_pointer
 
 SAVES = (1, 2)
 #: Of so many requests one is deadly here, for all ranks and for one in turn; 1 tries all, for an hour.
-STRIDE = 10
+STRIDE = 14
 #: More than two saves need, with what comes before and after.
 MOST_REQUESTS = 400
 

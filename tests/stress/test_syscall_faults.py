@@ -1,7 +1,7 @@
 """A fault, or the end of the process, at file-system calls of a save: nothing is lost, nothing is partial.
 
 The calls are those that reach the kernel's door (an LD_PRELOAD library, tests/helpers/fault_layer.c), whoever makes
-them: this package, Python, transformers or the safetensors library. Of each kind of fault every third call gets it.
+them: this package, Python, transformers or the safetensors library. Of each kind of fault every fourth call gets it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xhf_hooks.planning.types import Step
 
 NAME = 'hf_model'
 LEAST_CALLS = 50  # of a run of one save; fewer would mean that the layer sees too little
-STRIDE = 3
+STRIDE = 4
 
 
 class SmallRun:

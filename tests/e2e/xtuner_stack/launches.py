@@ -74,19 +74,6 @@ _XTUNERS_HOOK = """
 from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
 custom_hooks.append(dict(type=XTunersHook))
 """
-_AVERAGING = """
-from mmengine.hooks import EMAHook
-from mmengine.optim import OptimWrapper
-optim_wrapper = dict(type=OptimWrapper, optimizer=optim_wrapper['optimizer'])  # XTuner's refuses a CPU
-custom_hooks.append(dict(type=EMAHook, momentum=0.1))
-"""
-_ORPO_LORA = """
-from peft import LoraConfig
-from xtuner.model.orpo import ORPO
-lora = dict(type=LoraConfig, r=8, lora_alpha=16, lora_dropout=0.1, bias='none', task_type='CAUSAL_LM')
-model = dict(type=ORPO, llm=model['llm'], lora=lora)
-custom_hooks[2]['lora'] = 'both'
-"""
 _REWARD = """
 from xtuner.model.reward import RewardModel
 model = dict(type=RewardModel, llm=model['llm'])
@@ -110,13 +97,13 @@ class Launch:
     Attributes:
         config: Its name in configs/xtuner.
         base: The folder of the base model.
-        deepspeed: What `--deepspeed` is given, with two processes; None is one process without DeepSpeed.
+        deepspeed: What `--deepspeed` is given, with two processes.
         more: Lines at the end of the config.
     """
 
     config: str
     base: str
-    deepspeed: str | None
+    deepspeed: str
     more: str = ''
 
 
@@ -130,8 +117,6 @@ RUNS = {
     QLORA: Launch(QLORA, 'llama_by_64', 'deepspeed_zero2'),
     DPO: Launch(DPO, 'qwen2', 'deepspeed_zero3_offload'),
     LLAVA: Launch(LLAVA, 'llm', 'deepspeed_zero3', _COMPLETE),
-    'averaging': Launch(FULL, 'llama', None, _AVERAGING),
-    'orpo_lora': Launch(DPO, 'llama', 'deepspeed_zero1', _ORPO_LORA),
     'reward': Launch(DPO, 'llama', PARTITIONED, _REWARD),
     'llava_lora': Launch(LLAVA, 'llm', PARTITIONED, _LLAVA_LORA + _COMPLETE),
 }
@@ -191,8 +176,7 @@ class Runs:
 
     def _train(self, name: str) -> tuple[int, str]:
         (self.root / f'{name}.py').write_text(self.small_config(name))
-        deepspeed = RUNS[name].deepspeed
-        arguments = [f'{name}.py', *(['--launcher', 'pytorch', '--deepspeed', deepspeed] if deepspeed else [])]
+        arguments = [f'{name}.py', '--launcher', 'pytorch', '--deepspeed', RUNS[name].deepspeed]
         file = self.root / f'{name}.output'
         if name == FULL:  # as users do; what torchrun would start for the others is forked, with its imports done
             with file.open('w') as output:
@@ -202,9 +186,8 @@ class Runs:
                 )
             return done.returncode, file.read_text()
         file.touch()
-        n_ranks = 2 if deepspeed else 1
         try:
-            run_ranks(_train_on_rank, n_ranks, arguments, self.root, file, init=None, timeout_secs=TIMEOUT_SECS)
+            run_ranks(_train_on_rank, 2, arguments, self.root, file, init=None, timeout_secs=TIMEOUT_SECS)
         except RankFailures as failures:
             return 1, f'{file.read_text(errors="replace")}\n{failures}'
         return 0, file.read_text(errors='replace')

@@ -1,13 +1,12 @@
 """Tiny models without weights in place of the base models that XTuner's built-in configs name.
 
 Everything else of a config is real: XTuner's model class, its LoRA, its freezing, transformers' and bitsandbytes'
-quantized layers. A family that transformers knows is built of its own classes; one that lives in code on the hub
-(Baichuan, ChatGLM, InternLM, MiniCPM, Qwen 1, DeepSeek MoE) is a Llama, InternVL's chat model is three real parts.
+quantized layers. Language models are Llamas, but for DeepSeek V2, whose experts XTuner may shard; CLIP is CLIP, and
+InternVL's chat model is three real parts.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,37 +22,15 @@ from transformers import (
     BitsAndBytesConfig,
     CLIPVisionConfig,
     CLIPVisionModel,
-    CohereConfig,
-    Gemma2Config,
-    GemmaConfig,
-    GPTBigCodeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
     LlamaPreTrainedModel,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
 )
 from transformers.quantizers import AutoHfQuantizer
 
-#: What a base model's name has in it, to the class of its config; the first that fits.
-_KNOWN: tuple[tuple[str, type[PretrainedConfig]], ...] = (
-    ('clip-vit', CLIPVisionConfig),
-    ('Mixtral', MixtralConfig),
-    ('Mistral|zephyr', MistralConfig),
-    ('Qwen1.5-MoE', Qwen2MoeConfig),
-    ('Qwen1.5', Qwen2Config),
-    ('gemma-2', Gemma2Config),
-    ('gemma', GemmaConfig),
-    ('Phi-3', Phi3Config),
-    ('starcoder', GPTBigCodeConfig),
-    ('command-r', CohereConfig),
-)
 _SIZES = dict(
     vocab_size=64,
     hidden_size=32,
@@ -66,14 +43,9 @@ _SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-_SIZES_OF: dict[type[PretrainedConfig], dict[str, int]] = {
-    CLIPVisionConfig: dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    ),
-    GPTBigCodeConfig: dict(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2, n_inner=48),
-    MixtralConfig: dict(_SIZES, num_local_experts=2),
-    Qwen2MoeConfig: dict(_SIZES, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16),
-}
+_VISION_SIZES = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+)
 
 
 def family_of(base: str) -> str:
@@ -98,7 +70,7 @@ class InternVLConfig(PretrainedConfig):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.llm_config = LlamaConfig(**_SIZES)
-        self.vision_config = CLIPVisionConfig(**_SIZES_OF[CLIPVisionConfig])
+        self.vision_config = CLIPVisionConfig(**_VISION_SIZES)
         self.hidden_size = self.llm_config.hidden_size
 
 
@@ -168,8 +140,7 @@ def _config_of(base: str) -> PretrainedConfig:
             qk_nope_head_dim=4,
             v_head_dim=4,
         )
-    config = next((known for words, known in _KNOWN if re.search(words, base)), LlamaConfig)
-    return config(**_SIZES_OF.get(config, _SIZES))
+    return CLIPVisionConfig(**_VISION_SIZES) if 'clip-vit' in base else LlamaConfig(**_SIZES)
 
 
 def _build(cls: type[PreTrainedModel] | None, base: str, options: dict[str, Any]) -> PreTrainedModel:
