@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.hf_assets import base_dir_of, is_remote_code
 from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, TensorSpec
+from xhf_hooks.registry import build_from_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +84,29 @@ class Exporter(ABC):
         Args:
             eos_token_ids: Token ids to add to the model's own.
         """
+
+
+def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
+    """The tokenizer of the option, else of the run, else of the base model; and warnings.
+
+    Raises:
+        OptionError: The option names a folder without tokenizer files.
+    """
+    tokenizer = option if option is not None else of_the_run
+    if isinstance(tokenizer, dict):
+        return build_from_config(tokenizer), []
+    if isinstance(tokenizer, (str, Path)):
+        found = load_tokenizer(str(tokenizer), trust_remote_code=False)
+        if found is None:
+            raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
+        return found, []
+    if tokenizer is None:
+        tokenizer = exporter.base_tokenizer()
+    if tokenizer is not None:
+        return tokenizer, []
+    base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
+    warning = f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer'
+    return None, [warning]
 
 
 class CompositeExporter(Exporter):

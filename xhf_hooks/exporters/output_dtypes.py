@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.exporters.hf_assets import base_file, quiet
+from xhf_hooks.exporters.hf_assets import quiet
+from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header

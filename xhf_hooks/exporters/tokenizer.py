@@ -13,15 +13,10 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from xhf_hooks.errors import OptionError
-from xhf_hooks.registry import build_from_config
 from xhf_hooks.system.calls import MemoryFolder
-
-if TYPE_CHECKING:
-    from xhf_hooks.exporters.base import Exporter
 
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
 
@@ -251,26 +246,3 @@ def _put(files: _Files, folder: Path) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-
-
-def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
-    """The tokenizer of the option, else of the run, else of the base model; and warnings.
-
-    Raises:
-        OptionError: The option names a folder without tokenizer files.
-    """
-    tokenizer = option if option is not None else of_the_run
-    if isinstance(tokenizer, dict):
-        return build_from_config(tokenizer), []
-    if isinstance(tokenizer, (str, Path)):
-        found = load_tokenizer(str(tokenizer), trust_remote_code=False)
-        if found is None:
-            raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
-        return found, []
-    if tokenizer is None:
-        tokenizer = exporter.base_tokenizer()
-    if tokenizer is not None:
-        return tokenizer, []
-    base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
-    warning = f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer'
-    return None, [warning]

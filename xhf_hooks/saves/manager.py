@@ -18,7 +18,7 @@ from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
-from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name

@@ -1,8 +1,8 @@
 """Tiny models without weights in place of the base models that XTuner's built-in configs name.
 
 Everything else of a config is real: XTuner's model class, its LoRA, its freezing, transformers' and bitsandbytes'
-quantized layers. Language models are Llamas, but for DeepSeek V2, whose experts XTuner may shard; CLIP is CLIP, and
-InternVL's chat model is three real parts.
+quantized layers. Language models are Llamas, but for StarCoder, and DeepSeek V2, whose experts XTuner may shard; CLIP
+is CLIP, and InternVL's chat model is three real parts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import (
     BitsAndBytesConfig,
     CLIPVisionConfig,
     CLIPVisionModel,
+    GPTBigCodeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -140,6 +141,8 @@ def _config_of(base: str) -> PretrainedConfig:
             qk_nope_head_dim=4,
             v_head_dim=4,
         )
+    if 'starcoder' in base:  # its configs name layers that a Llama has not
+        return GPTBigCodeConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2, n_inner=48)
     return CLIPVisionConfig(**_VISION_SIZES) if 'clip-vit' in base else LlamaConfig(**_SIZES)
 
 
