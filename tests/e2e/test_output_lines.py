@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.helpers.zoo import build
-from xhf_hooks.cli import convert, verify
+from xhf_hooks.cli import verify
 from xhf_hooks.cli.output import complain, progress, say
 
 #: Clears the terminal, sets its title, writes backwards, breaks lines; half of a pair is no text at all.
@@ -37,18 +36,6 @@ def test_one_line_that_every_terminal_can_take(capsys):
 
 
 CLEAR = 'x\x1b[2J\ny\u202e'
-
-
-def test_convert_of_a_hostile_config(tmp_path, capsys):
-    build('qwen2').save_pretrained(tmp_path)
-    config = json.loads((tmp_path / 'config.json').read_text())
-    (tmp_path / 'config.json').write_text(json.dumps({**config, 'architectures': [CLEAR]}))
-    torch.save({'state_dict': build('qwen2').state_dict(), 'meta': {'iter': 7}}, tmp_path / 'iter_7.pth')
-    arguments = [str(tmp_path / 'iter_7.pth'), str(tmp_path / 'out'), '--base', str(tmp_path)]
-    capsys.readouterr()
-    assert convert.main(arguments) == convert.BAD_INPUT
-    said = capsys.readouterr()
-    assert said.out == '' and len(said.err.splitlines()) == 1 and is_plain(said.err)
 
 
 def test_verify_of_hostile_names(tmp_path, capfd):

@@ -30,6 +30,12 @@ def read_model(folder: Path) -> dict[str, Any]:
         'version': transformers.__version__,
         'missing': {what: sorted(map(str, names)) for what, names in report.items() if names},
         'logits': logits,
+        'tokenizer': read_tokenizer(tokenizer),
+    }
+
+
+def read_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    return {
         'ids': [tokenizer(text).input_ids for text in TEXTS],
         'special': [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS],
         'decoded': [tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) for text in TEXTS],
