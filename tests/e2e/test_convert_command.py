@@ -131,12 +131,6 @@ def test_bad_input(trained, tmp_path, capsys, options, expected):
     assert expected in errors(capsys) and leftovers(tmp_path) == ['OTHER', 'SMALLER']
 
 
-def test_wrong_usage_is_bad_input():
-    with pytest.raises(SystemExit) as caught:
-        main(['a', 'b', '--workers', '0'])
-    assert caught.value.code == BAD_INPUT
-
-
 def test_disk_too_small(trained, tmp_path, capsys):
     (tmp_path / 'disk').mkdir()
     subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', tmp_path / 'disk'], check=True)

@@ -101,12 +101,6 @@ def test_every_block_of_code_is_run_here():
             assert words or any(words in block for words in CONFIG_LINES), f'{page}: {block}'
 
 
-def test_what_pages_share_is_the_same():
-    for language in ('text', 'python', 'diff'):
-        for block in blocks(language):
-            assert any(block in blocks(language, page) for page in PAGES if page != 'README.md'), block
-
-
 def test_the_chinese_readme_says_the_same():
     """Its code, links and figures."""
     chinese = (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')

@@ -104,9 +104,3 @@ def test_what_is_not_ours_is_refused(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     final.rename(tmp_path / 'moved')
     CheckpointFolder(final, 1).claim()
-
-
-def test_parent_that_is_a_file(tmp_path):
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(TargetError, match=r'cannot be written.*set out_dir'):
-        CheckpointFolder(tmp_path / 'file' / 'hf_model', 1).claim()
