@@ -81,6 +81,13 @@ def test_internlm2_reward_model(tmp_path):
     assert torch.equal(loaded.v_head.weight, model.v_head.weight)
 
 
+def mixtral(n_in_shard: int) -> nn.Module:
+    from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
+
+    options = dict(DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return MixtralForCausalLM(MixtralConfig(**options, moe_implementation='shard', expert_in_one_shard=n_in_shard))
+
+
 def deepseek_v2(n_in_shard: int) -> nn.Module:
     from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -113,13 +120,13 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize('n_in_shard', [2, 4])
-def test_sharded_experts_are_unfused_as_xtuner_does(n_in_shard, one_rank, tmp_path):
+@pytest.mark.parametrize(('family', 'n_in_shard'), [(mixtral, 2), (deepseek_v2, 2), (deepseek_v2, 4)])
+def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank, tmp_path):
     from safetensors.torch import save_file
     from xtuner.utils import get_origin_state_dict
 
     torch.manual_seed(0)
-    llm = deepseek_v2(n_in_shard)
+    llm = family(n_in_shard)
     for parameter in llm.parameters():  # shards are made without values
         parameter.data = NOISE_STD * torch.randn(parameter.shape)
     model = around(llm=llm)
