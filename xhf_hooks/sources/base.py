@@ -131,9 +131,11 @@ class Source:
         """Allocate memory for a bucket and free it, for torch to keep: a rank without it leaves others in a gather.
 
         Raises:
-            RuntimeError: A device is out of memory.
+            RuntimeError: A device of sliced parameters is out of memory.
         """
-        for device in {tensor.device for tensor in self._tensors.values()}:
+        whole = self.replicated(list(self._tensors))
+        sliced = [t for n, t in self._tensors.items() if n not in whole and isinstance(t, nn.Parameter)]
+        for device in {tensor.device for tensor in sliced}:
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def gathered(

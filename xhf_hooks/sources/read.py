@@ -116,8 +116,8 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
     """
     meter = MemoryMeter()
     try:
-        # Offloaded partitions pass through the device beside the bucket
-        source.require_room(plan.largest_bucket_nbytes * (collective.world_size + 1) // collective.world_size)
+        if collective.world_size > 1:  # offloaded partitions pass through the device beside the bucket
+            source.require_room(plan.largest_bucket_nbytes * (collective.world_size + 1) // collective.world_size)
     except Exception as error:
         collective.remember('gather', error)
     for number, bucket in enumerate(plan.buckets):
