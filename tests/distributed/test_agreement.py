@@ -29,14 +29,14 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     from xhf_hooks.places.who_writes import WhoWrites
     from xhf_hooks.sources import Zero3Source, read, send
 
-    # With these checks DeepSpeed all-reduces when gathered parameters are freed: not while a rank waits for its disk
-    model = zero_engine(odd_llama(bf16=True), stage=3, enable_sanity_checks=True).module
+    model = zero_engine(odd_llama(bf16=True), stage=3).module
     allocate = torch.empty
     agreed, collectives, made, fails = [], [], [], []
 
     def noting(notes: list[Any], function: Any) -> Any:
         def note(*args: Any, **options: Any) -> Any:
             notes.append(args)
+            # With enable_sanity_checks DeepSpeed all-reduces when it frees them: not while a rank waits for its disk
             assert notes is not made or not any(parameter.numel() for parameter in model.parameters())
             if notes is made and fails and dist.get_rank() == 1 and len(made) == 2:
                 raise OSError(5, 'injected')
