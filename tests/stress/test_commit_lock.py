@@ -47,14 +47,6 @@ def test_a_second_run_is_told_who_holds_the_folder_and_waits_for_one_that_is_end
     assert list((tmp_path / 'run').iterdir()) == []
 
 
-def test_lock_goes_with_a_killed_process(tmp_path, holder):
-    holder[0].kill()
-    holder[0].join()
-    folder = CheckpointFolder(tmp_path / 'run' / 'hf_model', 1, warn=(said := []).append)
-    folder.claim()
-    assert said == []
-
-
 @pytest.mark.parametrize('kind', ['no locks', 'local locks'])
 def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypatch, kind):
     """As on Lustre without ``flock``, and with ``localflock``."""

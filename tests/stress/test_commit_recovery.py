@@ -48,15 +48,6 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     assert (visible(tmp_path), hidden(tmp_path)) == (expected, {'.hf_model.mine'})
 
 
-def test_archives_beyond_max_keep_go(tmp_path):
-    """Killed between the commit and the deletion of what it made outdated."""
-    folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=-1)
-    for number in (1, 2, 3, 4):
-        commit_one(folder, number)
-    CheckpointFolder(tmp_path / 'hf_model', max_keep=2).recover()
-    assert visible(tmp_path) == {'hf_model': 4, 'hf_model_iter_3': 3}
-
-
 def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
     """Killed after the manifest of iteration 3, with which a run that went back follows iteration 5."""
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)

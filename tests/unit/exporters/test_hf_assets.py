@@ -15,7 +15,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from tests.helpers.zoo import build
 from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.sources import source_for
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -118,16 +117,6 @@ def test_invalid_generation_config_is_left_out(tmp_path):
 
 
 # Tokenizer and processor
-
-
-def test_tokenizer_of_the_base(tokenizer, tmp_path):
-    assert load_tokenizer('', trust_remote_code=False) is None
-    model = with_base(build('llama'), tmp_path)
-    assert load_tokenizer(str(tmp_path), trust_remote_code=False) is None  # a base without tokenizer
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(HuggingFaceExporter(model, None).base_dir, trust_remote_code=False)
-    assert loaded('a b').input_ids == [3, 4]
-    assert loaded.chat_template == TEMPLATE
 
 
 def test_processor_files_come_from_the_base(tokenizer, tmp_path):
