@@ -70,9 +70,9 @@ def code(containing: str, page: str = 'README.md') -> str:
     return found
 
 
-#: Fewer iterations, in float32, which a CPU without bfloat16 multiplies many times faster.
+#: Half of the iterations, in float32, which a CPU without bfloat16 multiplies many times faster.
 SHORT_DEMO = [
-    *('train_cfg.max_iters=60', 'param_scheduler.1.end=60', 'default_hooks.checkpoint.interval=25'),
+    *('train_cfg.max_iters=100', 'param_scheduler.1.end=100', 'default_hooks.checkpoint.interval=40'),
     *('strategy.bf16.enabled=False', 'default_hooks.logger.interval=1'),
 ]
 
