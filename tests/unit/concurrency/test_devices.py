@@ -1,4 +1,7 @@
-"""Devices are waited for: the model's before a save, and those that were copied from before a snapshot is read."""
+"""Devices are waited for: the model's before a save, and those that were copied from before a snapshot is read.
+
+What is computed for a save is computed on the host.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from xhf_hooks.planning.types import Group, Placement, TensorSpec
 from xhf_hooks.sources import Source
+from xhf_hooks.sources.read import made_from
 from xhf_hooks.system.memory import SnapshotMemory, host_memory
 
 
@@ -16,6 +21,9 @@ class OnFirst(torch.Tensor):
     """A tensor on the CPU that says to be on another device, for want of one."""
 
     device = property(lambda self: torch.device('cuda', 0))
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
 
 
 class OnSecond(torch.Tensor):
@@ -62,3 +70,15 @@ def test_every_device_that_was_copied_from(waited_for):
 def test_memory_that_cannot_be_pinned_is_told():
     with mock.patch('torch.empty', side_effect=RuntimeError('injected')), pytest.warns(match='pinned, .* injected'):
         assert host_memory(10, pinned=True).numel() == 10
+
+
+def test_what_is_computed_is_computed_on_the_host():
+    """Merged adapters, for example: the hook's bytes are those of a conversion, which has no GPU."""
+
+    def double(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {'doubled': tensors['weight'] + tensors['weight']}
+
+    place = Placement('doubled', (3,), 'F32', 'model.safetensors', 0, 12)
+    group = Group((TensorSpec('weight', (3,), 'F32'),), (place,), double)
+    (made,) = made_from(group, {'weight': torch.ones(3).as_subclass(OnFirst)}, 0)
+    assert made.elements.device.type == 'cpu' and made.elements.tolist() == [2] * 3
