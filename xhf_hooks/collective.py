@@ -81,7 +81,7 @@ class Collective:
             RankLostError: A rank did not answer.
         """
         if error is not None:
-            self.remember(stage, error)
+            self._remembered = self._remembered or (stage, error)
         own, self._remembered = self._remembered, None
         if not self.any(own is not None, stage):
             return
@@ -90,10 +90,16 @@ class Collective:
         failed_stage = next(report[0] for report in reports if report is not None)
         raise AgreedError(failed_stage, failures) from (None if own is None else own[1])
 
-    def remember(self, stage: str, error: Exception) -> None:
-        """Keep an error for the next agreement; until then this rank takes part as usual. Only the first is kept."""
-        if self._remembered is None:
-            self._remembered = (stage, error)
+    @contextmanager
+    def remembering(self, stage: str) -> Iterator[None]:
+        """Keep an error of a block for the next agreement; until then this rank takes part as usual.
+
+        Only the first is kept.
+        """
+        try:
+            yield
+        except Exception as error:  # of any type: every rank must learn of it
+            self._remembered = self._remembered or (stage, error)
 
     @property
     def is_failing(self) -> bool:

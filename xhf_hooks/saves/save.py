@@ -250,11 +250,9 @@ class Saver:
 
     def _renew_plan(self) -> None:
         must_plan = True
-        try:
+        with self._collective.remembering('plan'):  # rare; without an error, one collective is enough
             self._source = source_for(self._unwrapped.root)
             must_plan = self._source.specs() != self._specs
-        except Exception as error:  # rare; without an error, one collective is enough
-            self._collective.remember('plan', error)
         if self._collective.any(must_plan, 'plan'):
             self._collective.agree('plan')
             self.prepare()  # tensors were frozen, unfrozen, resized or replaced since
@@ -271,10 +269,8 @@ class Saver:
         in_background: bool,
     ) -> _Begun:
         """Plan; for a background save, copy; start the writer's thread."""
-        try:
+        with self._collective.remembering('plan'):  # a kernel of training may have failed
             self._source.synchronize()  # what training has queued is not a cost of the save
-        except Exception as error:  # of a kernel of training; every rank must learn of it
-            self._collective.remember('plan', error)
         clock = SaveClock()
         with clock.stage('plan'):
             self._renew_plan()
@@ -357,10 +353,8 @@ class Saver:
                 begun.clock.meter.sample()  # what was read, what was made from it, and what waits for the disk
                 if collective.is_failing:
                     continue  # the others keep gathering until the next agreement, and need this rank
-                try:
+                with collective.remembering('write'):
                     progress.wrote(chunk.data.nbytes)
                     writer.write(chunk)
                     del chunk  # the next chunk is made while this one waits for the disk
-                except Exception as error:
-                    collective.remember('write', error)
             return Tally(self.plan) if collective.is_failing else writer.finish()

@@ -26,14 +26,12 @@ def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collect
     if not tensors:
         return {}
     ends, lengths = np.full(len(tensors), _NO_RANK), np.zeros(len(tensors), np.int64)
-    try:
+    with collective.remembering('plan'):
         for number, tensor in enumerate(tensors.values()):
             if tensor._hp_mapping is not None:
                 address = tensor._hp_mapping.lp_fragment_address
                 ends[number] = collective.rank * _RANK_FACTOR + address.start + address.numel
                 lengths[number] = address.numel
-    except Exception as error:
-        collective.remember('plan', error)
     firsts = collective.all_reduce(ends, 'MIN', 'plan').tolist()
     longest = collective.all_reduce(lengths, 'MAX', 'plan').tolist()
     rows = zip(tensors.items(), firsts, longest, strict=True)

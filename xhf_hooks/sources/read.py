@@ -115,11 +115,9 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
         AgreedError: A rank failed, or found a tensor that does not match the plan.
     """
     meter = MemoryMeter()
-    try:
+    with collective.remembering('gather'):
         if collective.world_size > 1:  # offloaded partitions pass through the device beside the bucket
             source.require_room(plan.largest_bucket_nbytes * (collective.world_size + 1) // collective.world_size)
-    except Exception as error:
-        collective.remember('gather', error)
     for number, bucket in enumerate(plan.buckets):
         if number % BUCKETS_PER_AGREEMENT == 0:
             collective.agree('gather')
@@ -128,13 +126,11 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
         ours = [group for group in bucket.groups if any(p.owner == collective.rank for p in group.placements)]
         if collective.is_failing:
             ours = []
-        try:
+        with collective.remembering('gather'):
             tensors = _gathered(source, bucket, {spec.name for group in ours for spec in group.reads})
             for group in ours:
                 yield from made_from(group, tensors, collective.rank)
             del tensors
-        except Exception as error:
-            collective.remember('gather', error)
         if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
             return_freed_memory()
     if plan.buckets:

@@ -63,10 +63,8 @@ class SliceSender:
         """
         if not self._rounds:
             return
-        try:
+        with self._collective.remembering('send'):  # out of memory; all ranks learn of it before the first message
             self._make_buffers()
-        except Exception as error:  # out of memory; all ranks learn of it before the first message
-            self._collective.remember('send', error)
         outgoing = {} if self._collective.is_failing else self._pack(0)
         arrived: dict[int, torch.Tensor] = {}
         for number, at_once in enumerate(self._rounds):
@@ -99,10 +97,8 @@ class SliceSender:
             messages[owner] = buffer[start:end]
             if self._collective.is_failing:
                 continue
-            try:
+            with self._collective.remembering('send'):
                 _fill(messages[owner], self._read(number, owner))
-            except Exception as error:
-                self._collective.remember('send', error)
         return messages
 
     def _room_for(self, at_once: Round) -> dict[int, torch.Tensor]:
@@ -110,10 +106,9 @@ class SliceSender:
         sizes = at_once.incoming(self._rank)
         if not sizes:
             return {}
-        try:
+        # After a failure the messages still arrive; the save has failed, so they may overwrite each other
+        with self._collective.remembering('send'):
             self._last_room = self._pool.take()
-        except Exception as error:  # the messages still arrive; the save has failed, so they may overwrite each other
-            self._collective.remember('send', error)
         used = torch.from_numpy(self._last_room)[: sum(sizes.values())]
         return dict(zip(sizes, used.split(list(sizes.values())), strict=True))
 
@@ -121,7 +116,7 @@ class SliceSender:
         """The chunks of a round."""
         if number < 0 or self._collective.is_failing:
             return
-        try:
+        with self._collective.remembering('send'):
             for own in self._read(number, self._rank):
                 yield own.chunk()
             done = dict.fromkeys(arrived, 0)
@@ -132,8 +127,6 @@ class SliceSender:
                         start, done[sender] = done[sender], done[sender] + len(held) * portion.width
                         data = arrived[sender][start : done[sender]].numpy().data
                         yield Chunk(portion.placement, data, held.start * portion.width)
-        except Exception as error:
-            self._collective.remember('send', error)
 
 
 def _fill(message: torch.Tensor, slices: Iterable[Slice]) -> None:
