@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,8 @@ import pytest
 
 from tests.helpers import frontends as doors
 from tests.helpers.assert_intact import assert_whole
-from tests.helpers.ranks import run_ranks
 from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo.llamas import llama, odd_llama
+from tests.helpers.zoo.llamas import odd_llama
 
 WRITE_SECS = 0.02
 INTERRUPTED_AT, LAST = 3, 4
@@ -170,52 +168,3 @@ def test_runner_again(results):
 def test_save_hf_again(results):
     for told in check(results, 'call'):
         assert told == [True] * 5 + [7, True]
-
-
-def call_often(root: Path) -> dict[str, Any]:
-    """What is made at each call: process groups and reference models. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from xhf_hooks import save_hf
-    from xhf_hooks.exporters import huggingface
-    from xhf_hooks.saves import manager
-
-    model, found = llama(), {}
-    with mock.patch.object(manager, 'find_tokenizer', side_effect=KeyboardInterrupt):  # rank 0 alone looks for it
-        found['interrupted'] = error_of(lambda: save_hf(model, root / 'hf_model')).partition(':')[0]
-    new_group, build = dist.new_group, huggingface.build_on_meta
-    with (
-        mock.patch.object(dist, 'new_group', side_effect=new_group) as made,
-        mock.patch.object(huggingface, 'build_on_meta', side_effect=build) as built,
-    ):
-
-        def call(what: str) -> None:
-            save_hf(model, root / 'hf_model')
-            found[what] = (made.call_count, built.call_count)
-
-        call('first')
-        call('second')
-        model.config.initializer_range = 0.5  # whatever is written there must be what is compared
-        call('config changed')
-        model.resize_token_embeddings(70)
-        call('resized')
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()  # as a notebook does between two runs
-        dist.init_process_group('gloo', init_method=f'file://{root}/store', rank=rank, world_size=world_size)
-        call('another process group')
-    written = json.loads((root / 'hf_model' / 'config.json').read_text())
-    found['written'] = (written['initializer_range'], written['vocab_size'])
-    return found
-
-
-def test_groups_and_models_are_kept_after_a_call_that_was_interrupted_on_rank_0(tmp_path):
-    ranks = run_ranks(call_often, 2, tmp_path, init='torch')
-    assert [found['interrupted'] for found in ranks] == ['KeyboardInterrupt', 'RankLostError']
-    for found in ranks:
-        (groups, models) = found['first']
-        assert found['second'] == (groups, models)
-        assert found['config changed'] == (groups, models + 1)
-        assert found['resized'] == (groups, models + 2)
-        assert found['another process group'] == (groups + 1, models + 2)
-        assert found['written'] == (0.5, 70)
-    assert_whole(tmp_path / 'hf_model')

@@ -6,15 +6,15 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of
-from tests.helpers.compare import assert_loads_clean, folder_tensors
+from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of
+from tests.helpers.compare import folder_tensors
 from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.scenarios import check, run_scenarios
+from xhf_hooks.cli.verify import main as verify
 
 EMA = dict(type='EMAHook', momentum=0.1)
 EACH = dict(interval=2, by_epoch=False, max_keep_ckpts=-1)
@@ -23,18 +23,14 @@ SCORES = [0.5, 0.7]
 #: Runs under DDP whose checkpoints hold the averaged weights, to options of `run`.
 DDP: dict[str, dict[str, Any]] = {
     'begins_later': dict(ema=dict(EMA, begin_iter=3)),
-    'averaged_buffers': dict(ema=dict(EMA, update_buffers=True), model=dict(batch_norm=True)),
     'stochastic_tied': dict(
         ema=dict(type='EMAHook', ema_type='StochasticWeightAverage'),
         model=dict(tied=True),
         hook=dict(async_save=True, **EACH),
     ),
 }
-#: Runs under DeepSpeed, whose checkpoints do not hold them.
-DEEPSPEED: dict[str, dict[str, Any]] = {
-    'zero1': dict(stage=1, hook=dict(async_save=True, **EACH)),
-    'zero2_float32': dict(stage=2, hook=dict(dtype='float32', **EACH), model=dict(tied=True)),
-}
+#: Under DeepSpeed, whose checkpoints do not hold them; and its masters are those of the live weights.
+ZERO2 = dict(stage=2, hook=dict(dtype='float32', async_save=True, **EACH))
 #: Runs that must not begin: name to (options of `run`, in the message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'zero3': (dict(stage=3), 'option ema: expected unpartitioned parameters'),
@@ -89,31 +85,13 @@ def live(work_dir: Path) -> list[str]:
     return [run(work_dir / 'with', hook=dict(ema=False, **EACH)), run(work_dir / 'without', ema=None, scores=None)]
 
 
-def resumed(work_dir: Path) -> list[str]:
-    """Two parts of one run. Runs on: all ranks."""
-    return [run(work_dir), run(work_dir, max_iters=6, scores=[0.8], resume=True)]
-
-
-def refused(options: dict[str, Any], work_dir: Path) -> str:
-    """The message of a run that must not start. Runs on: all ranks."""
-    from tests.helpers.toy_run import ToyLM
-    from xhf_hooks.errors import OptionError
-
-    with (
-        mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
-        pytest.raises(OptionError) as caught,
-    ):
-        run(work_dir, **options)
-    return str(caught.value)
-
-
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('averaged')
-    options: dict[str, Any] = {**DDP, **DEEPSPEED, 'lora': dict(model=dict(lora=True))}
+    options: dict[str, Any] = {**DDP, 'zero2': ZERO2, 'lora': dict(model=dict(lora=True))}
     scenarios: dict[str, Any] = {name: partial(run, root / name, **how) for name, how in options.items()}
-    scenarios |= {name: partial(refused, how, root / name) for name, (how, _) in REFUSED.items()}
-    scenarios |= {'live': partial(live, root / 'live'), 'resumed': partial(resumed, root / 'resumed')}
+    scenarios |= {n: partial(refusal_of, partial(run, root / n, **how)) for n, (how, _) in REFUSED.items()}
+    scenarios['live'] = partial(live, root / 'live')
     return run_scenarios(scenarios, 2, env=READS_OWN_CHECKPOINTS)
 
 
@@ -133,19 +111,12 @@ def state_dicts(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, to
     return averaged, live
 
 
-def assert_holds(folder: Path, expected: dict[str, torch.Tensor], *, loads: bool = True) -> None:
-    """These very bytes, which transformers loads."""
-    from transformers import LlamaForCausalLM
-
-    from tests.helpers.zoo.llamas import NormedLlama
-
+def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """These very bytes, but for what is tied."""
     found = folder_tensors(folder)
+    assert expected.keys() - found.keys() <= {'lm_head.weight'}
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), f'{folder}: {name}'
-    if loads:
-        model = assert_loads_clean(folder, NormedLlama if 'logit_norm.weight' in expected else LlamaForCausalLM)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, expected[name]), f'{folder}: {name} as loaded'
 
 
 def n_differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:
@@ -166,25 +137,26 @@ def test_what_checkpoint_hook_writes(finished, name):
         assert manifest(log_dir / folder)['weights'] == 'averaged'
 
 
-@pytest.mark.parametrize('name', [*DDP, *DEEPSPEED])
+@pytest.mark.parametrize('name', [*DDP, 'zero2'])
 def test_the_best_is_what_was_scored(finished, name):
     best = log_dir_of(finished, name) / 'hf_model_best'
     assert manifest(best)['weights'] == 'averaged'
-    assert_holds(best, scored(best.parent, manifest(best)['iteration']), loads='float32' not in name)
+    assert_holds(best, scored(best.parent, manifest(best)['iteration']))
 
 
 def scored(log_dir: Path, iteration: int) -> dict[str, torch.Tensor]:
     weights = torch.load(log_dir / f'scored_{iteration}.pt')
-    return {key: tensor.float() if 'float32' in str(log_dir) else tensor for key, tensor in weights.items()}
+    return {key: tensor.float() if 'zero2' in str(log_dir) else tensor for key, tensor in weights.items()}
 
 
-@pytest.mark.parametrize('name', DEEPSPEED)
-def test_deepspeed_saves_the_average_at_each_step(finished, name):
+def test_deepspeed_saves_the_average_at_each_step(finished, capsys):
     """The save of iteration 4 is of the weights that were scored then, and not the live ones of the checkpoint."""
-    log_dir = log_dir_of(finished, name)
-    assert_holds(log_dir / 'hf_model', scored(log_dir, 4), loads='float32' not in name)
-    live = folder_tensors(convert(log_dir.parent / 'iter_4.pth', log_dir / 'live', '--base', log_dir / 'hf_model'))
-    assert n_differing(folder_tensors(log_dir / 'hf_model'), live) > 5
+    log_dir = log_dir_of(finished, 'zero2')
+    assert_holds(log_dir / 'hf_model', scored(log_dir, 4))
+    live = convert(log_dir.parent / 'iter_4.pth', log_dir / 'live', '--base', log_dir / 'hf_model')
+    assert 'the run averages its weights (EMAHook), but DeepSpeed checkpoints hold' in capsys.readouterr().err
+    assert manifest(live)['weights'] == 'live'
+    assert n_differing(folder_tensors(log_dir / 'hf_model'), folder_tensors(live)) > 5
     assert 'weights averaged by EMAHook (ExponentialMovingAverage)' in log_of(log_dir)
     assert "DeepSpeed's checkpoints do not contain the averaged weights" in log_of(log_dir)
 
@@ -198,45 +170,25 @@ def test_an_adapter_is_averaged_too(finished):
     assert any(not torch.equal(t, live[name]) for name, t in in_training.items())
 
 
-def test_the_average_goes_on_after_a_resume(finished):
-    first, second = map(Path, check(finished, 'resumed')[0])
-    for log_dir, iteration in ((first, 4), (second, 6)):
-        averaged, _ = state_dicts(first.parent / f'iter_{iteration}.pth')
-        assert_holds(log_dir / 'hf_model', averaged)
-
-
 @pytest.mark.parametrize('name', REFUSED)
 def test_refused_before_training(finished, name):
     messages = check(finished, name)
     assert messages[0] == messages[1] and REFUSED[name][1] in messages[0]
 
 
-#: Runs whose checkpoints hold both: name to pairs of a checkpoint and what the hook saved then.
-CONVERTED = {
-    'begins_later': [('iter_2.pth', 'hf_model_iter_2'), ('iter_4.pth', 'hf_model')],
-    'stochastic_tied': [('iter_4.pth', 'hf_model')],
-}
-
-
-@pytest.mark.parametrize('name', CONVERTED)
+@pytest.mark.parametrize('name', DDP)
 def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
-    from xhf_hooks.cli.verify import main as verify
-
     log_dir = log_dir_of(finished, name)
-    for checkpoint, folder in CONVERTED[name]:
-        out = convert(log_dir.parent / checkpoint, tmp_path / checkpoint, '--base', log_dir / folder, '--verify')
-        assert '(the averaged weights)' in capsys.readouterr().out
-        assert_same_files(out, log_dir / folder)
-        assert manifest(out)['weights'] == 'averaged'
-        hook = str(log_dir / folder)
-        assert verify([hook, str(log_dir.parent / checkpoint), '--base', hook]) == 0
-        capsys.readouterr()
+    hook, checkpoint = log_dir / 'hf_model', log_dir.parent / 'iter_4.pth'
+    out = convert(checkpoint, tmp_path / 'out', '--base', hook, '--verify')
+    assert '(the averaged weights)' in capsys.readouterr().out
+    assert_same_files(out, hook)
+    assert manifest(out)['weights'] == 'averaged'
+    assert verify([str(hook), str(checkpoint), '--base', str(hook)]) == 0
 
 
 def test_the_live_ones_on_request(finished, tmp_path, capsys):
     """By the hook and by a conversion; averaging does not change training: they are those of a run without it."""
-    from xhf_hooks.cli.verify import main as verify
-
     averaging, plain = map(Path, check(finished, 'live')[0])
     for folder in ('hf_model', 'hf_model_iter_2'):
         assert_same_files(averaging / folder, plain / folder)
@@ -251,13 +203,6 @@ def test_the_live_ones_on_request(finished, tmp_path, capsys):
     assert verify([str(expected), str(checkpoint), '--base', str(expected)]) == 0, 'the live ones of the checkpoint'
     assert 'the live ones are compared' in capsys.readouterr().out
     assert verify([str(averaged), str(checkpoint), '--base', str(expected)]) == 0
-
-
-def test_conversion_of_a_deepspeed_run_tells_that_the_average_is_not_there(finished, tmp_path, capsys):
-    log_dir = log_dir_of(finished, 'zero1')
-    live = convert(log_dir.parent / 'iter_4.pth', tmp_path / 'live', '--base', log_dir / 'hf_model')
-    assert 'the run averages its weights (EMAHook), but DeepSpeed checkpoints hold' in capsys.readouterr().err
-    assert manifest(live)['weights'] == 'live'
 
 
 def test_conversion_of_a_published_checkpoint(finished, tmp_path, capsys):

@@ -1,7 +1,11 @@
-"""Real checkpoints of real engines, read back: what the hook saved at that moment, and what zero_to_fp32 gives."""
+"""Real checkpoints of real engines, read back: what the hook saved at that moment, and what zero_to_fp32 gives.
+
+Also made universal by DeepSpeed's own tool, and converted.
+"""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
@@ -11,14 +15,19 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_equivalence import build_model
-from tests.helpers.compare import folder_tensors
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import convert
 from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.fsdp_runs import config_alone
 from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
-from tests.helpers.scenarios import Outcome, check, run_scenarios
+from tests.helpers.scenarios import check, run_scenarios
+from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
 
+N_RANKS = 3  # nothing is shared out evenly
 STEPS = 2
 TAG = 'saved'
+MADE = f'{TAG}_universal'
 FP32_GRADIENTS = dict(data_types=dict(grad_accum_dtype='fp32'))
 OLD_FILES = dict(checkpoint=dict(checkpoint_serialization=False))
 #: Name, which begins with the model, to how it is trained.
@@ -39,15 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     'tied-old_files_zero1': dict(stage=1, sections=OLD_FILES),
     'frozen-old_files_zero3': dict(stage=3, sections=OLD_FILES),
 }
-#: By number of ranks; to three, nothing is shared out evenly.
-CASES_OF = {2: [*CASES], 3: ['frozen-zero1', 'frozen-zero3']}
-EVERYWHERE = [
-    # DeepSpeed 0.16 always writes zip files
-    pytest.param(n, case, id=f'{n}ranks-{case}', marks=[pytest.mark.modern_only] * (n != 2 or 'old_files' in case))
-    for n, cases in CASES_OF.items()
-    for case in cases
-]
-WITH_ZERO = [param for param in EVERYWHERE if 'zero0' not in param.id]
+#: Which zero_to_fp32 reads: with ZeRO, and without options that only we read.
+WITH_ZERO = [case for case, options in CASES.items() if options['stage'] and 'sections' not in options]
+UNIVERSAL = ('frozen-zero1', 'tied-two_groups_zero2', 'frozen-two_groups_zero3')
 
 
 def train_and_save(case: str, folder: Path) -> None:
@@ -69,63 +72,45 @@ def train_and_save(case: str, folder: Path) -> None:
     engine.destroy()
 
 
-#: Runs that begin with the checkpoint of another, and whether the steps of their optimizer begin anew.
-RESUMES = {'resumed': False, 'another optimizer': True, 'load_from': True, 'load_from and resume': True}
+#: Runs of MMEngine, and whether the steps of their optimizer begin anew.
+RUNS = {'first': False, 'load_from': True, 'load_from and resume': True}
 
 
-def go_on(first: Path, folder: Path) -> None:
-    """Such runs: plain DeepSpeed's and MMEngine's. Runs on: all ranks."""
-    import torch
-
+def go_on(folder: Path) -> None:
+    """A run, one that begins with its weights, and one that resumes that. Runs on: all ranks."""
     from tests.helpers.toy_run import run_config, train
 
-    for name, options in {'resumed': {}, 'another optimizer': dict(load_optimizer_states=False)}.items():
-        engine = zero_engine(build_model('tied'), 3)
-        engine.load_checkpoint(str(first), tag=TAG, **options)
-        for step in range(STEPS + 1):
-            tokens = torch.arange(8).reshape(1, 8) + step
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-            engine.step()
-        engine.save_checkpoint(str(folder / name), tag=TAG)
-        engine.destroy()
-    for name, begin in {
-        'mmengine': dict(max_iters=6),
-        'load_from': dict(max_iters=4, load_from=str(folder / 'mmengine' / 'iter_6.pth')),
-        'load_from and resume': dict(max_iters=8, load_from=str(folder / 'load_from' / 'iter_4.pth'), resume=True),
-    }.items():
+    begins: list[dict[str, Any]] = [
+        dict(max_iters=6),
+        dict(max_iters=4, load_from=str(folder / 'first' / 'iter_6.pth')),
+        dict(max_iters=8, load_from=str(folder / 'load_from' / 'iter_4.pth'), resume=True),
+    ]
+    for name, begin in zip(RUNS, begins, strict=True):
         train(run_config(folder / name, hook=None, stage=3, accumulate=2, **begin))
         (folder / name / 'latest').write_text(f'iter_{begin["max_iters"]}.pth')  # load_from needs it at ZeRO-3
 
 
 @pytest.fixture(scope='module')
 def launch(tmp_path_factory):
-    """Gives the folder and the outcomes of all cases at a number of ranks, from one launch each."""
-
-    @cache
-    def run(world_size: int) -> tuple[Path, dict[str, list[Outcome]]]:
-        root = tmp_path_factory.mktemp(f'checkpoints{world_size}')
-        scenarios = {case: partial(train_and_save, case, root / case) for case in CASES_OF[world_size]}
-        if world_size == 2:
-            scenarios['go_on'] = partial(go_on, root / 'tied-zero3' / 'checkpoint', root / 'go_on')
-        return root, run_scenarios(scenarios, world_size)
-
-    return run
+    root = tmp_path_factory.mktemp('checkpoints')
+    scenarios = {case: partial(train_and_save, case, root / case) for case in CASES}
+    return root, run_scenarios({**scenarios, 'go_on': partial(go_on, root / 'go_on')}, N_RANKS)
 
 
 @pytest.fixture
-def saved(launch, world_size, case):
-    root, results = launch(world_size)
-    check(results, case)
-    return root / case
+def saved(launch, case):
+    check(launch[1], case)
+    return launch[0] / case
 
 
-@pytest.mark.parametrize(('world_size', 'case'), EVERYWHERE)
-def test_tells_what_it_is(saved, world_size, case):
+@pytest.mark.parametrize('case', CASES)
+def test_tells_what_it_is(saved, case):
     kind, options = case.partition('-')[0], CASES[case]
     source = open_checkpoint(saved / 'checkpoint')
-    facts = {'engine': 'deepspeed', 'zero_stage': options['stage'], 'world_size': world_size, 'layout': 'deepspeed'}
+    facts = {'engine': 'deepspeed', 'zero_stage': options['stage'], 'world_size': N_RANKS, 'layout': 'deepspeed'}
     assert facts.items() <= source.facts.items()
     assert source.iteration == STEPS and source.warnings == []
+    assert any('only the file names' in told for told in source.unproven) == ('old_files' in case)
 
     specs = source.specs()
     model = build_model(kind)
@@ -137,8 +122,8 @@ def test_tells_what_it_is(saved, world_size, case):
     assert [spec.name for spec in specs if spec.has_master] == (trained if has_masters else [])
 
 
-@pytest.mark.parametrize(('world_size', 'case'), EVERYWHERE)
-def test_reads_what_the_hook_saved(saved, world_size, case):
+@pytest.mark.parametrize('case', CASES)
+def test_reads_what_the_hook_saved(saved, case):
     source = open_checkpoint(saved / 'checkpoint')
     first_names = [spec.name for spec in source.specs()]
     as_trained = {name: tensor for name, tensor in read_all(source).items() if name in first_names}
@@ -149,15 +134,11 @@ def test_reads_what_the_hook_saved(saved, world_size, case):
         assert_same_tensors({n: t.float() for n, t in masters.items()}, folder_tensors(saved / 'float32'))
 
 
-@pytest.mark.parametrize(('world_size', 'case'), WITH_ZERO)
-def test_masters_are_what_zero_to_fp32_gives(saved, world_size, case):
+@pytest.mark.parametrize('case', WITH_ZERO)
+def test_masters_are_what_zero_to_fp32_gives(saved, case):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     kind, options = case.partition('-')[0], CASES[case]
-    if 'sections' in options:  # read by us, and not by zero_to_fp32
-        with pytest.raises((ValueError, RuntimeError), match=r'is not a zero checkpoint|mmap can only be used'):
-            get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
-        return
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
     ours = read_all(open_checkpoint(saved / 'checkpoint'), use_fp32_master=True)
     assert bool(ours.keys() - theirs.keys()) == (kind == 'frozen' and options['stage'] == 1)  # which it drops
@@ -166,59 +147,117 @@ def test_masters_are_what_zero_to_fp32_gives(saved, world_size, case):
     )
 
 
-def files(folder: Path, kind: str) -> list[Path]:
-    return sorted(folder.glob(f'*{kind}_states.pt'))
+def swap(folder: Path, earlier: Path) -> None:
+    first, *_, last = sorted(folder.glob('*optim_states.pt'))
+    first.rename(folder / 'x')
+    last.rename(first)
+    (folder / 'x').rename(last)
 
 
-def swap(files: list[Path]) -> None:
-    """The first rank's and the last's."""
-    files[0].rename(files[0].with_suffix('.x'))
-    files[-1].rename(files[0])
-    files[0].with_suffix('.x').rename(files[-1])
-
-
-def put(files: list[Path], folder: Path) -> None:
-    for file in files:
+def put(pattern: str, begin: int, folder: Path, earlier: Path) -> None:
+    for file in sorted(earlier.glob(pattern))[begin:]:
         shutil.copy(file, folder)
 
 
-#: What is done to a folder, with the same run's files of an earlier step at hand, and what is told then; '' refuses it.
-MIXES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    'files of two ranks swapped': (lambda folder, earlier: swap(files(folder, 'optim')), ''),
-    'one file of an earlier step': (lambda folder, earlier: put(files(earlier, 'optim')[1:], folder), ''),
-    'optimizer of an earlier step': (
-        lambda folder, earlier: put(files(earlier, 'optim'), folder),
-        'the iteration of the fp32 weights',
-    ),
-    'model of an earlier step': (
-        lambda folder, earlier: put(files(earlier, 'model'), folder),
-        'the iteration of the fp32 weights',
-    ),
+#: What is done to a folder, with the same run's files of an earlier step at hand; and why it is refused, if it is.
+MIXES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    'files of two ranks swapped': (swap, r'was saved as \S+ and renamed'),
+    'one file of an earlier step': (partial(put, '*optim_states.pt', 2), 'not of one save'),
+    'optimizer of an earlier step': (partial(put, '*optim_states.pt', 0), ''),
+    'model of an earlier step': (partial(put, '*model_states.pt', 0), ''),
 }
 
 
-@pytest.mark.modern_only
 @pytest.mark.parametrize('mix', MIXES)
-@pytest.mark.parametrize(('world_size', 'case'), [(2, 'frozen-zero1'), (2, 'frozen-zero3')])
-def test_files_of_other_ranks_and_steps_are_refused_or_told(saved, world_size, case, mix, tmp_path):
+@pytest.mark.parametrize('case', ['frozen-zero1', 'frozen-zero3'])
+def test_files_of_other_ranks_and_steps_are_refused_or_told(saved, case, mix, tmp_path):
     folder, earlier = (shutil.copytree(saved / name / TAG, tmp_path / name) for name in ('checkpoint', 'earlier'))
-    do, told = MIXES[mix]
+    do, why = MIXES[mix]
     do(folder, earlier)
-    if told:
-        unproven = ' '.join(open_checkpoint(folder).unproven)
-        assert told in unproven and 'that all files are of one run' in unproven
-        return
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(folder)
-    assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
+    if why:
+        with pytest.raises(CheckpointError, match=why) as caught:
+            open_checkpoint(folder)
+        assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
+    else:
+        first, *_, last = open_checkpoint(folder).unproven
+        assert 'that all files are of one run' in first and 'the iteration of the fp32 weights' in last
 
 
-@pytest.mark.parametrize('name', RESUMES)
+@pytest.mark.parametrize('name', RUNS)
 def test_runs_that_began_with_a_checkpoint(launch, name):
     """Steps of the engine go on where those of the optimizer may begin anew."""
-    root, results = launch(2)
-    check(results, 'tied-zero3'), check(results, 'go_on')
+    root, results = launch
+    check(results, 'go_on')
     source = open_checkpoint(root / 'go_on' / name)
     assert read_all(source)
     # As if the optimizer's files were of an earlier step
-    assert ('has made' in source.unproven[-1]) == RESUMES[name]
+    assert ('has made' in source.unproven[-1]) == RUNS[name]
+
+
+@pytest.fixture(scope='module')
+def universal(launch):
+    """Gives the folder of a case, its checkpoint made universal when it is first asked for."""
+
+    @cache
+    def folder_of(case: str) -> Path:
+        from deepspeed.checkpoint.ds_to_universal import main
+
+        check(launch[1], case)
+        folder = launch[0] / case
+        options = argparse.Namespace(
+            input_folder=str(folder / 'checkpoint' / TAG),
+            output_folder=str(folder / 'checkpoint' / MADE),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        main(options)
+        config_alone(folder / 'as_trained', folder / 'base')
+        return folder
+
+    return folder_of
+
+
+@pytest.mark.parametrize('case', UNIVERSAL)
+def test_universal_gives_the_hooks_bytes(universal, case, tmp_path):
+    folder = universal(case)
+    shutil.copytree(folder / 'checkpoint', tmp_path / 'checkpoint')
+    (tmp_path / 'checkpoint' / 'latest').unlink()  # latest_universal is left
+    source = open_checkpoint(tmp_path / 'checkpoint')
+    assert source.facts['layout'] == 'universal' and source.iteration == STEPS and source.warnings == []
+    options = ('--base', folder / 'base', '--verify')
+    found = convert(tmp_path / 'checkpoint', tmp_path / 'out', *options)
+    assert_same_folder_tensors(found, folder / 'as_trained')
+    exact = convert(tmp_path / 'checkpoint', tmp_path / 'float32', *options, '--dtype', 'float32')
+    assert_same_folder_tensors(exact, folder / 'float32')
+    for one in ('as_trained', 'float32'):
+        assert verify([str(tmp_path / 'checkpoint'), str(folder / one), '--base', str(folder / 'base')]) == 0
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    'no values of a parameter': (lambda f: (f / 'zero/lm_head.weight/fp32.pt').unlink(), r'fp32\.pt: cannot be read'),
+    'one of another run': (
+        lambda f: shutil.copytree(f / 'zero/lm_head.weight', f / 'zero/other.weight'),
+        r'zero/other\.weight: expected a parameter',
+    ),
+    'another parameter': (
+        lambda f: shutil.copy(f / 'zero/model.norm.weight/fp32.pt', f / 'zero/lm_head.weight/fp32.pt'),
+        r'zero/lm_head\.weight: expected a parameter',
+    ),
+    'no model files': (lambda f: [p.unlink() for p in f.glob('*model_states.pt')], 'ds_to_universal.py did not finish'),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_damaged_universal(universal, damage, tmp_path):
+    folder = tmp_path / 'made'
+    shutil.copytree(universal('frozen-zero1') / 'checkpoint' / MADE, folder)
+    (told,) = open_checkpoint(folder).unproven
+    assert told.startswith('not verifiable: that all files are of one run')
+    edit, words = DAMAGES[damage]
+    edit(folder)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(folder)
+    assert str(folder) in str(caught.value) and '\n' not in str(caught.value)

@@ -2,24 +2,84 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
+import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
-from tests.helpers import forking_run
+from tests.helpers.assert_intact import assert_whole
 from tests.helpers.ranks import run_program
 
 
-def test_children_neither_wait_for_the_save_nor_end_it(tmp_path):
-    (ended,) = run_program(forking_run.__file__, tmp_path)
-    assert ended.returncode == 0, ended.stderr[-5000:]
-    assert json.loads(ended.stdout.splitlines()[-1]) == {
-        'terminated': str(-signal.SIGTERM),
-        'ended': '0',
-        'closed': '0',
-        'forgot': '0',
-        'lock_is_held': True,
-        'handler_is_there': True,
-        'committed_before': False,
-        'saved': 3,
-        'lock_is_free': True,
+def become(work: Callable[[], None], number: int | None = None) -> int:
+    """Fork a child that does some work, and optionally send it a signal; returns its exit status."""
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell, b'x')
+        work()
+        sys.exit(0)
+    os.read(ready, 1)
+    if number is not None:
+        os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> None:
+    """A run that forks during a background save; prints how each child and the save ended."""
+    from tests.helpers.zoo.llamas import odd_llama
+    from xhf_hooks.options import RunOptions
+    from xhf_hooks.places.lock import RunLock
+    from xhf_hooks.planning.types import Step
+    from xhf_hooks.saves.manager import CheckpointManager
+    from xhf_hooks.saves.telemetry import RunLog
+    from xhf_hooks.saves.unwrap import unwrap
+    from xhf_hooks.writers.output_file import OutputFile
+
+    folder = Path(sys.argv[1]) / 'hf_model'
+    options = RunOptions(bucket_size='1MB', async_save=True)
+    saves = CheckpointManager(unwrap(odd_llama()), folder, options, RunLog(logging.getLogger('test'), 'test'))
+    saves.prepare(None, when='now')
+    write, go_on = OutputFile.write, threading.Event()
+    OutputFile.write = lambda self, *args: (go_on.wait(), write(self, *args))[1]
+    saves.save(Step('iter', 3, 3))
+
+    def forget() -> None:
+        nonlocal saves
+        saves = None
+        gc.collect()
+
+    signal.alarm(60)  # ends this process if a child does not end
+    told = {
+        'terminated': become(lambda: time.sleep(60), signal.SIGTERM),
+        'ended': become(lambda: None),
+        'closed': become(saves.close),
+        'forgot': become(forget),
+        'lock_is_held': not RunLock(folder).acquire(),
+        'handler_is_there': callable(signal.getsignal(signal.SIGTERM)),
+        'committed_before': folder.exists(),
     }
+    go_on.set()
+    saves.collect()
+    saves.close()
+    told['saved'] = assert_whole(folder)
+    told['lock_is_free'] = not (folder.parent / '.hf_model.lock').exists()
+    print(json.dumps(told))
+
+
+def test_children_neither_wait_for_the_save_nor_end_it(tmp_path):
+    (ended,) = run_program(__file__, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    statuses = {'terminated': -signal.SIGTERM, 'ended': 0, 'closed': 0, 'forgot': 0}
+    meanwhile = {'lock_is_held': True, 'handler_is_there': True, 'committed_before': False}
+    assert json.loads(ended.stdout.splitlines()[-1]) == statuses | meanwhile | {'saved': 3, 'lock_is_free': True}
+
+
+if __name__ == '__main__':
+    main()

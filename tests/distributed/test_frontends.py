@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -50,22 +52,38 @@ def accelerated(root: Path) -> dict[str, Any]:
     return told
 
 
-def in_ddp(lora: bool, root: Path) -> None:
+def in_ddp(root: Path) -> None:
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     from xhf_hooks import save_hf
 
-    model = odd_llama(lora=lora)
+    model = odd_llama()
     wrapped = DistributedDataParallel(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    doors.train_steps(wrapped, torch.optim.AdamW(trained, lr=1e-2))
+    doors.train_steps(wrapped, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for writer in WRITERS:
         save_hf(wrapped, root / writer, writer=writer)
     save_hf(model, root / 'bare')
     if dist.get_rank() == 0:
         model.save_pretrained(root / 'theirs')
+
+
+def with_command(root: Path) -> list[dict[str, Any]]:
+    """A command for each save, in a store; returns what is in Trainer's log of this. Runs on: all ranks."""
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+    ended, log = HFCheckpointCallback.on_train_end, []
+
+    def on_train_end(self: Any, args: Any, state: Any, *more: Any, **named: Any) -> None:
+        ended(self, args, state, *more, **named)
+        log.extend(line for line in state.log_history if any(name.startswith('on_saved/') for name in line))
+
+    command = [sys.executable, '-c', r'import sys; print(*sys.argv[1:], sep="\n")', '{path}', '{"iteration": {step}}']
+    options = dict(save_strategy='steps', save_steps=2, out_dir=(root / 'stored').as_uri(), on_saved=command)
+    with mock.patch.object(HFCheckpointCallback, 'on_train_end', on_train_end):
+        doors.trainer_run(options, {}, zero_config(3), root)
+    return log
 
 
 #: Options of the callback, arguments of Trainer, DeepSpeed's config, and what is in output_dir at the end.
@@ -76,12 +94,6 @@ TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
         GATHER,
         ['checkpoint-2', 'checkpoint-4', 'hf_model'],
     ),
-    'zero2': (
-        dict(async_save=True),
-        dict(save_strategy='steps', save_steps=3),
-        zero_config(2),
-        ['checkpoint-3', 'checkpoint-4', 'hf_model'],
-    ),
     # Trainer itself writes nothing at all
     'own_schedule': (
         dict(save_strategy='steps', save_steps=2, max_keep_ckpts=-1, save_last=False),
@@ -90,10 +102,10 @@ TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
         ['hf_model', 'hf_model_iter_2'],
     ),
     'epochs': (
-        dict(save_strategy='epoch', max_keep_ckpts=-1),
-        dict(max_steps=16),
+        dict(save_strategy='epoch', max_keep_ckpts=-1, async_save=True),
+        dict(max_steps=16, save_strategy='steps', save_steps=16),
         zero_config(2),
-        ['hf_model', 'hf_model_iter_8'],
+        ['checkpoint-16', 'hf_model', 'hf_model_iter_8'],
     ),
     'at_the_end': (dict(dtype='float32'), {}, zero_config(3), ['hf_model']),
 }
@@ -106,8 +118,8 @@ def results(tmp_path_factory):
         name: partial(doors.trainer_run, options, {'lr_scheduler_type': 'constant', **arguments}, zero, root / name)
         for name, (options, arguments, zero, _) in TRAINER.items()
     }
-    scenarios |= {'ddp': partial(in_ddp, False, root / 'ddp'), 'ddp_lora': partial(in_ddp, True, root / 'ddp_lora')}
-    scenarios['accelerate'] = partial(accelerated, root / 'accelerate')
+    scenarios |= {'ddp': partial(in_ddp, root / 'ddp'), 'accelerate': partial(accelerated, root / 'accelerate')}
+    scenarios['on_saved'] = partial(with_command, root / 'on_saved')
     return root, run_scenarios(scenarios, 2)
 
 
@@ -127,7 +139,7 @@ def test_accelerate_writes_the_same(results):
 def test_schedule_of_the_callback(results, name):
     root, outcomes = results
     *_, zero, expected = TRAINER[name]
-    assert check(outcomes, f'{name}')[0] == expected
+    assert check(outcomes, name)[0] == expected
     manifest = json.loads((root / name / 'hf_model' / 'xhf_manifest.json').read_text())
     found = manifest['iteration'], manifest['engine'], manifest['zero_stage']
     assert found == (16 if name == 'epochs' else 4, 'deepspeed', zero['zero_optimization']['stage'])
@@ -136,10 +148,10 @@ def test_schedule_of_the_callback(results, name):
 def test_trainer_writes_the_same(results):
     """Whether it may gather the weights for itself or not, and whatever the callback's options."""
     root, outcomes = results
-    for name in ('gather', 'zero2', 'own_schedule', 'at_the_end'):
+    for name in TRAINER:
         check(outcomes, name)
-    for name in ('gather', 'zero2'):
-        assert_same_folder_tensors(root / name / 'hf_model', root / name / 'checkpoint-4')
+    for name, step in (('gather', 4), ('epochs', 16)):
+        assert_same_folder_tensors(root / name / 'hf_model', root / name / f'checkpoint-{step}')
     expected = folder_tensors(root / 'gather' / 'hf_model')
     for name in ('own_schedule', 'at_the_end'):
         found = folder_tensors(root / name / 'hf_model')
@@ -147,9 +159,18 @@ def test_trainer_writes_the_same(results):
         assert all(tensor.bfloat16().equal(expected[key]) for key, tensor in found.items())
 
 
-@pytest.mark.parametrize('name', ('ddp', 'ddp_lora'))
-def test_ddp(results, name):
+def test_ddp(results):
     root, outcomes = results
-    check(outcomes, name)
+    check(outcomes, 'ddp')
     for way in (*WRITERS, 'bare'):
-        assert_same_folder_tensors(root / name / way, root / name / 'theirs')
+        assert_same_folder_tensors(root / 'ddp' / way, root / 'ddp' / 'theirs')
+
+
+def test_the_log_of_trainer_has_the_numbers_of_a_command(results):
+    root, outcomes = results
+    first, second = check(outcomes, 'on_saved')
+    assert [(line['step'], line['on_saved/hf_model/iteration']) for line in first] == [(2, 2), (4, 4)]
+    assert second == []
+    for step in (2, 4):
+        output = root / 'on_saved' / 'hf_model_on_saved' / f'iter_{step}' / 'output.log'
+        assert output.read_text().startswith((root / 'on_saved' / 'stored').as_uri())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,14 @@ from tests.helpers.engines import names_read, save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zoo.llava import TinyLlava, save_bases
 
-MODELS: dict[str, dict[str, Any]] = {
-    'pretrain': dict(frozen=('llm', 'visual_encoder')),
-    'full': {},
-    'lora': dict(lora={'llm': dict(target_modules='all-linear'), 'visual_encoder': dict(target_modules=['q_proj'])}),
+#: Options of the model, and the trained parts besides the projector to the folders that they have in XTuner's layout.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    'pretrain': (dict(frozen=('llm', 'visual_encoder')), {}),
+    'full': ({}, {'llm': '.', 'visual_encoder': 'visual_encoder'}),
+    'lora': (
+        dict(lora={'llm': dict(target_modules='all-linear'), 'visual_encoder': dict(target_modules=['q_proj'])}),
+        {'llm': 'llm_adapter', 'visual_encoder': 'visual_encoder_adapter'},
+    ),
 }
 #: Name to the options of a save.
 SAVES: dict[str, dict[str, str]] = {'xtuner': {}, 'huggingface': dict(llava_format='huggingface', writer='positional')}
@@ -33,16 +36,15 @@ def save_case(name: str, root: Path) -> dict[str, set[str]]:
     import torch
     import torch.distributed as dist
 
-    def build(dtype: torch.dtype = torch.bfloat16) -> TinyLlava:
-        return TinyLlava(root, dtype=dtype, **MODELS[name])
+    def build() -> TinyLlava:
+        return TinyLlava(root, dtype=torch.bfloat16, **MODELS[name][0])
 
     folder = root / name
     if dist.get_rank() == 0:
         for part in ('llm', 'visual_encoder', 'projector'):
             getattr(build(), part).save_pretrained(folder / 'parts' / part)
-        save_folder_alone(build(), folder / 'whole')
         exact = build().double()
-        for part in MODELS[name].get('lora', {}):
+        for part in MODELS[name][0].get('lora', {}):
             setattr(exact, part, getattr(exact, part).merge_and_unload())
         save_folder_alone(exact, folder / 'exact')
     dist.barrier()
@@ -70,7 +72,7 @@ def save_folder_alone(model: Any, folder: Path) -> None:
         whole = read[entry.reads[0]] if entry.combine is None else entry.combine(read)[entry.hf_name]
         made[entry.hf_name] = whole.to(tensors[entry.reads[0]].dtype).contiguous()
     folder.mkdir(parents=True)
-    save_file(copy.copy(made), folder / 'model.safetensors', metadata={'format': 'pt'})
+    save_file(made, folder / 'model.safetensors', metadata={'format': 'pt'})
 
 
 @pytest.fixture(scope='module')
@@ -85,10 +87,7 @@ def saved(tmp_path_factory):
 def test_xtuners_layout_has_what_save_pretrained_writes(saved, name):
     root, results = saved
     check(results, name)
-    trained = {'pretrain': {}, 'full': {'llm': '.', 'visual_encoder': 'visual_encoder'}, 'lora': {}}[name]
-    if name == 'lora':
-        trained = {part: f'{part}_adapter' for part in ('llm', 'visual_encoder')}
-    trained['projector'] = 'projector'
+    trained = {**MODELS[name][1], 'projector': 'projector'}
     folder = root / name / 'xtuner'
     assert {str(file.parent.relative_to(folder)) for file in folder.rglob('*.safetensors')} == set(trained.values())
     for part, at in trained.items():
@@ -101,10 +100,9 @@ def test_one_model_is_that_of_the_whole_model(saved, name):
 
     root, results = saved
     check(results, name)
-    folder = root / name
-    assert_same_folder_tensors(folder / 'whole', folder / 'huggingface')
-    assert_rounded_once(folder_tensors(folder / 'huggingface'), folder_tensors(folder / 'exact'))
-    assert_loads_clean(folder / 'huggingface', LlavaForConditionalGeneration)
+    folder = root / name / 'huggingface'
+    assert_rounded_once(folder_tensors(folder), folder_tensors(root / name / 'exact'))
+    assert_loads_clean(folder, LlavaForConditionalGeneration)
 
 
 def test_only_what_is_written_is_read(saved):

@@ -17,16 +17,13 @@ from tests.helpers.engines import zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 
 N_BUFFERS = 5  # DeepSpeed's default; fewer than there are parameters on NVMe
-BUCKET_SIZE = 500_000  # an eighth of a parameter
-PARAMETERS = dict(device='nvme', buffer_count=N_BUFFERS, buffer_size=7_200_000, max_in_cpu=0)
-MASTERS = dict(device='nvme', buffer_count=N_BUFFERS)
+BUCKET_SIZE = 250_000  # an eighth of a parameter
+PARAMETERS = dict(device='nvme', buffer_count=N_BUFFERS, buffer_size=3_600_000, max_in_cpu=0)
 #: Section zero_optimization, with nvme_path still to be set.
 ENGINES: dict[str, dict[str, Any]] = {
     'in memory': {},
-    'masters': dict(offload_optimizer={**MASTERS, 'buffer_count': 14, 'pipeline_read': True, 'pipeline_write': True}),
-    'both': dict(offload_param=PARAMETERS, offload_optimizer=MASTERS),
+    'on NVMe': dict(offload_param=PARAMETERS, offload_optimizer=dict(device='nvme', buffer_count=N_BUFFERS)),
 }
-ON_NVME = ['masters', 'both']
 WAYS: dict[str, dict[str, Any]] = {
     'stream, one bucket': dict(bucket_size=10**9),
     'gather, small buckets': dict(writer='gather'),
@@ -37,19 +34,19 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def build_engine(name: str, root: Path) -> Any:
-    """Around a bf16 Llama with 11 parameters of 2 million elements, 4 of them frozen."""
+    """Around a bf16 Llama with 11 parameters of a million elements, 4 of them frozen."""
     import torch
 
     from tests.helpers.zoo.llamas import llama
 
-    sizes = dict(hidden_size=512, intermediate_size=4096, num_hidden_layers=3, num_attention_heads=4)
-    model = llama(vocab_size=4096, **sizes).to(torch.bfloat16)
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4)
+    model = llama(vocab_size=2048, **sizes).to(torch.bfloat16)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_('embed' not in parameter_name and 'layers.0' not in parameter_name)
     zero = {section: {**options, 'nvme_path': str(root / 'nvme' / name)} for section, options in ENGINES[name].items()}
     # Nothing may be kept in a buffer for its next use, or training itself runs out of them
     lean = dict(stage3_max_live_parameters=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
-    return zero_engine(model, 3, sub_group_size=6_000_000, **lean, **zero)
+    return zero_engine(model, 3, sub_group_size=3_000_000, **lean, **zero)
 
 
 def save_folder(model: Any, folder: Path, **how: Any) -> None:
@@ -120,35 +117,33 @@ def saved(tmp_path_factory):
     return root, run_scenarios({name: partial(train_and_save, name, root) for name in ENGINES}, 2)
 
 
-@pytest.mark.parametrize('name', ON_NVME)
-def test_same_files_as_from_memory(saved, name):
+def test_same_files_as_from_memory(saved):
     """Byte for byte until DeepSpeed's optimizer has rounded otherwise: its swap buffers have another alignment."""
     root, results = saved
-    for engine in ENGINES:
-        check(results, engine)
-    for found, _ in check(results, name):
-        assert found['parameters'] == (11 if name == 'both' else 0) and found['masters'] > 1
+    check(results, 'in memory')
+    for found, _ in check(results, 'on NVMe'):
+        assert found['parameters'] == 11 and found['masters'] > 1
 
     def file(engine: str, way: str) -> Path:
         return root / engine / way / 'model.safetensors'
 
     for way in ('before training', 'masters before training'):
-        assert file(name, way).read_bytes() == file('in memory', way).read_bytes(), way
-    for way in (*WAYS, 'after the next step'):
-        assert file(name, way).read_bytes() == file('masters', way).read_bytes(), way
+        assert file('on NVMe', way).read_bytes() == file('in memory', way).read_bytes(), way
     for way, how in WAYS.items():
         first = 'masters, stream' if 'dtype' in how else 'stream, one bucket'
-        assert file(name, way).read_bytes() == file(name, first).read_bytes(), way
-        mine, expected = (folder_tensors(file(engine, way).parent) for engine in (name, 'in memory'))
+        assert file('on NVMe', way).read_bytes() == file('on NVMe', first).read_bytes(), way
+    for way in (*WAYS, 'after the next step'):
+        mine, expected = (folder_tensors(file(engine, way).parent) for engine in ('on NVMe', 'in memory'))
         for tensor_name, tensor in expected.items():
-            assert mine[tensor_name].allclose(tensor, rtol=0.01, atol=1e-6), f'{way}: {tensor_name}'
-    nbytes = [file(name, way).stat().st_size for way in ('masters, stream', 'stream, one bucket')]
+            same = mine[tensor_name].isclose(tensor, rtol=0.01, atol=1e-6)
+            assert same.float().mean() > 0.98 if way == 'after the next step' else same.all(), f'{way}: {tensor_name}'
+    nbytes = [file('on NVMe', way).stat().st_size for way in ('masters, stream', 'stream, one bucket')]
     assert nbytes[0] > 1.9 * nbytes[1]
 
 
 def test_a_lost_swap_file_is_an_error_on_every_rank(saved):
     _, results = saved
-    for _, errors in check(results, 'both'):
+    for _, errors in check(results, 'on NVMe'):
         assert len(errors) == 2
         for error in errors:
             assert 'failed on rank 1: FileNotFoundError' in error and '_param.tensor.swp' in error

@@ -16,7 +16,7 @@ from tests.distributed.test_hook_runs import run, saves
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.frontends import trainer_run
 from tests.helpers.ranks import run_ranks
-from tests.helpers.requesting_run import Preempted, RandomSignals
+from tests.helpers.requesting_run import RandomSignals
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zero_config import zero_config
 
@@ -24,30 +24,22 @@ N_SIGNALS = 5
 #: Of a run that is asked once: long enough for the ranks to agree on a busy machine.
 LAST = 40
 NEVER_DUE = dict(interval=-1, by_epoch=False, max_keep_ckpts=-1, save_on_signal='SIGUSR2')
-ZERO3: dict[str, Any] = dict(stage=3, ddp=False)
 #: Training checkpoints would take most of the time.
 NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
-#: Name to options of the hook and of the run.
-RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    'zero3_async': (dict(async_save=True), dict(stage=3)),
-    'with_validation': ({}, dict(stage=None, ddp=True, scores=[0.5] * 5000)),
-}
 
 
-def random_signals(name: str, work_dir: Path) -> Any:
+def random_signals(work_dir: Path) -> Any:
     """Runs on: all ranks."""
-    hook, options = RANDOM[name]
-    signals = dict(type='RandomSignals', n_signals=N_SIGNALS, seed=len(name))
-    hook = {**NEVER_DUE, 'save_last': True, **hook}
-    how = dict(hook=hook, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals], **options)
-    log_dir = run(how, work_dir)
+    signals = dict(type='RandomSignals', n_signals=N_SIGNALS, seed=1)
+    hook = dict(NEVER_DUE, async_save=True)
+    log_dir = run(dict(hook=hook, stage=3, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals]), work_dir)
     asked = RandomSignals.newest
     return log_dir, asked.saved, asked.sent
 
 
 def every_iteration(work_dir: Path) -> str:
     hook = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
-    return run(dict(hook=hook, stage=3, max_iters=25, checkpoint=NO_CHECKPOINTS), work_dir)
+    return run(dict(hook=hook, stage=3, max_iters=15, checkpoint=NO_CHECKPOINTS), work_dir)
 
 
 def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, **more: Any) -> str:
@@ -57,35 +49,19 @@ def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, **more: 
     return run({**how, 'hook': {**NEVER_DUE, **options}, **more}, work_dir)
 
 
-def with_handler(handler: Any, options: dict[str, Any], work_dir: Path) -> Any:
-    """SIGTERM to all ranks, one after another, in a program that handles it. Runs on: all ranks."""
-    called, before = [], signal.getsignal(signal.SIGTERM)
+def with_handler(work_dir: Path) -> list[int]:
+    """SIGTERM to all ranks, in a program whose handler lets training go on. Runs on: all ranks.
 
-    def handle(number: int, frame: Any) -> None:
-        called.append(number)
-        if handler == 'raise':
-            raise Preempted
-
-    signal.signal(signal.SIGTERM, handle)
-    hook = dict(save_on_signal=['SIGTERM'], **options)
+    Returns:
+        How many saves there are when the handler is called.
+    """
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(len([*work_dir.glob('*/hf_model')])))
     try:
-        asked(hook, dict(iteration=5, ask='SIGTERM'), work_dir)
-        ended = 'to its end'
-    except Preempted:
-        ended = 'preempted'
-        _release(work_dir)
+        asked(dict(save_on_signal=['SIGTERM'], async_save=True), dict(iteration=5, ask='SIGTERM'), work_dir)
     finally:
         signal.signal(signal.SIGTERM, before)
-    return ended, len(called)
-
-
-def _release(work_dir: Path) -> None:
-    """What the end of the process does: threads end, handlers are gone."""
-    from xhf_hooks.saves.manager import CheckpointManager
-
-    for manager in list(CheckpointManager._open):
-        if work_dir in manager.newest.final.parents:
-            manager.close()
+    return called
 
 
 def callback(work_dir: Path) -> list[str]:
@@ -107,18 +83,16 @@ def callback(work_dir: Path) -> list[str]:
 
 
 SCENARIOS: dict[str, Any] = {
-    **{f'random_{name}': partial(random_signals, name) for name in RANDOM},
+    'random': random_signals,
     'every': every_iteration,
-    'one_rank': partial(asked, {}, dict(iteration=5, ask='SIGUSR2', rank=1)),
     'validation': partial(
         asked,
         dict(async_save=True),
-        dict(iteration=4, ask='SIGUSR2', rank=2, in_validation=True),
+        dict(iteration=4, ask='SIGUSR2', in_validation_of_rank=2),
         scores=[0.5] * 6,
         max_iters=8,
     ),
-    'preempted': partial(with_handler, 'raise', dict(async_save=True)),
-    'goes_on': partial(with_handler, 'return', {}),
+    'goes_on': with_handler,
     'callback': callback,
 }
 
@@ -140,10 +114,9 @@ def only_log_dir(root: Path, name: str) -> Path:
     return newest.parent
 
 
-@pytest.mark.parametrize('name', RANDOM)
-def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
+def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished):
     _, outcome = finished
-    ranks = outcome(f'random_{name}')
+    ranks = outcome('random')
     log_dir, saved, _ = ranks[0]
     assert all(rank[:2] == (log_dir, saved) for rank in ranks)
     assert len(saved) == N_SIGNALS and saved == sorted(saved)
@@ -159,7 +132,7 @@ def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished, name):
 
 def test_the_weights_are_those_of_the_step(finished):
     _, outcome = finished
-    log_dir = outcome('random_zero3_async')[0][0]
+    log_dir = outcome('random')[0][0]
     other = Path(outcome('every')[0])
     expected = {iteration: folder for folder, iteration in saves(other).items()}
     compared = 0
@@ -171,12 +144,11 @@ def test_the_weights_are_those_of_the_step(finished):
 
 
 def test_one_save_then_training_goes_on(finished):
+    """Where the program's own handler of SIGTERM, which is called after the save, lets it."""
     root, outcome = finished
-    outcome('one_rank')
-    assert outcome('goes_on') == [('to its end', 1)] * 3, 'a handler may let training go on after SIGTERM'
-    for name in ('one_rank', 'goes_on'):
-        asked_for, *others = sorted(saves(only_log_dir(root, name)).values())
-        assert 5 < asked_for < LAST and others[-1] == LAST
+    assert outcome('goes_on') == [[1]] * 3
+    asked_for, last = sorted(saves(only_log_dir(root, 'goes_on')).values())
+    assert 5 < asked_for < LAST == last
 
 
 def test_in_a_validation_it_is_the_step_before(finished):
@@ -185,16 +157,9 @@ def test_in_a_validation_it_is_the_step_before(finished):
     assert sorted(saves(only_log_dir(root, 'validation')).values()) == [4, 8]
 
 
-def test_sigterm_ends_the_run_after_the_save(finished):
-    root, outcome = finished
-    assert outcome('preempted') == [('preempted', 1)] * 3
-    found = saves(only_log_dir(root, 'preempted'))
-    assert list(found) == ['hf_model'] and 5 < found['hf_model'] < LAST
-    assert_whole(only_log_dir(root, 'preempted') / 'hf_model')
-
-
 def preempted_by_default(work_dir: Path) -> None:
-    asked(dict(save_on_signal='SIGTERM', async_save=True), dict(iteration=5, ask='SIGTERM'), work_dir, **ZERO3)
+    options = dict(save_on_signal='SIGTERM', async_save=True)
+    asked(options, dict(iteration=5, ask='SIGTERM'), work_dir, stage=3, ddp=False)
 
 
 def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):

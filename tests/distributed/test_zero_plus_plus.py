@@ -1,4 +1,4 @@
-"""ZeRO-3 with weights kept in other ways: in groups of ranks (hpZ of ZeRO++, MiCS), and frozen ones in 8 bits."""
+"""Weights kept in other ways: in groups of ranks (hpZ of ZeRO++, MiCS), and frozen ones in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import names_read, save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zero_config import zero_config
 
@@ -46,6 +47,7 @@ def save_hpz(root: Path) -> dict[str, set[bool]]:
 
     for name, options in {'plain': {}, 'hpz': dict(zero_hpz_partition_size=GROUP_SIZE)}.items():
         engine = zero_engine(build_model(), 3, **options)
+        save_all(engine.module, root / name / 'untrained')
         train_one_step(engine)
         seen = {'before': copies(engine)}
         save_all(engine.module, root / name)
@@ -64,9 +66,6 @@ def save_mics(root: Path) -> int:
     """Number of elements of a partition. Nothing is trained: for that, gloo lacks a collective that MiCS needs."""
     import deepspeed
 
-    engine = zero_engine(build_model(), 3)
-    save_all(engine.module, root / 'untrained')
-    engine.destroy()
     model = build_model()
     zero = dict(mics_shard_size=GROUP_SIZE)
     deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=zero_config(3, **zero))
@@ -96,10 +95,51 @@ def save_quantized(root: Path) -> dict[str, str]:
     return said
 
 
+def save_qlora(root: Path) -> tuple[set[str], set[str], str]:
+    """An adapter on a base that bitsandbytes quantized to 4 bits, as XTuner's QLoRA configs have it, at ZeRO-2.
+
+    Returns:
+        Names that were read, and that were trained; why it is not merged.
+    """
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from torch import nn
+
+    from xhf_hooks.errors import AgreedError
+
+    nf4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type='nf4',
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    auto = transformers.AutoModelForCausalLM
+    base = auto.from_pretrained(root / 'base', quantization_config=nf4, torch_dtype=torch.bfloat16)
+    model = nn.Module()  # in the shape of XTuner's SupervisedFinetune
+    llm = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    torch.manual_seed(1)
+    model.llm = get_peft_model(llm, LoraConfig(r=3, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM'))
+    engine = zero_engine(model, 2)
+    tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        engine.backward(model.llm(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    plan, _ = save_folder(engine.module, root / 'qlora')
+    with pytest.raises(AgreedError) as caught:
+        save_folder(engine.module, root / 'merged', lora='both')
+    if dist.get_rank() == 0:
+        model.llm.save_pretrained(root / 'qlora_expected')
+    trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    return names_read(plan), trained, str(caught.value)
+
+
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('zero_plus_plus')
-    scenarios = {'hpz': save_hpz, 'mics': save_mics, 'quantized': save_quantized}
+    build_model().save_pretrained(root / 'base')
+    scenarios = {'hpz': save_hpz, 'mics': save_mics, 'quantized': save_quantized, 'qlora': save_qlora}
     return root, run_scenarios({name: partial(save, root) for name, save in scenarios.items()}, N_RANKS)
 
 
@@ -117,9 +157,10 @@ def test_hpz_gives_the_same_files_and_training_goes_on_as_without_saves(saved):
 
 def test_mics_gives_the_same_files(saved):
     root, results = saved
+    check(results, 'hpz')
     assert check(results, 'mics') == [256 * 64 // GROUP_SIZE] * N_RANKS
     for way in WAYS:
-        assert weights(root / 'mics' / way) == weights(root / 'untrained' / way), way
+        assert weights(root / 'mics' / way) == weights(root / 'plain' / 'untrained' / way), way
 
 
 def test_frozen_weights_in_8_bits_are_refused_and_an_adapter_is_saved_beside_them(saved):
@@ -128,3 +169,15 @@ def test_frozen_weights_in_8_bits_are_refused_and_an_adapter_is_saved_beside_the
         assert "stage 'plan' failed" in said['merge'] and 'zero_quantized_nontrainable_weights' in said['merge']
         assert said['adapter'] == 'saved'
     assert (root / 'quantized' / 'adapter' / 'adapter_model.safetensors').exists()
+
+
+def test_qlora_reads_only_the_adapter_and_refuses_to_merge(saved):
+    root, results = saved
+    read, trained, refusal = check(results, 'qlora')[0]
+    assert read == trained
+    tensors = folder_tensors(root / 'qlora')
+    assert len(tensors) == len(trained)
+    assert all(tensor.any() for tensor in tensors.values()), 'B begins as zero: it was trained'
+    assert 'is quantized (bitsandbytes), and such weights can neither be exported nor merged' in refusal
+    assert "set lora to 'adapter'" in refusal and not (root / 'merged').exists()
+    assert_same_folder_tensors(root / 'qlora_expected', root / 'qlora')

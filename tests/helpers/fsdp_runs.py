@@ -34,7 +34,7 @@ def shard(model: Any, kind: str) -> Any:
         model,
         device_id=torch.device('cpu'),
         use_orig_params=True,
-        auto_wrap_policy=None if kind == 'fsdp1_root_only' else ModuleWrapPolicy({LlamaDecoderLayer}),
+        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None,
     )
 

@@ -16,10 +16,6 @@ from mmengine.registry import HOOKS
 SIGNAL = signal.SIGUSR2  # the test harness uses SIGUSR1
 
 
-class Preempted(Exception):
-    """Raised by the user's handler."""
-
-
 @HOOKS.register_module()
 class RandomSignals(Hook):
     """Sends signals to one rank, each at a random instant after the save that the previous one requested.
@@ -40,16 +36,9 @@ class RandomSignals(Hook):
         RandomSignals.newest = self
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self._go_on(runner, runner.iter + 1)
-
-    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
-        self._go_on(runner, runner.iter)
-
-    def _go_on(self, runner: Any, done: int) -> None:
-        if done == 1 and not self._n_sent:
+        if not self._n_sent:
             self._count_saves(runner)
-            self._send_next(runner)
-        elif len(self.saved) == self._n_signals:
+        if len(self.saved) == self._n_signals:
             runner.train_loop.stop_training = True
         elif len(self.saved) == self._n_sent:
             self._send_next(runner)
@@ -67,11 +56,8 @@ class RandomSignals(Hook):
 
     def _send_next(self, runner: Any) -> None:
         self._n_sent += 1
-        rank, delay, number = (
-            self._random.randrange(dist.get_world_size()),
-            self._random.random() * 0.06,
-            len(self.saved),
-        )
+        rank, delay = self._random.randrange(dist.get_world_size()), self._random.random() * 0.06
+        number = len(self.saved)
 
         def send() -> None:
             self.sent[number] = runner.iter  # one less if the end of the iteration was not counted yet
@@ -83,29 +69,19 @@ class RandomSignals(Hook):
 
 @HOOKS.register_module()
 class AtIteration(Hook):
-    """Sends a signal to one or all ranks, at the end of an iteration or in the validation after it.
+    """Sends a signal to all ranks, one after another, at an iteration; or to one rank, in the validation after it."""
 
-    Args:
-        ask: Name of a signal.
-        rank: None means all, each at its own time.
-    """
-
-    def __init__(self, iteration: int, ask: str, rank: int | None = None, in_validation: bool = False) -> None:
-        self._iteration, self._ask, self._rank, self._in_validation = iteration, ask, rank, in_validation
+    def __init__(self, iteration: int, ask: str, in_validation_of_rank: int | None = None) -> None:
+        self._iteration, self._ask, self._rank = iteration, ask, in_validation_of_rank
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         time.sleep(0.01)
-        if not self._in_validation and runner.iter == self._iteration:
-            self._go()
+        if self._rank is None and runner.iter == self._iteration:
+            time.sleep(0.05 * dist.get_rank())
+            os.kill(os.getpid(), getattr(signal, self._ask))
 
     def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        if self._in_validation and runner.iter == self._iteration:
+        if self._rank is not None and runner.iter == self._iteration:
             time.sleep(0.05)
-            if batch_idx == 0:
-                self._go()
-
-    def _go(self) -> None:
-        if self._rank not in (None, dist.get_rank()):
-            return
-        time.sleep(0.05 * dist.get_rank())
-        os.kill(os.getpid(), getattr(signal, self._ask))
+            if batch_idx == 0 and dist.get_rank() == self._rank:
+                os.kill(os.getpid(), getattr(signal, self._ask))

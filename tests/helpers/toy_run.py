@@ -29,19 +29,11 @@ class ToyLM(BaseModel):
             train, a parameter is added beside ``llm``.
         base (str): Folder that the model claims to be loaded from.
         lora (bool): Train an adapter instead.
-        batch_norm (bool): Add persistent buffers that training changes.
     """
 
-    def __init__(
-        self,
-        tied: bool = False,
-        freeze: str = '',
-        base: str = '',
-        lora: bool = False,
-        batch_norm: bool = False,
-    ) -> None:
+    def __init__(self, tied: bool = False, freeze: str = '', base: str = '', lora: bool = False) -> None:
         super().__init__()
-        self.llm = odd_llama(tied=tied, lora=lora, batch_norm=batch_norm, base=base)
+        self.llm = odd_llama(tied=tied, lora=lora, base=base)
         self.llm.config.use_cache = False  # as training code does
         for name, parameter in self.llm.named_parameters():
             if freeze and freeze in name:
