@@ -41,9 +41,11 @@ need_debian_packages() {
     apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
 }
 
-# DeepSpeed's operator for NVMe. It is compiled while the first tests run; tests that need it wait for it.
-compile_async_io() {
+# The simulated device, and DeepSpeed's operator for NVMe: compiled while the first tests run; those in need wait.
+compile_operators() {
     use_env .venv
+    rm -f .torch_extensions/*/lock
+    nice python -c 'from tests.helpers.simulated_device import extension; extension()'
     rm -f "$TORCH_EXTENSIONS_DIR/async_io/lock"
     local CXX_ITSELF PRECOMPILED=$TORCH_EXTENSIONS_DIR/precompiled
     CXX_ITSELF=$(command -v c++)
@@ -134,7 +136,7 @@ make_env .venv modern test stores docs
 make_overlay 4.48.0
 make_overlay 4.57.6
 set -m
-(compile_async_io) >"$logs/async_io.log" 2>&1 &
+(compile_operators) >"$logs/operators.log" 2>&1 &
 if [[ $# -gt 0 ]]; then
     set +m
     (test_modern "$@")

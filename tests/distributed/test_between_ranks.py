@@ -77,11 +77,8 @@ def save_and_count(stage: int, root: Path) -> dict[str, dict[str, int]]:
 
 def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     """By road, of a save of many buckets, and of one in which rank 1 fails in the middle: the error, and how many
-    agreements and collectives there were, and should be. By 'memory', of one in which rank 1 has none for a bucket.
-
-    Runs on: all ranks.
+    agreements and collectives there were, and should be. Runs on: all ranks.
     """
-    import torch
     import torch.distributed as dist
 
     from tests.helpers.zoo.llamas import odd_llama
@@ -91,7 +88,6 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     from xhf_hooks.sources import Zero3Source, read, send
 
     model = zero_engine(odd_llama(bf16=True), stage=3).module
-    allocate = torch.empty
     agreed, collectives, made, fails = [], [], [], []
 
     def noting(notes: list[Any], function: Any) -> Any:
@@ -115,17 +111,7 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
         n_planned = len(plan.buckets) + len(plan.rounds) if plan else 0
         return message, sum(stage == road for _, stage, *_ in agreed), len(collectives), n_planned
 
-    def allocate_little(*size: Any, **options: Any) -> torch.Tensor:
-        if dist.get_rank() == 1 and isinstance(size[0], int) and size[0] > 500:
-            raise torch.cuda.OutOfMemoryError('injected')
-        return allocate(*size, **options)
-
     found = {}
-    with (
-        mock.patch.object(torch, 'empty', allocate_little),
-        mock.patch.object(WhoWrites, 'receives_local_shards', False),
-    ):
-        found['memory'] = [save('gather')]
     for road, module, name in (('gather', read, 'made_from'), ('send', send, '_fill')):
         are_sent = WhoWrites.receives_local_shards if road == 'send' else False
         with (
@@ -260,11 +246,6 @@ def test_few_agreements_and_no_rank_is_left_behind(saved, road):
     message, _, n_collectives, _ = failed
     assert f"stage '{road}' failed on rank 1: OSError" in message, message
     assert n_collectives % EVERY == 0
-
-
-def test_a_rank_without_memory_for_a_bucket_says_so_before_it_is_gathered(saved):
-    (message,) = {found['memory'][0][0] for found in check(saved[1], 'agreements')}
-    assert "stage 'gather' failed on rank 1: OutOfMemoryError: injected" in message
 
 
 def test_the_ranks_group_needs_no_backend_of_the_runs_device(saved):

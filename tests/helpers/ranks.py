@@ -76,7 +76,8 @@ def run_ranks(
     Args:
         function: Picklable, so defined at the top level of an importable module.
         timeout_secs: Limit for the whole launch, imports included.
-        init: Who makes the gloo process group: 'deepspeed', 'torch' or None (nobody).
+        init: Who makes the gloo process group: 'deepspeed', 'torch' or None (nobody); with 'sim', DeepSpeed, for
+            the simulated device.
         expected_deaths: Ranks that may end without reporting (a signal, `os._exit`); their result
             is then None. An exception that they raise is still a failure.
         env: Variables that override each rank's environment.
@@ -310,6 +311,13 @@ def _init_process_group(init: str | None) -> None:
         import torch.distributed as dist
 
         dist.init_process_group('gloo')
+    elif init == 'sim':
+        import deepspeed
+
+        from tests.helpers import simulated_device
+
+        simulated_device.use(int(os.environ['LOCAL_RANK']))
+        deepspeed.init_distributed(dist_backend='simccl')
 
 
 def _run_program(command: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:

@@ -116,8 +116,7 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
     """
     meter = MemoryMeter()
     with collective.remembering('gather'):
-        if collective.world_size > 1:  # offloaded partitions pass through the device beside the bucket
-            source.require_room(plan.largest_bucket_nbytes * (collective.world_size + 1) // collective.world_size)
+        source.require_room(plan.largest_bucket_nbytes if collective.world_size > 1 else 0)
     for number, bucket in enumerate(plan.buckets):
         if number % BUCKETS_PER_AGREEMENT == 0:
             collective.agree('gather')

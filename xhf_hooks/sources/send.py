@@ -151,7 +151,7 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Itera
         closing(SliceSender(plan, read, collective).chunks()) as sent,
         unsent_slices(plan, source, collective) as others,
     ):
-        yield chain(sent, (found.chunk() for found in others))
+        yield chain(sent, map(Slice.chunk, others))  # which keeps no slice while the next bucket is gathered
 
 
 class Snapshot:

@@ -134,10 +134,12 @@ class Zero3Source(Source):
                 error = caught if error is None else error
                 is_master = use_fp32_master and self._has_master(tensor)
                 dtype = torch.float32 if is_master else tensor.dtype
-                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=dtype, device=device)
-            partition, group = partition.to(device), _partition_group(tensor)
-            full = partition.new_empty(partition.numel() * dist.get_world_size(group))
-            on_their_way.append(dist.all_gather_into_tensor(full, partition, group=group, async_op=True))
+                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=dtype, device='cpu')
+            group, numel = _partition_group(tensor), partition.numel()
+            full = torch.empty(numel * dist.get_world_size(group), dtype=partition.dtype, device=device)
+            # Sent from its place in the result, so that no memory is needed beside that
+            own = full[dist.get_rank(group) * numel :][:numel].copy_(partition)
+            on_their_way.append(dist.all_gather_into_tensor(full, own, group=group, async_op=True))
             if name in wanted:
                 found[name] = full[: tensor.ds_numel].view(tensor.ds_shape)
         for work in on_their_way:

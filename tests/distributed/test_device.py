@@ -1,0 +1,262 @@
+"""Weights on a device: the bytes of save_pretrained, one bucket of device memory, and no device but the rank's own.
+
+The device is simulated (:mod:`tests.helpers.simulated_device`): what is wrong on a GPU now and then is so every time.
+Nothing is trained before a save's outcome, since that would synchronise the device in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.compare import folder_tensors
+from tests.helpers.engines import save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+BUCKET_NBYTES = 64_000
+OFFLOAD: dict[str, Any] = dict(device='cpu', pin_memory=True)
+#: Fields of DeepSpeed's section; None without DeepSpeed.
+ENGINES: dict[str, dict[str, Any] | None] = {
+    'plain': None,
+    'ddp': None,
+    'fsdp2': None,
+    'zero1': dict(stage=1),
+    'zero2': dict(stage=2),
+    'zero3': dict(stage=3),
+    'zero2_offload': dict(stage=2, offload_optimizer=OFFLOAD),
+    'zero3_offload_optimizer': dict(stage=3, offload_optimizer=OFFLOAD),
+    'zero3_offload': dict(stage=3, offload_optimizer=OFFLOAD, offload_param=OFFLOAD),
+}
+WRITERS = ('stream', 'parallel', 'positional', 'gather')
+WAYS = {
+    **{writer: dict(writer=writer) for writer in WRITERS},
+    **{f'{writer}, in the background': dict(writer=writer, in_background=True) for writer in WRITERS[:3]},
+}
+MUTATIONS = ('synchronize does nothing', 'the copy is not waited for', 'numpy without cpu')
+
+
+def build_model(lora: bool = False) -> Any:
+    import torch
+
+    from tests.helpers.adapted import adapt
+    from tests.helpers.zoo.llamas import llama
+
+    model = llama(hidden_size=64, intermediate_size=172, vocab_size=99, attn_implementation='eager')
+    return adapt(model, torch.bfloat16) if lora else model.to(torch.bfloat16)
+
+
+def on_device(model: Any, engine_name: str) -> Any:
+    """The model on the device, after a step."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    options = ENGINES[engine_name]
+    tokens = torch.arange(8, device='sim').reshape(1, -1)
+    if options:
+        engine = zero_engine(model, reduce_bucket_size=50_000, **options)  # a buffer of DeepSpeed's
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        return engine.module
+    model = model.to('sim')
+    if engine_name == 'ddp':
+        model = DistributedDataParallel(model)
+    elif engine_name == 'fsdp2':
+        mesh = init_device_mesh('sim', (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    return model
+
+
+def whole_on_host(model: Any, masters: bool = False) -> dict[str, Any]:
+    """The weights, gathered one by one; of those that have fp32 masters, these."""
+    import deepspeed
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        if masters:
+            whole = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        else:
+            with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, 'ds_id') else []):
+                whole = parameter.full_tensor() if hasattr(parameter, 'full_tensor') else parameter.data
+                whole = whole.to('cpu', copy=True)
+        found[name.removeprefix('module.')] = whole.to('cpu')
+    return found
+
+
+def save_and_measure(model: Any, folder: Path, **how: Any) -> dict[str, Any]:
+    """What the save does to the device. Runs on: all ranks."""
+    import torch
+
+    from tests.helpers.simulated_device import extension
+
+    before = torch.sim.memory_allocated()
+    torch.sim.reset_peak_memory_stats()
+    plan, _ = save_folder(model, folder, bucket_size=BUCKET_NBYTES, **how)
+    return {
+        'extra': torch.sim.max_memory_allocated() - before,
+        'bucket': max(BUCKET_NBYTES, plan.largest_bucket_nbytes),
+        'devices': extension().used_devices(),
+    }
+
+
+def save_case(engine_name: str, root: Path) -> dict[str, dict[str, Any]]:
+    """Runs on: all ranks."""
+    import torch.distributed as dist
+
+    model = on_device(build_model(), engine_name)
+    with_masters = 'zero' in engine_name
+    references = {'expected': whole_on_host(model)}
+    if with_masters:
+        references['expected masters'] = whole_on_host(model, masters=True)
+    for name, weights in references.items() if dist.get_rank() == 0 else ():
+        expected = build_model().to(weights['lm_head.weight'].dtype)
+        expected.load_state_dict(weights)
+        expected.save_pretrained(root / name)
+    found = {way: save_and_measure(model, root / way, **how) for way, how in WAYS.items()}
+    for writer in WRITERS if with_masters else ():
+        way = f'{writer}, masters'
+        found[way] = save_and_measure(model, root / way, writer=writer, dtype='float32')
+    return found
+
+
+def save_lora(root: Path) -> dict[str, dict[str, Any]]:
+    """The merge of a model on the device, and of the same on the host. Runs on: all ranks."""
+    model = build_model(lora=True)
+    save_folder(model, root / 'expected', lora='merge')
+    model = zero_engine(model, 3, reduce_bucket_size=50_000).module
+    return {writer: save_and_measure(model, root / writer, writer=writer, lora='merge') for writer in WRITERS}
+
+
+@contextmanager
+def mutated(mutation: str) -> Iterator[None]:
+    """A mistake of a kind that does not show on the CPU, put into the package or the device."""
+    from tests.helpers.simulated_device import extension
+    from xhf_hooks.sources import read
+    from xhf_hooks.system.memory import SnapshotMemory
+
+    def without_cpu(tensor: Any) -> memoryview:
+        import torch
+
+        return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+    if mutation == 'numpy without cpu':
+        with mock.patch.object(read, 'host_bytes', without_cpu):
+            yield
+    elif mutation == 'the copy is not waited for':
+        with mock.patch.object(SnapshotMemory, 'synchronize', lambda self: None):
+            yield
+    else:
+        extension().break_synchronize(True)
+        try:
+            yield
+        finally:
+            extension().break_synchronize(False)
+
+
+def save_mutated(mutation: str, root: Path) -> str:
+    """Runs on: all ranks.
+
+    Returns:
+        The error of a save, if it had one.
+    """
+    from xhf_hooks.errors import XhfError
+
+    model = on_device(build_model(), 'zero3')
+    in_background = mutation != 'numpy without cpu'
+    save_folder(model, root / 'expected', in_background=in_background)
+    try:
+        with mutated(mutation):
+            save_folder(model, root / 'mutated', in_background=in_background)
+    except XhfError as error:
+        return str(error)
+    return ''
+
+
+def save_without_memory(root: Path) -> str:
+    """Gather while the device of rank 1 has too little memory for a bucket, and once more. Runs on: all ranks.
+
+    Returns:
+        The error.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.simulated_device import extension
+    from xhf_hooks.errors import AgreedError
+
+    model = on_device(build_model(), 'zero3')
+    save_folder(model, root / 'expected', bucket_size=BUCKET_NBYTES)
+    if dist.get_rank() == 1:
+        extension().set_limit(1, torch.sim.memory_allocated() + 1000)
+    try:
+        save_folder(model, root / 'found', writer='gather', bucket_size=BUCKET_NBYTES)
+    except AgreedError as error:
+        message = str(error)
+    extension().set_limit(dist.get_rank(), None)
+    save_folder(model, root / 'found', writer='gather', bucket_size=BUCKET_NBYTES)
+    return message
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp('device')
+    scenarios: dict[str, Any] = {name: partial(save_case, name, root / name) for name in ENGINES}
+    scenarios['lora'] = partial(save_lora, root / 'lora')
+    scenarios['out of memory'] = partial(save_without_memory, root / 'out of memory')
+    scenarios |= {mutation: partial(save_mutated, mutation, root / mutation) for mutation in MUTATIONS}
+    return root, run_scenarios(scenarios, 2, init='sim')
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / 'model.safetensors').read_bytes()
+
+
+def assert_same_bytes_within_a_bucket(root: Path, ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """Check the folders of all ways, and what each rank says of its device."""
+    for way in ranks[0]:
+        expected = 'expected masters' if 'masters' in way else 'expected'
+        assert weights_of(root / way) == weights_of(root / expected), way
+        for index, rank in enumerate(ranks):
+            assert rank[way]['extra'] <= rank[way]['bucket'], (way, index, rank[way])
+            assert rank[way]['devices'] == {index}, way
+
+
+@pytest.mark.parametrize('name', [*ENGINES, 'lora'])
+def test_bytes_and_memory_of_saves_from_a_device(saved, name):
+    root, results = saved
+    ranks = check(results, name)
+    assert_same_bytes_within_a_bucket(root / name, ranks)
+    assert folder_tensors(root / name / 'expected')
+
+
+def test_a_rank_without_memory_for_a_bucket_says_so_before_others_gather(saved):
+    """They would wait in the collective until its watchdog ends the job."""
+    root, results = saved
+    errors = check(results, 'out of memory')
+    assert all("stage 'gather' failed on rank 1: OutOfMemoryError: sim:1" in error for error in errors), errors
+    assert weights_of(root / 'out of memory' / 'found') == weights_of(root / 'out of memory' / 'expected')
+
+
+@pytest.mark.parametrize('mutation', MUTATIONS)
+def test_a_mistake_of_device_code_shows(saved, mutation):
+    """So a case that passes above does not have it."""
+    root, results = saved
+    errors = check(results, mutation)
+    if mutation == 'numpy without cpu':
+        assert all('TypeError' in error for error in errors), errors
+    else:
+        assert errors == ['', '']
+        assert weights_of(root / mutation / 'mutated') != weights_of(root / mutation / 'expected')
