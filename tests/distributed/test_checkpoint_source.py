@@ -81,9 +81,9 @@ def go_on(folder: Path) -> None:
     from tests.helpers.toy_run import run_config, train
 
     begins: list[dict[str, Any]] = [
-        dict(max_iters=6),
-        dict(max_iters=4, load_from=str(folder / 'first' / 'iter_6.pth')),
-        dict(max_iters=8, load_from=str(folder / 'load_from' / 'iter_4.pth'), resume=True),
+        dict(max_iters=4),
+        dict(max_iters=2, load_from=str(folder / 'first' / 'iter_4.pth')),
+        dict(max_iters=4, load_from=str(folder / 'load_from' / 'iter_2.pth'), resume=True),
     ]
     for name, begin in zip(RUNS, begins, strict=True):
         train(run_config(folder / name, hook=None, stage=3, accumulate=2, **begin))

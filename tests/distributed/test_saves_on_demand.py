@@ -39,7 +39,7 @@ def random_signals(work_dir: Path) -> Any:
 
 def every_iteration(work_dir: Path) -> str:
     hook = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
-    return run(dict(hook=hook, stage=3, max_iters=15, checkpoint=NO_CHECKPOINTS), work_dir)
+    return run(dict(hook=hook, stage=3, max_iters=12, checkpoint=NO_CHECKPOINTS), work_dir)
 
 
 def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, **more: Any) -> str:
