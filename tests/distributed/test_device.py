@@ -6,6 +6,7 @@ Nothing is trained before a save's outcome, since that would synchronise the dev
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -102,10 +103,13 @@ def save_and_measure(model: Any, folder: Path, **how: Any) -> dict[str, Any]:
 
     from tests.helpers.simulated_device import extension
 
-    before = torch.sim.memory_allocated()
+    before, counted = torch.sim.memory_allocated(), Counter(extension().counts())
     torch.sim.reset_peak_memory_stats()
     plan, _ = save_folder(model, folder, bucket_size=BUCKET_NBYTES, **how)
+    counts = Counter(extension().counts()) - counted
     return {
+        'to_device': counts['copies_to_device'],
+        'waits': counts['synchronizations'] + counts['blocking_copies'] + counts['items'],
         'extra': torch.sim.max_memory_allocated() - before,
         'bucket': max(BUCKET_NBYTES, plan.largest_bucket_nbytes),
         'devices': extension().used_devices(),
@@ -232,6 +236,10 @@ def assert_same_bytes_within_a_bucket(root: Path, ranks: list[dict[str, dict[str
         for index, rank in enumerate(ranks):
             assert rank[way]['extra'] <= rank[way]['bucket'], (way, index, rank[way])
             assert rank[way]['devices'] == {index}, way
+            # Slices come from where they are, host memory of an offloaded optimizer, too
+            assert 'gather' in way or rank[way]['to_device'] == 0, (way, index, rank[way])
+            # Before the first read, for the checksums of equal copies, and for all copies to the host
+            assert 'background' not in way or rank[way]['waits'] <= 3, (way, index, rank[way])
 
 
 @pytest.mark.parametrize('name', [*ENGINES, 'lora'])
