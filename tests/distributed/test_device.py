@@ -118,6 +118,7 @@ def save_and_measure(model: Any, folder: Path, **how: Any) -> dict[str, Any]:
 
 def save_case(engine_name: str, root: Path) -> dict[str, dict[str, Any]]:
     """Runs on: all ranks."""
+    import torch
     import torch.distributed as dist
 
     model = on_device(build_model(), engine_name)
@@ -129,7 +130,8 @@ def save_case(engine_name: str, root: Path) -> dict[str, dict[str, Any]]:
         expected = build_model().to(weights['lm_head.weight'].dtype)
         expected.load_state_dict(weights)
         expected.save_pretrained(root / name)
-    found = {way: save_and_measure(model, root / way, **how) for way, how in WAYS.items()}
+    with torch.device('sim'):  # of a script that sets the default device: host memory must stay host memory
+        found = {way: save_and_measure(model, root / way, **how) for way, how in WAYS.items()}
     for writer in WRITERS if with_masters else ():
         way = f'{writer}, masters'
         found[way] = save_and_measure(model, root / way, writer=writer, dtype='float32')
