@@ -146,6 +146,32 @@ def save_lora(root: Path) -> dict[str, dict[str, Any]]:
     return {writer: save_and_measure(model, root / writer, writer=writer, lora='merge') for writer in WRITERS}
 
 
+def train_with_hook(root: Path) -> set[int]:
+    """MMEngine's hook beside DeepSpeedStrategy. Runs on: all ranks.
+
+    Returns:
+        The devices that were used.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.simulated_device import extension
+    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.zoo.llamas import odd_llama
+
+    hook = dict(interval=1, by_epoch=False, async_save=True, save_best='acc', rule='greater')
+    zero = dict(reduce_bucket_size=50_000)
+    config = run_config(root / 'run', hook=hook, stage=3, zero=zero, max_iters=2, scores=[0.5])
+    with mock.patch('mmengine.dist.dist.get_comm_device', lambda group=None: torch.device('sim')):  # of its own table
+        runner = train(config)
+    weights = whole_on_host(runner.model.module.llm)
+    if dist.get_rank() == 0:
+        expected = odd_llama(bf16=True)
+        expected.load_state_dict(weights)
+        expected.save_pretrained(root / 'expected')
+    return extension().used_devices()
+
+
 @contextmanager
 def mutated(mutation: str) -> Iterator[None]:
     """A mistake of a kind that does not show on the CPU, put into the package or the device."""
@@ -221,6 +247,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('device')
     scenarios: dict[str, Any] = {name: partial(save_case, name, root / name) for name in ENGINES}
     scenarios['lora'] = partial(save_lora, root / 'lora')
+    scenarios['hook'] = partial(train_with_hook, root / 'hook')
     scenarios['out of memory'] = partial(save_without_memory, root / 'out of memory')
     scenarios |= {mutation: partial(save_mutated, mutation, root / mutation) for mutation in MUTATIONS}
     return root, run_scenarios(scenarios, 2, init='sim')
@@ -250,6 +277,14 @@ def test_bytes_and_memory_of_saves_from_a_device(saved, name):
     ranks = check(results, name)
     assert_same_bytes_within_a_bucket(root / name, ranks)
     assert folder_tensors(root / name / 'expected')
+
+
+def test_the_hook_of_a_run_on_a_device(saved):
+    root, results = saved
+    assert check(results, 'hook') == [{0}, {1}]
+    (vis_data,) = (root / 'hook' / 'run').glob('*/vis_data')
+    for name in ('hf_model', 'hf_model_best'):
+        assert weights_of(vis_data.parent / name) == weights_of(root / 'hook' / 'expected')
 
 
 def test_a_rank_without_memory_for_a_bucket_says_so_before_others_gather(saved):
