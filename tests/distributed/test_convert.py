@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.adapted import EXPERTS, assert_rounded_once, is_known_to_peft
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.config_fields import assert_same_config, config_fields
 from tests.helpers.converted import assert_same_files, config_of, convert
@@ -20,11 +21,17 @@ from tests.helpers.zero_config import zero_config
 from tests.helpers.zoo import available
 
 MODES = ('adapter', 'both')
+EXPERT_LORA: dict[str, Any] = (
+    {'lora_experts_zero3': ('mixtral', 3, {'target_parameters': EXPERTS})}
+    if is_known_to_peft('expert_parameters')
+    else {}
+)
 #: Name to (family, stage, LoRA options).
 PLAIN: dict[str, tuple[str, int, dict[str, Any] | None]] = {
     'mixtral_zero2': ('mixtral', 2, None),
     'lora_tied_zero3': ('qwen2', 3, {}),
     'lora_modules_to_save_zero2': ('llama', 2, {'modules_to_save': ['lm_head']}),
+    **EXPERT_LORA,
 }
 #: Name to (family, stage, dtype); the base has its norms in fp32. At ZeRO-0 the hook finds no masters.
 MIXED: dict[str, tuple[str, int, str]] = {
@@ -110,6 +117,18 @@ def test_lora(finished, name, mode, tmp_path, monkeypatch):
     base = folder / 'hook_adapter'  # its adapter_config.json says what was trained, and names the base model
     found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', base, '--lora', mode, '--verify')
     assert_same_files(found, folder / f'hook_{mode}')
+
+
+@pytest.mark.parametrize('name', EXPERT_LORA)
+def test_trained_experts_are_merged_as_by_peft(finished, name, tmp_path):
+    """peft moves the adapted parameters during each forward pass."""
+    from peft import AutoPeftModelForCausalLM
+
+    check(finished[1], name)
+    folder = finished[0] / name
+    model = AutoPeftModelForCausalLM.from_pretrained(folder / 'hook_adapter', torch_dtype=torch.bfloat16)
+    model.double().merge_and_unload().save_pretrained(tmp_path)
+    assert_rounded_once(folder_tensors(folder / 'hook_both'), folder_tensors(tmp_path))
 
 
 @pytest.mark.parametrize('name', MIXED)

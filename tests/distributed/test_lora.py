@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.adapted import adapt, assert_rounded_once, merged_by_peft
+from tests.helpers.adapted import EXPERTS, adapt, assert_rounded_once, is_known_to_peft, merged_by_peft
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import names_read, save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
@@ -18,22 +18,26 @@ ENGINES: dict[str, dict[str, Any]] = {
     'zero3': dict(stage=3),
     'zero3_fp32': dict(stage=3, bf16=False),
 }
-ADAPTERS: dict[str, dict[str, Any]] = {
-    'plain': dict(target_modules='all-linear'),
-    'dora_modules_to_save': dict(use_dora=True, use_rslora=True, modules_to_save=['lm_head']),
+#: Name: family, LoraConfig options.
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    'plain': ('llama', dict(target_modules='all-linear')),
+    'dora_modules_to_save': ('llama', dict(use_dora=True, use_rslora=True, modules_to_save=['lm_head'])),
+    'experts': ('mixtral', dict(target_parameters=EXPERTS)),
 }
 CASES = ['plain-zero2', 'plain-zero3', 'plain-zero3_fp32', 'dora_modules_to_save-zero3']
+EXPERT_CASES = ['experts-zero3', 'experts-zero3_fp32'] if is_known_to_peft('expert_parameters') else []
 
 
-def build_model(base: Path, adapter: str, engine_name: str) -> Any:
+def build_model(root: Path, adapter: str, engine_name: str) -> Any:
     """XTuner's shape: the PeftModel is ``llm`` of the trained model."""
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
 
+    family, lora = ADAPTERS[adapter]
     dtype = torch.float32 if engine_name == 'zero3_fp32' else torch.bfloat16
     model = nn.Module()
-    model.llm = adapt(AutoModelForCausalLM.from_pretrained(base, torch_dtype=dtype), dtype, **ADAPTERS[adapter])
+    model.llm = adapt(AutoModelForCausalLM.from_pretrained(root / family, torch_dtype=dtype), dtype, **lora)
     return model
 
 
@@ -45,13 +49,13 @@ def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set
     """
     import torch.distributed as dist
 
-    model = build_model(root / 'base', adapter, engine_name)
+    model = build_model(root, adapter, engine_name)
     folder = root / f'{adapter}-{engine_name}'
     if dist.get_rank() == 0:
         model.llm.save_pretrained(folder / 'expected_adapter')
         merged_by_peft(model.llm, folder / 'expected_merge')
         model.llm.double().merge_and_unload().save_pretrained(folder / 'exact_merge')
-        model = build_model(root / 'base', adapter, engine_name)
+        model = build_model(root, adapter, engine_name)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine = zero_engine(model, **ENGINES[engine_name])
     plan, _ = save_folder(engine.module, folder / 'adapter', lora='adapter')
@@ -65,12 +69,13 @@ def saved(tmp_path_factory):
     from tests.helpers.zoo import build
 
     root = tmp_path_factory.mktemp('lora')
-    build('llama').save_pretrained(root / 'base')
-    scenarios = {case: partial(save_case, *case.split('-'), root) for case in CASES}
+    for family in ('llama', 'mixtral'):
+        build(family).save_pretrained(root / family)
+    scenarios = {case: partial(save_case, *case.split('-'), root) for case in (*CASES, *EXPERT_CASES)}
     return root, run_scenarios(scenarios, 2)
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [*CASES, *EXPERT_CASES])
 def test_adapter_is_pefts_file(saved, case):
     root, results = saved
     read, trained = check(results, case)[0]
@@ -81,9 +86,9 @@ def test_adapter_is_pefts_file(saved, case):
         assert (root / case / 'both' / 'adapter' / name).read_bytes() == expected
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [*CASES, *EXPERT_CASES])
 def test_merged_model(saved, case):
-    from transformers import LlamaForCausalLM
+    import transformers
 
     root, results = saved
     check(results, case)
@@ -91,7 +96,9 @@ def test_merged_model(saved, case):
     assert_rounded_once(folder_tensors(merged), folder_tensors(root / case / 'exact_merge'))
     if case.endswith('fp32'):
         assert_same_folder_tensors(root / case / 'expected_merge', merged)
-    assert_loads_clean(merged, LlamaForCausalLM)
+        assert_loads_clean(
+            merged, transformers.MixtralForCausalLM if case in EXPERT_CASES else transformers.LlamaForCausalLM
+        )
 
 
 def test_same_file_at_every_stage(saved):

@@ -1,4 +1,4 @@
-"""Tiny models of the zoo with a trainable LoRA adapter. No tensor is zero."""
+"""Tiny models with a trainable LoRA adapter. No tensor is zero."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers.zoo import NOISE_STD, build
+from tests.helpers.families import MODELS
+from tests.helpers.zoo import NOISE_STD, available, build
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = ('q_proj', 'v_proj')
+#: In transformers 5 these are parameters of one module.
+EXPERTS = ['experts.gate_up_proj', 'experts.down_proj']
 
 # Name: family, LoraConfig options.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,6 +40,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     'modules_to_save': ('llama', dict(modules_to_save=['lm_head', 'embed_tokens'])),
     'untied_by_modules_to_save': ('qwen2', dict(modules_to_save=['lm_head'])),
     'experts': ('mixtral', dict()),
+    'expert_parameters': ('qwen3_moe', dict(target_modules=[], target_parameters=EXPERTS)),
+    'experts_and_modules': ('mixtral', dict(target_parameters=['experts.down_proj', 'gate.weight'], use_rslora=True)),
+    'experts_by_their_old_names': ('mixtral', dict(target_modules=['w1', 'w2', 'w3', 'q_proj'])),
+    'transposed_experts': ('gpt_oss', dict(target_parameters=EXPERTS)),
     'no_task_type': ('llama', dict(task_type=None)),
 }
 
@@ -66,13 +73,15 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
 @cache
 def adapter_kinds() -> tuple[str, ...]:
     """Those of :data:`KINDS` that the installed peft can make and save: before 0.15 it has no Conv1d, for example."""
-    return tuple(kind for kind in KINDS if _is_known_to_peft(kind))
+    return tuple(kind for kind in KINDS if is_known_to_peft(kind))
 
 
-def _is_known_to_peft(kind: str) -> bool:
+def is_known_to_peft(kind: str) -> bool:
     from peft import get_peft_model_state_dict
 
     family, lora = KINDS[kind]
+    if not available(family, MODELS):
+        return False
     try:
         model = adapted(family, **lora)
     except (TypeError, ValueError):
@@ -82,8 +91,8 @@ def _is_known_to_peft(kind: str) -> bool:
 
 
 def adapted(family: str, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
-    """A model of the zoo with an adapter, by :func:`adapt`."""
-    return adapt(build(family), dtype, **lora)
+    """A model of :data:`tests.helpers.families.MODELS` with an adapter, by :func:`adapt`."""
+    return adapt(build(family, models=MODELS), dtype, **lora)
 
 
 def merged_by_peft(model: PeftModel, folder: Path) -> PreTrainedModel:

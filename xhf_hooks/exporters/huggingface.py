@@ -84,8 +84,11 @@ class HuggingFaceExporter(Exporter):
             dtypes = ('F32' if kept.intersection(e.reads) else dtype for e in entries)
             entries = [replace(e, dtype=to) if is_float(e.dtype) else e for e, to in zip(entries, dtypes, strict=True)]
         entries = with_computed(entries, self._computed)
-        made = [entry for entry in entries if not self._computed.keys().isdisjoint(entry.reads)]
-        self.combine_nbytes = max((math.prod(e.shape) * _FP32_NBYTES + 2 * e.nbytes for e in made), default=0)
+        made: dict[int, list[ExportEntry]] = {}
+        for entry in entries:
+            if not self._computed.keys().isdisjoint(entry.reads):
+                made.setdefault(id(entry.combine), []).append(entry)
+        self.combine_nbytes = max(map(_combine_nbytes, made.values()), default=0)
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
@@ -173,6 +176,12 @@ class HuggingFaceExporter(Exporter):
             tied = [name for name in sorted(names) if _matches(declared, name)]
             redundant += tied if len(tied) < len(names) else tied[:-1]
         return redundant
+
+
+def _combine_nbytes(together: Sequence[ExportEntry]) -> int:
+    """Memory for outputs that are made together. Several are cut out of the computed tensor, some as copies."""
+    computed = sum(math.prod(entry.shape) for entry in together) * _FP32_NBYTES
+    return computed * min(len(together), 2) + 2 * max(entry.nbytes for entry in together)
 
 
 def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:

@@ -236,23 +236,33 @@ class MergedExporter(HuggingFaceExporter):
 
         adapter = self._adapter_at(path)
         with_dora, variant = layer.use_dora[adapter], getattr(layer, 'lora_variant', {}).get(adapter)
-        names = ('Linear', 'Embedding', 'Conv1d', 'Conv2d', 'Conv3d')  # old versions of peft have fewer
+        # Old versions of peft have fewer
+        names = ('Linear', 'Embedding', 'Conv1d', 'Conv2d', 'Conv3d', 'ParamWrapper')
         is_known = type(layer) in [getattr(kinds, name, None) for name in names] and (with_dora or variant is None)
         grouped = getattr(layer.get_base_layer(), 'groups', 1) > 1  # which peft cannot merge
-        if not is_known or grouped or getattr(layer, 'lora_bias', {}).get(adapter):
+        weight, inner = path, layer
+        while hasattr(inner, 'base_layer'):  # of several parameters of one module each has its ParamWrapper
+            weight, inner = f'{weight}.base_layer', inner.base_layer
+        weight = f'{weight}.{getattr(layer, "parameter_name", "weight")}'
+        if not is_known or grouped or getattr(layer, 'lora_bias', {}).get(adapter) or weight not in own:
             raise _unknown(path, layer)
         if layer.merged:
             raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
         is_embedding = isinstance(layer, kinds.Embedding)
         part = '{}.lora_embedding_{}.{}' if is_embedding else '{}.lora_{}.{}.weight'
-        weight = f'{path}.base_layer.weight'
+        of_experts = getattr(layer, 'num_experts', 1) > 1
+        if of_experts:
+            transposed = not getattr(layer, '_did_swap_in_out_features', False)  # peft 0.17 and 0.18 never swap
+        else:
+            transposed = is_embedding or bool(getattr(layer, 'fan_in_fan_out', False))
         merge = WeightMerge(
             base=own[weight].name,
             lora_a=own[part.format(path, 'A', adapter)].name,
             lora_b=own[part.format(path, 'B', adapter)].name,
             magnitude=own[f'{path}.lora_magnitude_vector.{adapter}.weight'].name if with_dora else None,
             scaling=layer.scaling[adapter],
-            transposed=is_embedding or bool(getattr(layer, 'fan_in_fan_out', False)),
+            transposed=transposed,
+            of_experts=of_experts,
         )
         if self._computed.setdefault(merge.base, merge) != merge:
             raise _tied(weight)
@@ -271,6 +281,8 @@ class WeightMerge:
         base, lora_a, lora_b, magnitude: Source names. Shapes ``(out, in, ...)``, ``(rank, in, ...)``,
             ``(out, rank, ...)`` and, with DoRA, ``out`` elements.
         transposed: The weight is stored as ``(in, out)``: embeddings, and GPT-2's Conv1D.
+        of_experts: peft's ``ParamWrapper`` of a weight ``(experts, out, in)``, or ``(experts, in, out)`` if transposed.
+            The others are ``(experts * rank, in)`` and ``(out, rank * experts)``.
     """
 
     base: str
@@ -279,6 +291,7 @@ class WeightMerge:
     magnitude: str | None
     scaling: float
     transposed: bool
+    of_experts: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -288,8 +301,12 @@ class WeightMerge:
         weight = tensors[self.base]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         a, b = (tensors[name].to(dtype).flatten(1) for name in (self.lora_a, self.lora_b))
+        if self.of_experts:
+            a, b = a.reshape(len(weight), -1, a.shape[1]), b.reshape(len(b), -1, len(weight))
+            merged = torch.einsum(f'ore,eri->{"eio" if self.transposed else "eoi"}', b, a).mul_(self.scaling)
+            return merged.add_(weight)
         merged = (b @ a).mul_(self.scaling)  # in place from here on, to save memory
-        merged += weight.T if self.transposed else weight.flatten(1)
+        merged += weight.T if self.transposed else weight.reshape(merged.shape)
         if self.magnitude is not None:
             factor = tensors[self.magnitude].to(dtype).flatten() / torch.linalg.norm(merged, dim=1)
             merged *= factor.unsqueeze(1)
@@ -318,8 +335,8 @@ def _tied(name: str) -> ModelError:
 def _unknown(path: str, found: object) -> ModelError:
     return ModelError(
         f'{path}: merging {type(found).__module__}.{type(found).__name__} is not supported as configured (supported: '
-        f'lora.Linear, Embedding and ConvNd without groups, with or without DoRA but without lora_bias, and '
-        f"modules_to_save); set lora to 'adapter'"
+        f'lora.Linear, Embedding, ParamWrapper and ConvNd without groups, with or without DoRA but without lora_bias, '
+        f"and modules_to_save); set lora to 'adapter'"
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers.adapted import (
+    EXPERTS,
     KINDS,
     adapt,
     adapted,
@@ -24,6 +25,7 @@ from tests.helpers.adapted import (
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.config_fields import assert_same_config
 from tests.helpers.engines import save_folder
+from tests.helpers.families import MODELS
 from tests.helpers.zoo import build
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
@@ -69,7 +71,7 @@ def test_adapter_and_merged_model_are_pefts(kind, tmp_path):
 @pytest.mark.parametrize('kind', adapter_kinds())
 def test_merge_in_bf16_is_rounded_once(kind, tmp_path):
     family, lora = KINDS[kind]
-    model = adapt(build(family).to(BF16), **lora)  # the adapter in fp32, as peft leaves it
+    model = adapt(build(family, models=MODELS).to(BF16), **lora)  # the adapter in fp32, as peft leaves it
     save_folder(model, tmp_path / 'hf_model', lora='merge')
     copy.deepcopy(model).double().merge_and_unload().save_pretrained(tmp_path / 'exact')
     saved = folder_tensors(tmp_path / 'hf_model')
@@ -121,6 +123,19 @@ def test_merge_before_a_conversion():
     expected = tensors['w'] + tensors['b'] @ tensors['a'] * 2.0
     assert torch.equal(derived.combine(tensors)['stacked'], torch.stack([expected, tensors['v']]))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.modern_only  # in transformers 4 experts are linear layers
+def test_memory_of_merged_experts(tmp_path):
+    """Those of one layer are merged together; transformers copies gates and ups out of one tensor."""
+    model = adapted('mixtral', target_modules=[], target_parameters=EXPERTS)
+    plan, _ = save_folder(model, tmp_path / 'hf_model', lora='merge')
+    exporter = exporter_for(model, None, lora='merge')
+    exporter.entries(source_for(model).specs(), None)
+    made = [group.placements for bucket in plan.buckets for group in bucket.groups if len(group.reads) > 1]
+    assert sorted(map(len, made)) == [5, 5, 10, 10]
+    largest = 2 * sum(placement.nbytes for placement in max(made, key=len))
+    assert largest < exporter.combine_nbytes < 1.2 * largest
 
 
 def test_shards_are_those_of_the_merged_model_and_memory_is_that_of_one_weight(tmp_path):
@@ -187,6 +202,7 @@ def test_a_base_that_nothing_can_be_merged_into():
 
 UNMERGEABLE = {
     'tied': (dict(target_modules=['embed_tokens']), 'is tied to a layer'),
+    'tied_parameter': (dict(target_modules=[], target_parameters=['embed_tokens.weight']), 'is tied to a layer'),
     'trainable_tokens': (dict(trainable_token_indices=[1, 2]), 'TrainableTokensWrapper is not supported'),
     'mica': (dict(init_lora_weights='mica'), 'Linear is not supported as configured'),
     'lora_bias': (dict(lora_bias=True), 'Linear is not supported as configured'),
@@ -202,9 +218,3 @@ def test_unmergeable(kind, tmp_path):
     save_folder(model, tmp_path / 'hf_model')
     model.save_pretrained(tmp_path / 'expected')
     assert_same_folder_tensors(tmp_path / 'expected', tmp_path / 'hf_model')
-
-
-@pytest.mark.modern_only  # in transformers 4 experts are linear layers
-def test_adapted_expert_parameters():
-    lora = dict(target_modules=[], target_parameters=['experts.gate_up_proj'], task_type='CAUSAL_LM')
-    assert 'ParamWrapper is not supported' in refusal(adapted('qwen3_moe', **lora), 'merge')
