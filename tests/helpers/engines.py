@@ -25,12 +25,14 @@ def zero_engine(
     bf16: bool = True,
     two_groups: bool = False,
     sections: Mapping[str, Any] | None = None,
+    mpu: Any = None,
     **zero: Any,
 ) -> deepspeed.DeepSpeedEngine:
     """A training engine.
 
     Args:
         two_groups: Put matrices and vectors into two parameter groups, as trainers do for weight decay.
+        mpu: What knows the process groups, if DeepSpeed does not make them.
         sections: Like ``zero``, an argument of :func:`tests.helpers.zero_config.zero_config`.
     """
     import deepspeed
@@ -41,7 +43,7 @@ def zero_engine(
         trained = [{'params': [p for p in trained if (p.ndim > 1) == matrices]} for matrices in (True, False)]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     config = zero_config(stage, bf16=bf16, sections=sections, **zero)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     return engine
 
 

@@ -23,7 +23,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 _ROPE = 'rope_parameters'
 #: Types that transformers 4 computes (``ROPE_INIT_FUNCTIONS`` in ``modeling_rope_utils.py`` of 4.57). Others are
@@ -67,17 +67,29 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
     for part in vars(config).values() if dtype is not None else ():
         if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
             setattr(part, dtype_option, getattr(config, dtype_option))
+    base = _base_json(base_dir, 'config.json')
     text = config.get_text_config()
-    if getattr(text, 'use_cache', None) is False:
-        text.use_cache = _base_use_cache(text, base_dir)
+    _restore_use_cache(config, base)
+    if text is not config:
+        name = next((name for name, part in vars(config).items() if part is text), None)
+        _restore_use_cache(text, {'use_cache': True, **base.get(name, {})})
     return config
 
 
-def _base_use_cache(config: PretrainedConfig, base_dir: str) -> bool:
-    path = base_file(base_dir, 'config.json')
-    base = {} if path is None else strict_json.read(path)
-    default = getattr(type(config)(), 'use_cache', True)
-    return base.get('use_cache', base.get('text_config', {}).get('use_cache', default))
+def _restore_use_cache(part: PretrainedConfig, base: Mapping[str, Any]) -> None:
+    """Trainer sets it on the outer config of composite models, too, where the base may have none."""
+    if getattr(part, 'use_cache', None) is not False:
+        return
+    before = base.get('use_cache', getattr(type(part)(), 'use_cache', None))
+    if before is None:
+        del part.use_cache
+    else:
+        part.use_cache = before
+
+
+def _base_json(base_dir: str, name: str) -> dict[str, Any]:
+    path = base_file(base_dir, name)
+    return {} if path is None else strict_json.read(path)
 
 
 def write(
@@ -100,7 +112,7 @@ def write(
     config.save_pretrained(folder)
     warnings += add_transformers_4_fields(folder, config)
     if model.can_generate() and model.generation_config is not None:
-        warnings += _write_generation_config(folder, model, eos_token_ids)
+        warnings += _write_generation_config(folder, model, eos_token_ids, base_dir)
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_dir)
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
@@ -123,11 +135,28 @@ def is_remote_code(model: PreTrainedModel) -> bool:
     return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
 
 
-def _write_generation_config(folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int]) -> list[str]:
+def _restore_forced(generation: GenerationConfig, base_dir: str) -> None:
+    """The base's values, if nothing else differs than what training code sets for itself (Axolotl: both)."""
+    base = _base_json(base_dir, 'generation_config.json') or _base_json(base_dir, 'config.json')
+    if not base:
+        return
+    default = type(generation)()
+    names = (name for name in {**generation.to_diff_dict(), **base} if hasattr(default, name) and name[0] != '_')
+    settings = (name for name in names if not name.endswith('_token_id') and name != 'transformers_version')
+    before = {name: base.get(name, getattr(default, name)) for name in settings}
+    changed = {name: value for name, value in before.items() if value != getattr(generation, name)}
+    if changed.keys() <= {'do_sample', 'use_cache'}:
+        vars(generation).update(changed)
+
+
+def _write_generation_config(
+    folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int], base_dir: str
+) -> list[str]:
     """Save the generation config; an invalid one is repaired with do_sample=True, or else omitted."""
     # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
     original = getattr(model, 'origin_generation_config', None)
     generation = copy.deepcopy(model.generation_config if original is None else original)
+    _restore_forced(generation, base_dir)
     if eos_token_ids:
         known = generation.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]

@@ -12,7 +12,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.options import CallbackOptions
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.manager import CheckpointManager, RunFrontend
-from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.telemetry import RunLog, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
 
@@ -33,7 +33,10 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: Saves will not work; the same on every rank.
         """
         self.close()
-        log = RunLog(logging.getLogger('xhf_hooks'), 'HFCheckpointCallback', only_errors=args.process_index != 0)
+        logger = logging.getLogger('xhf_hooks')
+        if args.process_index == 0:
+            show(logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
+        log = RunLog(logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),

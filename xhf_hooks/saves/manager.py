@@ -24,7 +24,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.places.target import SaveTarget
-from xhf_hooks.places.who_writes import choose_writer
+from xhf_hooks.places.who_writes import WhoWrites, choose_writer
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_preparations, log_save
@@ -189,7 +189,13 @@ class CheckpointManager:
             how = f'{saver.writer.value} writer{", in the background" * options.async_save}; about '
             how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
             log_preparations(
-                self._log, plan, saver.exporter, where=self.newest.final, when=self._occasions(when), how=how
+                self._log,
+                plan,
+                saver.exporter,
+                where=self.newest.final,
+                when=self._occasions(when),
+                how=how,
+                asked_to_gather=saver.writer is WhoWrites.GATHER,
             )
         except BaseException:
             self.close()

@@ -69,11 +69,35 @@ class RunLog(logging.LoggerAdapter):
         return (level >= logging.ERROR or not self._only_errors) and super().isEnabledFor(level)
 
 
-def log_preparations(log: RunLog, plan: SavePlan, exporter: Any, *, where: Any, when: str, how: str) -> None:
+class _LastResort(logging.StreamHandler):
+    """Prints what no other handler does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
+def show(logger: logging.Logger, level: int = logging.INFO) -> None:
+    """Make a logger's lines visible where nobody has set it up. Call it on the rank whose lines are wanted.
+
+    A level or a handler that it has stays; lines go to the handlers of the root logger, and without any, to stderr.
+    """
+    if logger.level == logging.NOTSET:
+        logger.setLevel(level)
+    if not logger.handlers:
+        logger.addHandler(_LastResort())
+
+
+def log_preparations(
+    log: RunLog, plan: SavePlan, exporter: Any, *, where: Any, when: str, how: str, asked_to_gather: bool
+) -> None:
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
     n_tensors, n_files = len(plan.placements), len(plan.files)
     what = f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}'
     log.info(_table('ready to save', {'what': what, 'where': where, 'when': when, 'how': how}))
+    gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
+    if gathered and not asked_to_gather:
+        log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
     if exporter.left_out:
         log.info(f'not exported: {counted(len(exporter.left_out), "tensor")} ({some(exporter.left_out)})')
     for note in exporter.notes:

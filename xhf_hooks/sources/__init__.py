@@ -7,12 +7,18 @@ from torch import nn
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.fsdp import Fsdp1Source, Fsdp2Source
+from xhf_hooks.sources.parallelism import AutoTpSource, refuse_other_parallelism
 from xhf_hooks.sources.zero3 import Zero3Source
 
-__all__ = ['Fsdp1Source', 'Fsdp2Source', 'Source', 'Zero3Source', 'source_for']
+__all__ = ['AutoTpSource', 'Fsdp1Source', 'Fsdp2Source', 'Source', 'Zero3Source', 'source_for']
 
 
 def source_for(model: nn.Module) -> Source:
-    """The source for a live model: the last registered one that accepts it. Runs on: all ranks."""
+    """The source for a live model: the last registered one that accepts it. Runs on: all ranks.
+
+    Raises:
+        ModelError: It is split in a way that no source can read.
+    """
+    refuse_other_parallelism(model)
     accepting = [cls for cls in SOURCES.module_dict.values() if cls.accepts(model)]
     return accepting[-1](model)

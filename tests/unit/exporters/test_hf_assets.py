@@ -75,7 +75,36 @@ def test_use_cache_as_the_base_had_it(base, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / 'found').use_cache is base
 
 
+def test_use_cache_of_composite_models(tmp_path):
+    """Trainer sets it on the outer config, which has none in the base."""
+    model = with_base(build('llava'), tmp_path / 'base')
+    before = read_json(tmp_path / 'base' / 'config.json')
+    model.config.use_cache = model.config.text_config.use_cache = False
+    written(tmp_path / 'found', model)
+    found = read_json(tmp_path / 'found' / 'config.json')
+    assert found.get('use_cache') == before.get('use_cache')
+    assert found['text_config'].get('use_cache', True) is True
+    assert (model.config.use_cache, model.config.text_config.use_cache) == (False, False)
+
+
 # generation_config.json
+
+
+@pytest.mark.parametrize('has_file', [True, False])
+def test_what_training_forces_is_as_in_the_base(has_file, tmp_path):
+    """Axolotl sets do_sample, and use_cache before it loads the model. Everything else is the user's."""
+    model = with_base(build('llama'), tmp_path / 'base')
+    GenerationConfig(use_cache=True, bos_token_id=1).save_pretrained(tmp_path / 'base')
+    if not has_file:
+        (tmp_path / 'base' / 'generation_config.json').unlink()
+    model.generation_config = GenerationConfig(do_sample=True, use_cache=False, eos_token_id=[2, 3])
+    written(tmp_path / 'forced', model)
+    found = GenerationConfig.from_pretrained(tmp_path / 'forced')
+    assert not found.do_sample and found.use_cache is not False and found.eos_token_id == [2, 3]
+    model.generation_config.temperature = 0.5
+    written(tmp_path / 'chosen', model)
+    found = GenerationConfig.from_pretrained(tmp_path / 'chosen')
+    assert found.do_sample is True and found.temperature == 0.5
 
 
 def test_sampling_options_without_sampling_are_repaired(tmp_path):

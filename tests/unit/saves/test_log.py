@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 
-from xhf_hooks.saves.telemetry import Progress, RunLog
+from xhf_hooks.saves.telemetry import Progress, RunLog, show
 
 
 @pytest.fixture()
@@ -24,3 +25,19 @@ def test_a_long_save_tells_its_progress(log, caplog, monkeypatch):
     monkeypatch.setattr(Progress, 'interval_secs', 60.0)
     progress.wrote(1)
     assert len(caplog.messages) == 2
+
+
+def test_lines_are_visible_without_set_up(capsys, monkeypatch):
+    """On stderr, until the root logger has a handler; what a user has set stays."""
+    monkeypatch.setattr(logging.root, 'handlers', [])
+    logger = logging.getLogger('test_nobody_has_set_it_up')
+    for _ in range(2):
+        show(logger)
+    RunLog(logger, 'Door').info('one')
+    logging.root.addHandler(logging.StreamHandler(sys.stdout))
+    RunLog(logger, 'Door').info('two')
+    assert capsys.readouterr() == ('Door: two\n', 'Door: one\n')
+    chosen = logging.getLogger('test_chosen')
+    chosen.setLevel(logging.ERROR)
+    show(chosen)
+    assert chosen.level == logging.ERROR

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
-from xhf_hooks.sources import Zero3Source
+from xhf_hooks.sources import Zero3Source, source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 
 
@@ -28,3 +28,19 @@ def test_zenflow_at_zero_3():
         Zero3Source(model).specs()
     model.weight._z3_optimizer.zenflow = False
     assert [spec.name for spec in Zero3Source(model).specs()] == ['weight', 'bias']
+
+
+@pytest.mark.parametrize('of_deepspeed', ['Conv_LinearALlreduce', 'NewLayer', None])
+def test_autotp_layers_that_are_not_gathered(of_deepspeed):
+    """Others than those that are known to gather what they split; and parameters without DeepSpeed's description."""
+
+    def gather_params(self, parameters):
+        raise AssertionError
+
+    layer = type(of_deepspeed or 'LinearLayer', (), {'gather_params': gather_params})()
+    model = nn.Linear(2, 3)
+    model.weight.ds_is_replaced_module, model.weight.gather_params = True, layer.gather_params
+    if of_deepspeed is not None:
+        model.weight.ds_autotp_universal_checkpoint_meta = {'original_shape': (6, 2)}
+    with pytest.raises(ModelError, match=r'weight: split by AutoTP.*Remove autotp_size'):
+        source_for(model)

@@ -1,0 +1,217 @@
+"""DeepSpeed's other ways to use many ranks: AutoTP and Ulysses are saved as it gathers them, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.engines import names_read, save_folder, zero_engine
+from tests.helpers.scenarios import check, run_scenarios
+
+pytestmark = pytest.mark.modern_only
+N_RANKS = 4
+WAYS = {
+    'positional': dict(writer='positional'),
+    'stream': dict(writer='stream'),
+    'in the background': dict(writer='parallel', in_background=True),
+    'gather': dict(writer='gather'),
+}
+
+
+def build_model(tied: bool = False, fused: bool = False) -> Any:
+    """With heads and rows that are not even over the ranks, and biases; or with one matrix for gates and values."""
+    from tests.helpers.zoo import DECODER, ODD_DECODER, build
+
+    if fused:
+        return build('', models={'': ('Phi3ForCausalLM', 'Phi3Config', {**DECODER, 'intermediate_size': 78})})
+    config = {**ODD_DECODER, 'num_key_value_heads': 5, 'tie_word_embeddings': tied}
+    return build('', models={'': ('Qwen2ForCausalLM', 'Qwen2Config', config)})
+
+
+FUSED_LAYERS = [
+    {'patterns': [r'.*\.(o_proj|down_proj)\.weight$'], 'partition_type': 'row'},
+    {'patterns': [r'.*\.qkv_proj\.weight$'], 'partition_type': 'column', 'shape': [[40, 20, 20], -1]},
+    {'patterns': [r'.*\.gate_up_proj\.weight$'], 'partition_type': 'column', 'shape': [2, -1]},
+]
+#: The model, the ZeRO stage, the section tensor_parallel. All of the same size: DeepSpeed makes its groups only once.
+SPLIT: dict[str, tuple[Callable[[], Any], int, dict[str, Any]]] = {
+    'zero-0': (build_model, 0, dict(autotp_size=2)),
+    'zero-1': (build_model, 1, dict(autotp_size=2)),
+    'zero-2, tied': (partial(build_model, tied=True), 2, dict(autotp_size=2)),
+    'sub-parameters': (
+        partial(build_model, fused=True),
+        1,
+        dict(autotp_size=2, partition_config=dict(use_default_specs=False, layer_specs=FUSED_LAYERS)),
+    ),
+}
+
+
+def save_split(name: str, root: Path) -> tuple[Any, Any]:
+    """Save before and after training. Returns where parameters lie before these saves and after."""
+    import torch.distributed as dist
+
+    from tests.distributed.test_equivalence import train_one_step
+
+    build, stage, section = SPLIT[name]
+    model = build()
+    if dist.get_rank() == 0:
+        build().bfloat16().save_pretrained(root / 'before splitting')
+    engine = zero_engine(model, stage, sections={'tensor_parallel': section})
+    save_folder(engine, root / 'untrained')
+    if name != 'sub-parameters':  # no model of transformers computes with its parts of them
+        train_one_step(engine)
+    before = places(engine.module)
+    for way, how in WAYS.items():
+        save_folder(engine, root / way, **how)
+    if stage:
+        save_folder(engine.module, root / 'masters', dtype='float32')
+    after = places(engine.module)
+    state = engine._consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(root / 'theirs', state_dict=state)
+    engine.destroy()
+    return before, after
+
+
+def places(model: Any) -> dict[str, tuple[Any, ...]]:
+    return {n: (p.data_ptr(), tuple(p.shape), p.dtype, p._version) for n, p in model.named_parameters()}
+
+
+def save_sequence_parallel(root: Path) -> set[str]:
+    """Train with Ulysses (ALST) at ZeRO-3, each rank with half of a sequence; returns what was not saved in slices."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from tests.helpers.zoo.llamas import llama
+
+    model, n_parts = llama(num_key_value_heads=2), 2
+    with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping):
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, 'sdpa', n_parts, micro_batch_size=1)
+        engine = zero_engine(model, 3, mpu=mpu)
+        part = mpu.get_sequence_parallel_rank()
+        tokens = torch.arange(8).reshape(1, -1).chunk(n_parts, 1)[part]
+        logits = engine(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+        engine.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), (tokens + 1).flatten()))
+        engine.step()
+    gathered = set()
+    for way, how in WAYS.items():
+        plan, _ = save_folder(engine.module, root / way, **how)
+        gathered |= names_read(plan) if way == 'positional' else set()
+    state = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(root / 'theirs', state_dict=state)
+    engine.destroy()
+    return gathered
+
+
+# What is refused
+
+
+def with_autotp_at_zero_3() -> Any:
+    return zero_engine(build_model(), 3, sections={'tensor_parallel': {'autotp_size': 2}})
+
+
+def with_auto_ep() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.utils import output_capturing
+
+    from tests.helpers.zoo import DECODER
+
+    model = MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4))
+    section = dict(enabled=True, autoep_size=2, preset_model='mixtral')
+    registry = output_capturing._CanRecordRegistry
+    own = registry.get
+    # DeepSpeed 0.19.6 takes the registry of transformers 5.23 for a plain dict
+    with mock.patch.object(registry, 'get', lambda self, *a: own(self, *a) if len(a) == 1 else dict.get(self, *a)):
+        return zero_engine(model, 0, sections={'expert_parallel': section})
+
+
+def with_experts() -> Any:
+    from deepspeed.moe.layer import MoE
+
+    from tests.helpers.zoo.llamas import llama
+
+    model = llama()
+    block = model.model.layers[1]
+    block.mlp = MoE(model.config.hidden_size, block.mlp, num_experts=4, ep_size=2)
+    return zero_engine(model, 0)
+
+
+def in_a_pipeline() -> Any:
+    import deepspeed
+    from torch import nn
+
+    model = deepspeed.pipe.PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+    return zero_engine(model, 0)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    'AutoEP': (with_auto_ep, 'expert parallelism of DeepSpeed'),
+    'experts': (with_experts, 'expert parallelism of DeepSpeed'),
+    'pipeline': (in_a_pipeline, 'pipeline parallelism of DeepSpeed'),
+    'AutoTP at ZeRO-3': (with_autotp_at_zero_3, 'AutoTP with ZeRO-0 to 2'),
+}
+
+
+def refusal(name: str, root: Path) -> str:
+    from xhf_hooks.errors import XhfError
+
+    engine = REFUSED[name][0]()
+    try:
+        save_folder(engine, root)
+    except XhfError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return 'saved'
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp('split')
+    # AutoTP last: after it, DeepSpeed (0.19.6) makes no engine without it
+    scenarios: dict[str, Any] = {'ulysses': partial(save_sequence_parallel, root / 'ulysses')}
+    scenarios |= {name: partial(refusal, name, root / name) for name in REFUSED}
+    scenarios |= {name: partial(save_split, name, root / name) for name in SPLIT}
+    return root, run_scenarios(scenarios, N_RANKS)
+
+
+def test_sequence_parallelism(results):
+    """It splits no weights: everything is saved in slices."""
+    root, outcomes = results
+    assert check(outcomes, 'ulysses') == [set()] * N_RANKS
+    for way in WAYS:
+        assert_same_folder_tensors(root / 'ulysses' / way, root / 'ulysses' / 'theirs')
+
+
+@pytest.mark.parametrize('name', SPLIT)
+def test_autotp(results, name):
+    root, outcomes = results
+    for before, after in check(outcomes, name):
+        assert before == after
+    assert_same_folder_tensors(root / name / 'untrained', root / name / 'before splitting')
+    for way in WAYS:
+        assert_same_folder_tensors(root / name / way, root / name / 'theirs')
+    trained = folder_tensors(root / name / 'theirs')
+    if name == 'zero-0':
+        return  # DeepSpeed shows no masters
+    masters = folder_tensors(root / name / 'masters')
+    assert masters.keys() == trained.keys()
+    assert all(tensor.bfloat16().equal(trained[key]) for key, tensor in masters.items())
+    assert name == 'sub-parameters' or not all(t.equal(trained[key].float()) for key, t in masters.items())
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_refused(results, name):
+    root, outcomes = results
+    for said in check(outcomes, name):
+        assert REFUSED[name][1] in said and 'ZeRO-3' in said
+    assert not (root / name).exists()

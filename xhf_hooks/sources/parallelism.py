@@ -1,0 +1,137 @@
+"""Models that DeepSpeed has split by layers, not by ZeRO: AutoTP is read, other ways are refused by name.
+
+AutoTP (``tensor_parallel: {autotp_size}``) puts rows of some linear layers and columns of others on different ranks.
+Each of its layers knows how it is split, and gathers itself (``gather_params`` in DeepSpeed's
+``module_inject/layers.py``); the parameters have the full shapes, for universal checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.errors import ModelError
+from xhf_hooks.planning.types import Spread
+from xhf_hooks.registry import SOURCES
+from xhf_hooks.sources.base import Source
+
+#: The layers that gather what they split. The ones for Conv1D (GPT-2) do not (0.19.6): rows are columns there.
+_LAYERS = (
+    'LinearLayer',
+    'LinearAllreduce',
+    'LmHeadLinearAllreduce',
+    'SubParamLinearLayer',
+    'SubParamLinearAllreduce',
+    'GateUpPack_LinearLayer',
+    'fused_LinearLayer',
+)
+_USE_ZERO_3 = 'ZeRO-3, which also spreads a model over all ranks'
+
+
+@SOURCES.register_module()
+class AutoTpSource(Source):
+    """Gathers the split layers of DeepSpeed's AutoTP; everything else is whole on every rank. At ZeRO-0 to 2."""
+
+    memory_factor = 4  # a padded shard, all of them, and the whole
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        return any(map(_is_split, model.parameters()))
+
+    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
+        """As of other models, but for the masters, which ZeRO spreads over some of the ranks only."""
+        return {name: spread for name, spread in super().spread((), collective).items() if name not in masters}
+
+    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        return None if _is_split(tensor) else super()._spread_of(tensor)
+
+    def gathered(
+        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
+    ) -> dict[str, torch.Tensor]:
+        own = super().gathered(names, wanted=names, use_fp32_master=use_fp32_master)
+        whole = {name: _whole(self._tensors[name], tensor) for name, tensor in own.items()}  # all ranks help
+        return {name: tensor for name, tensor in whole.items() if name in wanted}
+
+    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(_description(tensor)['original_shape']) if _is_split(tensor) else tuple(tensor.shape)
+
+
+def refuse_other_parallelism(model: nn.Module) -> None:
+    """Raise if ranks hold different layers, experts or heads of the model and this package cannot assemble them.
+
+    Raises:
+        ModelError: The message names the kind of parallelism, and what to do instead.
+    """
+    if _is_deepspeeds(model, 'PipelineModule'):
+        raise ModelError(
+            f'{type(model).__name__}: expected the same layers on every rank, found pipeline parallelism of DeepSpeed '
+            f'(PipelineModule). Train a PreTrainedModel with {_USE_ZERO_3}'
+        )
+    experts = [name for name, module in model.named_modules() if _is_deepspeeds(module, 'AutoEPMoELayer')]
+    experts += [name for name, parameter in model.named_parameters() if _is_of_some_ranks(parameter)]
+    if experts:
+        raise ModelError(
+            f'{experts[0]}: expected the same experts on every rank, found expert parallelism of DeepSpeed '
+            f'(expert_parallel, or deepspeed.moe with ep_size). Train without it, with {_USE_ZERO_3}'
+        )
+    for name, parameter in model.named_parameters():
+        if _is_split(parameter) and (problem := _why_unreadable(parameter)) is not None:
+            raise ModelError(f'{name}: split by AutoTP, tensor parallelism of DeepSpeed (autotp_size), {problem}')
+
+
+def _why_unreadable(parameter: torch.Tensor) -> str | None:
+    layer, description = _layer(parameter), _description(parameter)
+    kind = type(layer).__name__
+    if kind not in _LAYERS or description.get('original_shape') is None:
+        reason = f'as {kind}, which DeepSpeed cannot gather'
+    elif description.get('conversion', {}).get('unsupported_reason') is not None:
+        reason = f'as {kind}, which DeepSpeed cannot gather: {description["conversion"]["unsupported_reason"]}'
+    elif hasattr(parameter, 'ds_id'):
+        return 'and by ZeRO-3 at once. Use one of them: AutoTP with ZeRO-0 to 2, or ZeRO-3 without autotp_size'
+    else:
+        return None
+    return f'{reason}. Remove autotp_size, and train with {_USE_ZERO_3}'
+
+
+def _whole(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A parameter, or its fp32 master, from the shards of the ranks that split it. Runs on: all ranks.
+
+    ``gather_params`` replaces a parameter's data, and knows a bias by its identity. So a copy of the layer, with the
+    shard for a parameter, gathers instead of the live one.
+    """
+    if not _is_split(parameter):
+        return shard
+    layer, stand_in = copy.copy(_layer(parameter)), nn.Parameter(shard, requires_grad=False)
+    layer._parameters = {name: stand_in if own is parameter else own for name, own in layer._parameters.items()}
+    layer.gather_params([stand_in])
+    return stand_in.data
+
+
+def _is_split(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, 'ds_is_replaced_module', False)
+
+
+def _layer(tensor: torch.Tensor) -> Any:
+    return getattr(getattr(tensor, 'gather_params', None), '__self__', None)
+
+
+def _description(tensor: torch.Tensor) -> dict[str, Any]:
+    return getattr(tensor, 'ds_autotp_universal_checkpoint_meta', {})
+
+
+def _is_of_some_ranks(parameter: torch.Tensor) -> bool:
+    """Whether it belongs to an expert that other ranks do not have (DeepSpeed ``moe/experts.py``)."""
+    if getattr(parameter, 'allreduce', True) is not False or not hasattr(parameter, 'group_name'):
+        return False
+    from deepspeed.utils import groups
+
+    return groups._get_expert_parallel_world_size(parameter.group_name) > 1
+
+
+def _is_deepspeeds(thing: object, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith('deepspeed.') for base in type(thing).__mro__)
