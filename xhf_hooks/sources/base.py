@@ -65,6 +65,11 @@ class Source:
             for name, tensor in self._tensors.items()
         ]
 
+    @property
+    def is_on_a_device(self) -> bool:
+        """Whether any tensor is not in host memory."""
+        return any(tensor.device.type != 'cpu' for tensor in self._tensors.values())
+
     def synchronize(self) -> None:
         """Wait until the model's devices are done with what training has queued, on the user's own streams, too."""
         synchronize({tensor.device for tensor in self._tensors.values()})

@@ -26,7 +26,7 @@ from xhf_hooks.errors import TensorError
 from xhf_hooks.planning.types import Chunk, Round, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.read import Slice, SliceReader, unsent_slices
-from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory
+from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory, synchronize
 
 #: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_AGREEMENT = 64
@@ -45,10 +45,11 @@ class SliceSender:
 
     Args:
         read: Returns this rank's slices, without communication. Its errors are remembered.
+        pinned: They are on a device.
     """
 
-    def __init__(self, plan: SavePlan, read: ReadSlices, collective: Collective) -> None:
-        self._rounds, self._read, self._collective = plan.rounds, read, collective
+    def __init__(self, plan: SavePlan, read: ReadSlices, collective: Collective, *, pinned: bool = False) -> None:
+        self._rounds, self._read, self._collective, self._pinned = plan.rounds, read, collective, pinned
         self._rank = collective.rank
         self._outgoing = [at_once.outgoing(self._rank) for at_once in self._rounds]
 
@@ -85,7 +86,7 @@ class SliceSender:
         self._pool = BufferPool(max(at_once.most_incoming_nbytes(self._rank) for at_once in self._rounds), _BUFFERS)
         self._last_room = self._pool.take()
         most_outgoing = max(sum(sizes.values()) for sizes in self._outgoing)
-        self._packed = [host_memory(most_outgoing) for _ in range(2)]
+        self._packed = [host_memory(most_outgoing, pinned=self._pinned) for _ in range(2)]
 
     def _pack(self, number: int) -> dict[int, torch.Tensor]:
         """This rank's messages of a round. After a failure their content does not matter."""
@@ -130,11 +131,13 @@ class SliceSender:
 
 
 def _fill(message: torch.Tensor, slices: Iterable[Slice]) -> None:
-    end = 0
+    end, devices = 0, set()
     for found in slices:
         flat = found.elements.detach().contiguous().reshape(-1).view(torch.uint8)
         start, end = end, end + flat.numel()
-        message[start:end].copy_(flat)
+        message[start:end].copy_(flat, non_blocking=True)
+        devices.add(flat.device)
+    synchronize(devices)
     if end != len(message):
         raise TensorError(f'expected a message of {len(message)} bytes of slices, found {end}')
 
@@ -148,7 +151,7 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Itera
         return reader.read(plan.rounds[number].message(collective.rank, owner))
 
     with (
-        closing(SliceSender(plan, read, collective).chunks()) as sent,
+        closing(SliceSender(plan, read, collective, pinned=source.is_on_a_device).chunks()) as sent,
         unsent_slices(plan, source, collective) as others,
     ):
         yield chain(sent, map(Slice.chunk, others))  # which keeps no slice while the next bucket is gathered
