@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import names_read, save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zero_config import zero_config
 
 pytestmark = pytest.mark.modern_only
 N_RANKS = 4
@@ -77,6 +78,23 @@ def save_split(name: str, root: Path) -> tuple[Any, Any]:
         engine.module.save_pretrained(root / 'theirs', state_dict=state)
     engine.destroy()
     return before, after
+
+
+def save_with_trainer(root: Path) -> None:
+    """Train with Trainer and its callback, whose own checkpoint has no weights under AutoTP."""
+    import torch.distributed as dist
+
+    from tests.helpers import frontends as doors
+
+    config = zero_config(1, sections={'tensor_parallel': {'autotp_size': 2}})
+    with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        trainer = doors.make_trainer(root, {}, bf16=True, deepspeed=config)
+        trainer.train()
+        state = trainer.model_wrapped._consolidated_16bit_state_dict()
+        if dist.get_rank() == 0:
+            trainer.model.save_pretrained(root / 'theirs', state_dict=state)
+        trainer.model_wrapped.destroy()
+        dist.barrier()
 
 
 def places(model: Any) -> dict[str, tuple[Any, ...]]:
@@ -181,6 +199,7 @@ def results(tmp_path_factory):
     scenarios: dict[str, Any] = {'ulysses': partial(save_sequence_parallel, root / 'ulysses')}
     scenarios |= {name: partial(refusal, name, root / name) for name in REFUSED}
     scenarios |= {name: partial(save_split, name, root / name) for name in SPLIT}
+    scenarios['trainer'] = partial(save_with_trainer, root / 'trainer')
     return root, run_scenarios(scenarios, N_RANKS)
 
 
@@ -207,6 +226,12 @@ def test_autotp(results, name):
     assert masters.keys() == trained.keys()
     assert all(tensor.bfloat16().equal(trained[key]) for key, tensor in masters.items())
     assert name == 'sub-parameters' or not all(t.equal(trained[key].float()) for key, t in masters.items())
+
+
+def test_autotp_of_trainer(results):
+    root, outcomes = results
+    check(outcomes, 'trainer')
+    assert_same_folder_tensors(root / 'trainer' / 'hf_model', root / 'trainer' / 'theirs')
 
 
 @pytest.mark.parametrize('name', REFUSED)
