@@ -88,7 +88,7 @@ def _why_unreadable(parameter: torch.Tensor) -> str | None:
     layer, description = _layer(parameter), _description(parameter)
     kind = type(layer).__name__
     if kind not in _LAYERS or description.get('original_shape') is None:
-        reason = f'as {kind}, which DeepSpeed cannot gather'
+        reason = f'as {kind}, which the installed DeepSpeed does not describe well enough'
     elif description.get('conversion', {}).get('unsupported_reason') is not None:
         reason = f'as {kind}, which DeepSpeed cannot gather: {description["conversion"]["unsupported_reason"]}'
     elif hasattr(parameter, 'ds_id'):

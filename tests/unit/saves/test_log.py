@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from xhf_hooks.saves.telemetry import Progress, RunLog, show
+from xhf_hooks.saves.telemetry import Progress, RunLog, log_preparations, show
 
 
 @pytest.fixture()
@@ -41,3 +42,14 @@ def test_lines_are_visible_without_set_up(capsys, monkeypatch):
     chosen.setLevel(logging.ERROR)
     show(chosen)
     assert chosen.level == logging.ERROR
+
+
+@pytest.mark.parametrize('asked', [True, False])
+def test_what_is_gathered_is_named_before_training(asked, log, caplog):
+    """Unless all is, as the option writer asks for."""
+    group = SimpleNamespace(reads=[SimpleNamespace(name='lm_head.weight')])
+    plan = SimpleNamespace(placements=[1, 2], files=[1], nbytes=8, gathered=[group, group])
+    exporter = SimpleNamespace(left_out=(), notes=())
+    log_preparations(log, plan, exporter, where='out', when='now', how='positional writer', asked_to_gather=asked)
+    expected = [] if asked else ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)']
+    assert caplog.messages[1:] == expected
