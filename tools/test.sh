@@ -4,6 +4,7 @@
 #     bash tools/test.sh                          everything, as CI does
 #     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit; needs neither root nor Debian packages
 #     bash tools/test.sh --coverage               line coverage of tests/unit
+#     bash tools/test.sh --trainers               TRL, not among everything: 0.3 GB more to install
 #     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
 #
@@ -123,6 +124,15 @@ if [[ ${1-} == --coverage ]]; then
     exit
 fi
 
+if [[ ${1-} == --trainers ]]; then
+    shift
+    make_env .venv modern test stores
+    make_overlay trainers
+    export PYTHONPATH=$PWD/.overlay-trainers/site-packages
+    test_modern tests/trainers "$@"
+    exit
+fi
+
 if [[ ${1-} == --docs ]]; then
     make_env .venv modern test docs
     build_docs
@@ -133,8 +143,8 @@ fi
 need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
 make_env .venv modern test stores docs
 # tests/e2e/test_older_readers.py reads with both
-make_overlay 4.48.0
-make_overlay 4.57.6
+make_overlay transformers-4.48.0
+make_overlay transformers-4.57.6
 set -m
 (compile_operators) >"$logs/operators.log" 2>&1 &
 if [[ $# -gt 0 ]]; then

@@ -7,6 +7,7 @@ Axolotl's interface is that of ``src/axolotl/integrations/base.py`` (``BasePlugi
 
 from __future__ import annotations
 
+import logging
 from inspect import signature
 from typing import Any
 
@@ -46,4 +47,7 @@ class HFCheckpointPlugin(BasePlugin):
             OptionError: An option has a bad value.
         """
         given = HFCheckpointOptions.model_validate(dict(cfg.get('hf_checkpoint') or {}))
-        return [HFCheckpointCallback(**given.model_dump())]
+        callback = HFCheckpointCallback(**given.model_dump())
+        # Axolotl's console drops what other loggers say at INFO
+        callback.logger = logging.getLogger('axolotl.xhf_hooks')
+        return [callback]

@@ -26,6 +26,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])
     """
 
+    logger = logging.getLogger('xhf_hooks')
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
 
@@ -33,10 +35,9 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             XhfError: Saves will not work; the same on every rank.
         """
         self.close()
-        logger = logging.getLogger('xhf_hooks')
         if args.process_index == 0:
-            show(logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
-        log = RunLog(logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
+            show(self.logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
+        log = RunLog(self.logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),

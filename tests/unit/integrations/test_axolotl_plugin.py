@@ -55,6 +55,7 @@ def test_a_run_that_saves_nothing_else(plugin, tmp_path, options):
     with doors.fresh_accelerate():
         trainer = trainer_of(cfg)
         for callback in plugin.add_callbacks_post_trainer(cfg, trainer):
+            assert callback.logger.name.startswith('axolotl.')  # its console drops INFO of others
             trainer.add_callback(callback)
         trainer.train()
         trainer.model.save_pretrained(tmp_path / 'theirs')

@@ -1,0 +1,19 @@
+"""What every trainer gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers.zero_config import zero_config
+
+
+def texts() -> list[dict[str, str]]:
+    """Lines of the words that tests.helpers.model_folder.save_tokenizer knows."""
+    return [{'text': ' '.join(f'w{(7 * line + word) % 40}' for word in range(20))} for line in range(32)]
+
+
+def zero3() -> dict[str, Any]:
+    """Parameters in slices; the trainer may gather them for its own save."""
+    config = zero_config(3)
+    config['zero_optimization']['stage3_gather_16bit_weights_on_model_save'] = True
+    return config
