@@ -12,7 +12,12 @@ from tests.helpers.zoo.llamas import odd_llama
 
 
 def shard(model: Any, kind: str) -> Any:
-    """Each decoder layer is a unit of its own, the rest belongs to the root; or all belongs to the root."""
+    """Each decoder layer is a unit of its own, the rest belongs to the root; or all belongs to the root.
+
+    Args:
+        kind: ``fsdp1`` or ``fsdp2``, and what it does beside that. ``hsdp1``, ``hsdp2`` and ``tp`` need four ranks: two
+            replicas of two shards, or two shards of two halves by tensor parallelism.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -22,21 +27,42 @@ def shard(model: Any, kind: str) -> Any:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
-    if kind.startswith('fsdp2'):
+    if kind.startswith(('fsdp2', 'hsdp2', 'tp')):
         options: dict[str, Any] = dict(mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+        if not kind.startswith('fsdp2'):
+            options['mesh'] = init_device_mesh('cpu', (2, 2), mesh_dim_names=('outer', 'inner'))
+        if kind == 'tp':
+            split_layers(model, options['mesh']['inner'])
+            options['mesh'] = options['mesh']['outer']
         if kind == 'fsdp2_columns':  # of what can be split evenly
             world_size = dist.get_world_size()
             options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % world_size == 0 else None
         for layer in [] if kind == 'fsdp2_root_only' else layers:
             fully_shard(layer, **options)
         return fully_shard(model, **options)
+    hybrid: dict[str, Any] = {}
+    if kind == 'hsdp1':
+        hybrid = dict(device_mesh=init_device_mesh('cpu', (2, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     return FullyShardedDataParallel(
         model,
         device_id=torch.device('cpu'),
         use_orig_params=True,
         auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None,
+        **hybrid or dict(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None),
     )
+
+
+def split_layers(model: Any, mesh: Any) -> None:
+    """Tensor parallelism by torch, as its tutorial has it for a Llama."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    columns = ('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj', 'mlp.gate_proj', 'mlp.up_proj')
+    plan = {f'model.layers.*.{name}': ColwiseParallel() for name in columns}
+    plan |= {f'model.layers.*.{name}': RowwiseParallel() for name in ('self_attn.o_proj', 'mlp.down_proj')}
+    plan['model.embed_tokens'] = RowwiseParallel(input_layouts=Replicate())
+    plan['lm_head'] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
 
 
 def sharded(kind: str, version: int) -> Any:

@@ -176,36 +176,74 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A dimension of the mesh that the ranks form: ``rank // stride % size`` is a rank's place along it.
+
+    Attributes:
+        each: Number of elements in each of the ``size`` parts.
+        holds_copies: Every rank along it holds all the parts, and writes or sends one of them.
+    """
+
+    stride: int
+    size: int
+    each: int
+    holds_copies: bool = False
+
+    def place_of(self, rank: int) -> int:
+        return rank // self.stride % self.size
+
+
+@dataclass(frozen=True)
 class Spread:
-    """Which consecutive elements of a tensor each rank holds, in rank order.
+    """Which consecutive elements of a tensor each rank holds.
 
     Every engine splits something flat into equal parts: a parameter (ZeRO-3), rows (FSDP2), or a flat buffer that
     holds many tensors (FSDP1, the fp32 masters of ZeRO-1 and 2).
 
     Attributes:
         numel: Number of elements of the tensor.
-        each: Number of elements of the flat buffer on each rank.
+        each: Number of elements of the flat buffer on each rank, if the parts are in rank order.
         skipped: Number of elements of the flat buffer before this tensor.
-        on_every_rank: Every rank holds the whole tensor; the ranges are the shares that ranks write or send.
+        axes: The splits, the outermost first, if the parts are not in rank order or ranks hold copies.
     """
 
     numel: int
     each: int
     skipped: int = 0
-    on_every_rank: bool = False
+    axes: tuple[Axis, ...] = ()
 
-    def held_by(self, rank: int) -> range:
-        """The elements of the tensor that a rank holds."""
-        first = rank * self.each - self.skipped
-        start, end = (min(max(0, at), self.numel) for at in (first, first + self.each))
-        return range(start, end)
+    def held_by(self, rank: int, *, with_copies: bool = False) -> range:
+        """The elements of the tensor that a rank writes or sends, or all that it holds."""
+        start, end = -self.skipped, self.numel
+        for axis in self.axes or (Axis(1, rank + 1, self.each),):
+            if not (with_copies and axis.holds_copies):
+                start += axis.place_of(rank) * axis.each
+                end = min(end, start + axis.each)
+        start = min(max(0, start), self.numel)
+        return range(start, max(start, end))
 
     @property
     def holders(self) -> range:
-        """The ranks that hold any elements."""
+        """The ranks that hold any elements, and possibly some that do not."""
         if not self.numel:
             return range(0)
+        if self.axes:
+            return range(math.prod(axis.size for axis in self.axes))
         return range(self.skipped // self.each, -(-(self.skipped + self.numel) // self.each))
+
+    @property
+    def copied(self) -> tuple[Axis, ...]:
+        """The axes along which ranks hold copies."""
+        return tuple(axis for axis in self.axes if axis.holds_copies)
+
+    @property
+    def on_every_rank(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return bool(self.axes) and self.copied == self.axes
+
+    def first_holder(self, rank: int) -> int:
+        """The first of the ranks that hold what this rank holds."""
+        return rank - sum(axis.place_of(rank) * axis.stride for axis in self.copied)
 
     def within(self, run: range) -> Spread:
         """The spread of a range of the elements, counted from the start of the range."""

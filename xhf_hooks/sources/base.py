@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.planning.types import Spread, TensorSpec
+from xhf_hooks.planning.types import Axis, Spread, TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.master_fragments import spread_of_fragments
 from xhf_hooks.system.memory import synchronize
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Source:
         tensors = names_by_identity(model)
         self._tensors = {names[0]: tensor for tensor, names in tensors}
         self._aliases = {names[0]: names[1:] for _, names in tensors}
+        self._strides = cache(_strides_of)  # which takes time for very many ranks
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -99,12 +108,19 @@ class Source:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
             return Spread(tensor.numel(), max(1, tensor.numel()))
-        return replace(evenly(tensor.numel()), on_every_rank=True)
+        return spread_over(tensor.numel(), ())
+
+    def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
+        """The spread of what each of several groups of ranks holds together, in the order of its ranks."""
+        strides = self._strides(group)
+        if strides is None:
+            return None
+        return spread_over(numel, [(*strides, dist.get_world_size(group), max(1, each))], skipped)
 
     def _held(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a sliced tensor."""
         spread = self._spread_of(tensor)
-        return range(0) if spread is None else spread.held_by(rank_and_world_size()[0])
+        return range(0) if spread is None else spread.held_by(rank_and_world_size()[0], with_copies=True)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         """This rank's local shard of a tensor, which may be all of it. Does not communicate.
@@ -122,10 +138,14 @@ class Source:
             return LocalShard(0, tensor.new_empty(0, dtype=torch.float32))
         return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
-    def replicated(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Those of the tensors of which every rank holds a whole copy, which must be equal. Reads no data."""
+    def replicated(self, names: Sequence[str]) -> dict[str, tuple[torch.Tensor, Spread]]:
+        """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data.
+
+        Returns:
+            This rank's elements, and who holds which.
+        """
         spreads = ((name, self._spread_of(self._tensors[name])) for name in names)
-        return {name: self._tensors[name] for name, spread in spreads if spread is not None and spread.on_every_rank}
+        return {name: (self.local_shard(name, False).elements, s) for name, s in spreads if s is not None and s.copied}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -138,9 +158,9 @@ class Source:
         Raises:
             RuntimeError: A device of sliced parameters is out of memory.
         """
-        whole = self.replicated(list(self._tensors))
-        sliced = [t for n, t in self._tensors.items() if n not in whole and isinstance(t, nn.Parameter)]
-        for device in {tensor.device for tensor in sliced}:
+        parameters = [tensor for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter)]
+        spreads = ((tensor, self._spread_of(tensor)) for tensor in parameters)
+        for device in {tensor.device for tensor, spread in spreads if spread is None or not spread.on_every_rank}:
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def gathered(
@@ -173,6 +193,44 @@ class Source:
         return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def evenly(numel: int) -> Spread:
-    """The spread of a parameter at ZeRO-3: ceil(numel / world_size) elements on each rank."""
-    return Spread(numel, max(1, -(-numel // rank_and_world_size()[1])))
+def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], skipped: int = 0) -> Spread | None:
+    """The spread of elements that are split along some dimensions of a mesh of all ranks, and copied along the others.
+
+    Args:
+        splits: Stride, size and part of each dimension (:class:`Axis`), the outermost split first.
+        skipped: As in :class:`Spread`.
+
+    Returns:
+        None if such ranks form no mesh.
+    """
+    axes, world_size = [Axis(*split) for split in splits if split[1] > 1], rank_and_world_size()[1]
+    ends = [(1, 1), *sorted((axis.stride, axis.stride * axis.size) for axis in axes), (world_size, 0)]
+    gaps = [(end, start) for (_, end), (start, _) in pairwise(ends)]
+    if any(start % end for end, start in gaps):
+        return None
+    each = axes[-1].each if axes else max(1, numel)
+    if axes == [Axis(1, world_size, each)]:
+        return Spread(numel, each, skipped)
+    for end, start in gaps:
+        if start > end:
+            each = -(-each // (start // end))
+            axes.append(Axis(end, start // end, each, holds_copies=True))
+    return Spread(numel, each, skipped, tuple(axes))
+
+
+def _strides_of(holders: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...] | None:
+    mesh = getattr(holders, 'mesh', None)
+    return mesh_strides(np.array(dist.get_process_group_ranks(holders) if mesh is None else mesh.tolist()))
+
+
+def mesh_strides(ranks: np.ndarray) -> tuple[int, ...] | None:
+    """How the ranks of this rank's mesh grow along each of its dimensions.
+
+    Returns:
+        None if these are not dimensions of a mesh of all ranks in order.
+    """
+    first, sizes = ranks.flat[0], ranks.shape
+    strides = [int(np.take(ranks, 1, dim).flat[0] - first) if size > 1 else 1 for dim, size in enumerate(sizes)]
+    expected = first + sum(place * stride for place, stride in zip(np.indices(sizes), strides, strict=True))
+    starts = [first // stride % size for stride, size in zip(strides, sizes, strict=True) if stride > 0]
+    return tuple(strides) if starts == [0] * len(sizes) and (ranks == expected).all() else None

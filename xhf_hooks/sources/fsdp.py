@@ -13,14 +13,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.planning.types import Spread
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalShard, Source, evenly
+from xhf_hooks.sources.base import LocalShard, Source, spread_over
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -60,10 +59,17 @@ class Fsdp2Source(Source):
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if _is_whole(tensor):
             return super()._spread_of(tensor)
-        if not _is_in_rows(tensor):
+        splits = _row_splits(tensor, self._strides(tensor.device_mesh))
+        if splits is None:
             return None
-        row_numel = math.prod(tensor.shape[1:])
-        return Spread(tensor.numel(), max(1, evenly(tensor.shape[0]).each * row_numel))
+        rows, row_numel = (tensor.shape[0], math.prod(tensor.shape[1:])) if tensor.dim() else (1, 1)
+        parts: list[tuple[int, int, int]] = []
+        for stride, size in splits:
+            if rows % size and len(parts) + 1 < len(splits):
+                return None  # the parts of the last part would be smaller
+            rows = -(-rows // size)
+            parts.append((stride, size, max(1, rows * row_numel)))
+        return spread_over(tensor.numel(), parts)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
@@ -143,10 +149,9 @@ class Fsdp1Source(Source):
         if not self._is_sharded(tensor):
             return super()._spread_of(tensor)
         module, _, skipped = self._place[id(tensor)]
-        if not _is_of_all_ranks(module.process_group):
-            return None
         each = module._handle.flat_param._sharded_size.numel()
-        return Spread(math.prod(self._full_shape(tensor)), max(1, each), skipped)
+        # HYBRID_SHARD has several such groups
+        return self._spread_in_group(math.prod(self._full_shape(tensor)), module.process_group, each, skipped)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
@@ -208,15 +213,31 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not _is_torchs(tensor, 'DTensor')
 
 
-def _is_in_rows(tensor: DTensor) -> bool:
-    from torch.distributed.tensor import Shard
+def _row_splits(tensor: DTensor, strides: tuple[int, ...] | None) -> list[tuple[int, int]] | None:
+    """How the rows are split over ranks: stride and size of dimensions of the mesh, the outermost split first.
 
-    mesh, placements = tensor.device_mesh, tensor.placements
-    spread = mesh.ndim == 1 and _is_of_all_ranks(mesh.get_group())
-    # The exact class: a subclass distributes rows in another order
-    return spread and tensor.dim() > 0 and type(placements[0]) is Shard and placements[0].dim == 0
+    FSDP splits what tensor parallelism has split, but its dimension of the mesh comes first: then its placement is a
+    ``_StridedShard``, whose ``split_factor`` is the number of parts before its split.
 
+    Args:
+        strides: Those of the mesh (:func:`mesh_strides`).
 
-def _is_of_all_ranks(group: dist.ProcessGroup) -> bool:
-    """Whether the group has all ranks, in order: its rank r is rank r."""
-    return dist.get_process_group_ranks(group) == list(range(rank_and_world_size()[1]))
+    Returns:
+        None if a rank's elements are not consecutive, as where tensor parallelism splits columns.
+    """
+    if strides is None:
+        return None
+    splits: list[tuple[int, int]] = []
+    for placement, stride, size in reversed([*zip(tensor.placements, strides, tensor.device_mesh.shape, strict=True)]):
+        kind = type(placement).__name__
+        if size == 1 or kind == 'Replicate':
+            continue
+        # The exact classes: a subclass distributes rows in another order
+        if kind not in ('Shard', '_StridedShard') or placement.dim != 0:
+            return None
+        before = [math.prod(size for _, size in splits[:number]) for number in range(len(splits) + 1)]
+        factor = placement.split_factor if kind == '_StridedShard' else 1
+        if factor not in before:
+            return None
+        splits.insert(before.index(factor), (stride, size))
+    return splits

@@ -1,13 +1,14 @@
-"""Compares the tensors of which every rank has a whole copy: those of DDP, DeepSpeed ZeRO-0 to 2.
+"""Compares the tensors, or parts of them, of which several ranks have a copy: those of DDP, ZeRO-0 to 2 and HSDP.
 
-DDP and DeepSpeed keep such copies equal. Without them, as in plain processes or between two syncs of LocalSGD, each
-rank trains a model of its own, and a folder made of parts of several models would be none of them. So before a save
-each rank takes a checksum of each tensor where the tensor lives, at about the speed of its memory, and ranks compare
-one array of them.
+DDP, DeepSpeed and FSDP keep such copies equal. Without them, as in plain processes or between two syncs of LocalSGD,
+each rank trains a model of its own, and a folder made of parts of several models would be none of them. So before a
+save each rank takes a checksum of each tensor where the tensor lives, at about the speed of its memory, and ranks
+compare a digest of them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,31 +16,43 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
+from xhf_hooks.planning.types import Spread
 
 _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-def require_same(copies: Mapping[str, torch.Tensor], collective: Collective) -> None:
-    """Compare tensors of which every rank has a whole copy. Runs on: all ranks.
+def require_same(copies: Mapping[str, tuple[torch.Tensor, Spread]], collective: Collective) -> None:
+    """Compare what several ranks hold. Runs on: all ranks.
+
+    Args:
+        copies: This rank's elements of each tensor, and which ranks hold the same ones.
 
     Raises:
         ModelError: A tensor differs; the same error on every rank.
         AgreedError: A rank could not take the checksums.
     """
+    world_size, spreads = collective.world_size, [spread for _, spread in copies.values()]
     with collective.stage('compare'):
-        sums = [_checksum(tensor) for tensor in copies.values()]
+        sums = [_checksum(tensor) for tensor, _ in copies.values()]
         checksums = torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
-    differing = np.flatnonzero(checksums != collective.broadcast(checksums))
-    if not collective.any(bool(len(differing)), 'compare'):
+    of_mesh = {spread.copied: spread for spread in spreads}
+    firsts = {mesh: [spread.first_holder(rank) for rank in range(world_size)] for mesh, spread in of_mesh.items()}
+    digests = np.zeros((len(firsts), world_size), np.int64)
+    for row, mesh in zip(digests, firsts, strict=True):
+        row[collective.rank] = zlib.crc32(checksums[[spread.copied == mesh for spread in spreads]].tobytes())
+    digests = collective.all_reduce(digests, 'SUM', 'compare')
+    if all((row == row[first]).all() for row, first in zip(digests, firsts.values(), strict=True)):
         return
-    firsts = collective.all_gather((int(differing[0]), len(differing)) if len(differing) else None)
-    odd = [rank for rank, found in enumerate(firsts) if found is not None]
-    first, most = min(found[0] for found in firsts if found), max(found[1] for found in firsts if found)
+    everyone = np.stack(collective.all_gather(checksums))
+    is_odd = np.stack([own != own[firsts[s.copied]] for own, s in zip(everyone.T, spreads, strict=True)])
+    differing, odd = np.flatnonzero(is_odd.any(1)), np.flatnonzero(is_odd.any(0)).tolist()
+    expected = sorted({spreads[number].first_holder(rank) for number, rank in np.argwhere(is_odd).tolist()})
     raise ModelError(
-        f'{list(copies)[first]}: expected equal copies on all ranks, found other values on ranks {odd} than on rank 0 '
-        f'(in {most} of {len(copies)} tensors). Wrap the model in DistributedDataParallel, save after ranks have '
-        f'averaged their weights (LocalSGD), or give each model a process group and a folder of its own'
+        f'{list(copies)[differing[0]]}: expected equal copies on all ranks, found other values on ranks {odd} than on '
+        f'rank {", ".join(map(str, expected))} (in {len(differing)} of {len(copies)} tensors). Wrap the model in '
+        f'DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or give each model a '
+        f'process group and a folder of its own'
     )
 
 

@@ -57,9 +57,7 @@ class Zero3Source(Source):
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if not _is_partitioned(tensor):
             return super()._spread_of(tensor)
-        if dist.get_world_size(_partition_group(tensor)) != rank_and_world_size()[1]:
-            return None
-        return Spread(tensor.ds_numel, max(1, tensor.ds_tensor.ds_numel))
+        return self._spread_in_group(tensor.ds_numel, _partition_group(tensor), tensor.ds_tensor.ds_numel)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]

@@ -25,7 +25,7 @@ from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Spread, Step, TensorSpec, WrittenSave
+from xhf_hooks.planning.types import Axis, Chunk, ExportEntry, Spread, Step, TensorSpec, WrittenSave
 from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -104,12 +104,28 @@ class Saved:
 
 
 def _spread(spec: TensorSpec, world_size: int, dice: random.Random) -> Spread:
-    """As ZeRO-3 does it, or as a part of something flat that is cut into equal parts."""
-    numel = math.prod(spec.shape)
-    if dice.random() < 0.5:
+    """As ZeRO-3 does it, as a part of something flat that is cut into equal parts, or on a mesh, with copies."""
+    numel, way = math.prod(spec.shape), dice.random()
+    if way < 0.4:
         return Spread(numel, max(1, -(-numel // world_size)))
     skipped = dice.randrange(20)
+    if way < 0.7:
+        return Spread(numel, 1, skipped, _axes(skipped + numel + 1, world_size, dice))
     return Spread(numel, -(-(skipped + numel + dice.randrange(1, 20)) // world_size), skipped)
+
+
+def _axes(each: int, world_size: int, dice: random.Random) -> tuple[Axis, ...]:
+    """Dimensions of a mesh of so many ranks, in any order."""
+    sizes = [size for size in (2, 2, 2, 3, 5, 7) if world_size % size == 0][: dice.randint(1, 3)]
+    while world_size % math.prod(sizes):
+        sizes.pop(0)
+    sizes.append(world_size // math.prod(sizes))
+    strides = [math.prod(sizes[:number]) for number in range(len(sizes))]
+    axes = []
+    for stride, size in dice.sample([*zip(strides, sizes, strict=True)], len(sizes)):
+        each = -(-each // size)
+        axes.append(Axis(stride, size, each, holds_copies=dice.random() < 0.5))
+    return tuple(axes)
 
 
 def _entries_and_specs(

@@ -1,0 +1,128 @@
+"""Meshes of 2 x 2 ranks, FSDP in two replicas (HSDP) or with tensor parallelism: each rank saves its slice."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import frontends as doors
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.compare import assert_same_folder_tensors
+from tests.helpers.engines import save_folder
+from tests.helpers.fsdp_runs import shard
+from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.zoo.llamas import llama, odd_llama
+
+N_RANKS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    writer + (', in the background' if in_background else ''): dict(writer=writer, in_background=in_background)
+    for writer in ('stream', 'parallel', 'positional', 'gather')
+    for in_background in (False, True)
+}
+KINDS = ('hsdp2', 'hsdp1', 'tp')
+
+
+def build(kind: str) -> Any:
+    return llama(num_key_value_heads=2) if kind == 'tp' else odd_llama(tied=kind == 'hsdp2')
+
+
+def save_all_ways(kind: str, root: Path) -> dict[str, list[str]]:
+    """Runs on: all ranks.
+
+    Returns:
+        The names of the tensors that each way has gathered.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = shard(build(kind), kind)
+    doors.train_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with torch.no_grad():
+        model(**doors.batch())  # what it gathered for this, it keeps until the next step
+    gathered = {}
+    for way, options in WAYS.items():
+        plan, _ = save_folder(model, root / way, max_shard_size=20_000, **options)
+        gathered[way] = [spec.name for group in plan.gathered for spec in group.reads]
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        whole = build(kind)
+        whole.load_state_dict(state)
+        whole.save_pretrained(root / 'theirs', max_shard_size=20_000)
+    return gathered
+
+
+def logged(kind: str, root: Path) -> str:
+    """What is logged before a save. Runs on: all ranks."""
+    import logging
+    from io import StringIO
+
+    from xhf_hooks import save_hf
+
+    text = StringIO()
+    handler = logging.StreamHandler(text)
+    log = logging.getLogger('xhf_hooks')
+    level, _ = log.level, log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        save_hf(shard(build(kind), kind), root)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return text.getvalue()
+
+
+def save_differing(kind: str, root: Path) -> str:
+    """One element differs on the last rank from that of the other replica. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import ModelError
+
+    model = shard(build(kind), kind)
+    if dist.get_rank() == N_RANKS - 1:
+        held = (p if kind == 'hsdp1' else p.to_local() for p in model.parameters())
+        next(tensor for tensor in held if tensor.numel()).data.flatten()[-1] += 1
+    try:
+        save_hf(model, root)
+    except ModelError as error:
+        return str(error)
+    return 'saved'
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp('meshes')
+    scenarios: dict[str, Any] = {kind: partial(save_all_ways, kind, root / kind) for kind in KINDS}
+    scenarios |= {f'{kind}, differing': partial(save_differing, kind, root / 'differing') for kind in KINDS[:2]}
+    scenarios |= {f'{kind}, logged': partial(logged, kind, root / 'logged') for kind in KINDS[1:]}
+    return root, run_scenarios(scenarios, N_RANKS)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_writer_writes_what_the_whole_model_gives(results, kind):
+    root, outcomes = results
+    gathered = check(outcomes, kind)[0]
+    for way in WAYS:
+        assert_same_folder_tensors(root / kind / way, root / kind / 'theirs')
+        assert_whole(root / kind / way)
+    columns = {name for names in gathered.values() for name in names if 'o_proj' in name or 'down_proj' in name}
+    for way, names in gathered.items():
+        assert 'gather' in way or set(names) == (columns if kind == 'tp' else set()), way
+
+
+def test_the_log_names_what_is_gathered(results):
+    assert 'gathered' not in check(results[1], 'hsdp1, logged')[0]
+    words = r'gathered, not saved in slices: 4 tensors \(model\.layers\.0\.mlp\.down_proj\.weight, .* and 1 more\)'
+    assert re.search(words, check(results[1], 'tp, logged')[0])
+
+
+@pytest.mark.parametrize('kind', KINDS[:2])
+def test_replicas_that_differ_are_refused(results, kind):
+    _, outcomes = results
+    for message in check(outcomes, f'{kind}, differing'):
+        assert 'found other values on ranks [3] than on rank 1 (in 1 of ' in message

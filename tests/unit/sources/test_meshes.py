@@ -1,0 +1,77 @@
+"""Which elements each of eight ranks holds, compared with what torch says, in one process."""
+
+from __future__ import annotations
+
+import math
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.fsdp_runs import split_layers
+from tests.helpers.zoo.llamas import llama
+from xhf_hooks.sources.base import mesh_strides
+from xhf_hooks.sources.fsdp import Fsdp2Source
+
+WORLD_SIZE = 8
+#: Sizes of the mesh: replicas, shards and tensor parallelism.
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)]
+
+
+@pytest.fixture
+def first_of_eight_ranks():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group('fake', rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('sizes', MESHES, ids=str)
+def test_each_rank_holds_what_torch_says(first_of_eight_ranks, sizes):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    mesh = init_device_mesh('cpu', sizes, mesh_dim_names=('replicas', 'shards', 'tp'))
+    model = llama(hidden_size=40, intermediate_size=72, num_attention_heads=4, num_key_value_heads=4)
+    if sizes[2] > 1:
+        split_layers(model, mesh['tp'])
+    fully_shard(model, mesh=mesh['replicas', 'shards'] if sizes[0] > 1 else mesh['shards'])
+    source = Fsdp2Source(model)
+    spreads = source.spread((), Mock())
+    columns = {n for n, _ in model.named_parameters() if sizes[2] > 1 and ('o_proj' in n or 'down_proj' in n)}
+    assert spreads.keys() == {name for name, _ in model.named_parameters()} - columns
+    for name, tensor in model.named_parameters():
+        if name in columns:
+            continue
+        shares, row_numel = [], math.prod(tensor.shape[1:])
+        for rank in range(WORLD_SIZE):
+            places = dict(zip(mesh.mesh_dim_names, np.unravel_index(rank, sizes), strict=True))
+            shape, offset = _compute_local_shape_and_global_offset(
+                tensor.shape,
+                tensor.device_mesh.shape,
+                [int(places[dim]) for dim in tensor.device_mesh.mesh_dim_names],
+                tensor.placements,
+            )
+            held, share = spreads[name].held_by(rank, with_copies=True), spreads[name].held_by(rank)
+            assert len(held) == math.prod(shape), name
+            assert not held or held.start == offset[0] * row_numel, name
+            assert not share or (held.start <= share.start and share.stop <= held.stop), name
+            assert rank in spreads[name].holders
+            shares += share
+        assert sorted(shares) == [*range(tensor.numel())], name
+
+
+REGULAR: dict[tuple[object, ...], tuple[int, ...]] = {
+    **{(0, 1, 2, 3): (1,), (4, 5): (1,), (1, 3): (2,), (0, 4): (4,)},
+    **{((0, 2), (4, 6)): (4, 2), ((0, 4), (1, 5)): (1, 4)},
+}
+
+
+def test_meshes_in_another_order():
+    for ranks, strides in REGULAR.items():
+        assert mesh_strides(np.array(ranks)) == strides, ranks
+    for ranks in ((1, 0), (0, 1, 5), (1, 2), (0, 1, 3, 2), ((0, 1), (3, 2))):
+        assert mesh_strides(np.array(ranks)) is None, ranks
