@@ -36,9 +36,10 @@ def build_model(lora: bool = False) -> Any:
     return model.to(torch.bfloat16)
 
 
-def save_all(model: Any, folder: Path) -> None:
-    for way, how in WAYS.items():
-        save_folder(model, folder / way, **how)
+def save_all(model: Any, folder: Path) -> dict[str, bool]:
+    """Which ways gather something."""
+    plans = {way: save_folder(model, folder / way, **how)[0] for way, how in WAYS.items()}
+    return {way: bool(plan.gathered) for way, plan in plans.items()}
 
 
 def save_hpz(root: Path) -> dict[str, set[bool]]:
@@ -62,18 +63,21 @@ def copies(engine: Any) -> set[bool]:
     return {p.ds_secondary_tensor is not None for p in engine.module.parameters() if p.requires_grad}
 
 
-def save_mics(root: Path) -> int:
-    """Number of elements of a partition. Nothing is trained: for that, gloo lacks a collective that MiCS needs."""
+def save_mics(root: Path) -> tuple[int, dict[str, bool]]:
+    """Number of elements of a partition, and which ways gather.
+
+    Nothing is trained: for that, gloo lacks a collective that MiCS needs.
+    """
     import deepspeed
 
     model = build_model()
     zero = dict(mics_shard_size=GROUP_SIZE)
     deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=zero_config(3, **zero))
     engine = zero_engine(model, 3, **zero)
-    save_all(engine.module, root / 'mics')
+    gathers = save_all(engine.module, root / 'mics')
     numel = engine.module.lm_head.weight.ds_tensor.numel()
     engine.destroy()
-    return numel
+    return numel, gathers
 
 
 def save_quantized(root: Path) -> dict[str, str]:
@@ -158,7 +162,8 @@ def test_hpz_gives_the_same_files_and_training_goes_on_as_without_saves(saved):
 def test_mics_gives_the_same_files(saved):
     root, results = saved
     check(results, 'hpz')
-    assert check(results, 'mics') == [256 * 64 // GROUP_SIZE] * N_RANKS
+    gathers = {way: way == 'gather' for way in WAYS}
+    assert check(results, 'mics') == [(256 * 64 // GROUP_SIZE, gathers)] * N_RANKS
     for way in WAYS:
         assert weights(root / 'mics' / way) == weights(root / 'plain' / 'untrained' / way), way
 

@@ -232,18 +232,18 @@ class Spread:
         return range(self.skipped // self.each, -(-(self.skipped + self.numel) // self.each))
 
     @property
-    def copied(self) -> tuple[Axis, ...]:
-        """The axes along which ranks hold copies."""
-        return tuple(axis for axis in self.axes if axis.holds_copies)
+    def copied(self) -> tuple[tuple[int, int], ...]:
+        """Stride and size of the axes along which ranks hold copies."""
+        return tuple((axis.stride, axis.size) for axis in self.axes if axis.holds_copies)
 
     @property
     def on_every_rank(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return bool(self.axes) and self.copied == self.axes
+        return bool(self.axes) and all(axis.holds_copies for axis in self.axes)
 
     def first_holder(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
-        return rank - sum(axis.place_of(rank) * axis.stride for axis in self.copied)
+        return rank - sum(rank // stride % size * stride for stride, size in self.copied)
 
     def within(self, run: range) -> Spread:
         """The spread of a range of the elements, counted from the start of the range."""

@@ -283,7 +283,7 @@ class Saver:
         copies = self._source.replicated([spec.name for spec in self.plan.reads if not spec.from_master])
         if copies and self._collective.world_size > 1:
             with clock.stage('compare'):
-                require_same(copies, self._collective)
+                require_same(copies, lambda name: self._source.local_shard(name, False).elements, self._collective)
         with ExitStack() as on_error:
             with self._collective.stage('threads'):
                 writer = Writer(self._half_bucket, fsync=target.fsync, beside_training=in_background)

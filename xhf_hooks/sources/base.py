@@ -138,14 +138,10 @@ class Source:
             return LocalShard(0, tensor.new_empty(0, dtype=torch.float32))
         return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
-    def replicated(self, names: Sequence[str]) -> dict[str, tuple[torch.Tensor, Spread]]:
-        """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data.
-
-        Returns:
-            This rank's elements, and who holds which.
-        """
+    def replicated(self, names: Sequence[str]) -> dict[str, Spread]:
+        """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
         spreads = ((name, self._spread_of(self._tensors[name])) for name in names)
-        return {name: (self.local_shard(name, False).elements, s) for name, s in spreads if s is not None and s.copied}
+        return {name: spread for name, spread in spreads if spread is not None and spread.copied}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -203,12 +199,13 @@ def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], skipped: int
     Returns:
         None if such ranks form no mesh.
     """
-    axes, world_size = [Axis(*split) for split in splits if split[1] > 1], rank_and_world_size()[1]
+    axes, world_size = [Axis(*split) for split in splits], rank_and_world_size()[1]
+    each = axes[-1].each if axes else max(1, numel)
+    axes = [axis for axis in axes if axis.size > 1]
     ends = [(1, 1), *sorted((axis.stride, axis.stride * axis.size) for axis in axes), (world_size, 0)]
     gaps = [(end, start) for (_, end), (start, _) in pairwise(ends)]
     if any(start % end for end, start in gaps):
         return None
-    each = axes[-1].each if axes else max(1, numel)
     if axes == [Axis(1, world_size, each)]:
         return Spread(numel, each, skipped)
     for end, start in gaps:

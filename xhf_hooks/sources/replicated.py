@@ -9,7 +9,7 @@ compare a digest of them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -22,19 +22,20 @@ _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-def require_same(copies: Mapping[str, tuple[torch.Tensor, Spread]], collective: Collective) -> None:
+def require_same(copies: Mapping[str, Spread], held: Callable[[str], torch.Tensor], collective: Collective) -> None:
     """Compare what several ranks hold. Runs on: all ranks.
 
     Args:
-        copies: This rank's elements of each tensor, and which ranks hold the same ones.
+        copies: Which ranks hold the same elements of each tensor.
+        held: Returns this rank's elements of a tensor.
 
     Raises:
         ModelError: A tensor differs; the same error on every rank.
         AgreedError: A rank could not take the checksums.
     """
-    world_size, spreads = collective.world_size, [spread for _, spread in copies.values()]
+    world_size, spreads = collective.world_size, list(copies.values())
     with collective.stage('compare'):
-        sums = [_checksum(tensor) for tensor, _ in copies.values()]
+        sums = [_checksum(held(name)) for name in copies]
         checksums = torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
     of_mesh = {spread.copied: spread for spread in spreads}
     firsts = {mesh: [spread.first_holder(rank) for rank in range(world_size)] for mesh, spread in of_mesh.items()}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers.fsdp_runs import split_layers
 from tests.helpers.zoo.llamas import llama
-from xhf_hooks.sources.base import mesh_strides
+from xhf_hooks.sources.base import mesh_strides, spread_over
 from xhf_hooks.sources.fsdp import Fsdp2Source
 
 WORLD_SIZE = 8
@@ -75,3 +75,14 @@ def test_meshes_in_another_order():
         assert mesh_strides(np.array(ranks)) == strides, ranks
     for ranks in ((1, 0), (0, 1, 5), (1, 2), (0, 1, 3, 2), ((0, 1), (3, 2))):
         assert mesh_strides(np.array(ranks)) is None, ranks
+
+
+@pytest.mark.parametrize(('stride', 'size'), [(1, 8), (1, 4), (2, 2), (4, 2), (2, 4), (1, 1)])
+def test_every_element_of_a_flat_buffer_is_saved_once(first_of_eight_ranks, stride, size):
+    """As with FSDP1's HYBRID_SHARD: tensors of 5 elements in a row, in a buffer that is padded."""
+    each = -(-23 // size)
+    for skipped in (0, 5, 10, 15):
+        spread = spread_over(5, [(stride, size, each)], skipped)
+        assert sorted(at for rank in range(WORLD_SIZE) for at in spread.held_by(rank)) == [*range(5)], skipped
+        assert (len(spread.copied) > 0) == (size < WORLD_SIZE)
+    assert spread_over(5, [(3, 2, each)]) is None
