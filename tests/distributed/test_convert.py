@@ -119,6 +119,7 @@ def test_lora(finished, name, mode, tmp_path, monkeypatch):
     assert_same_files(found, folder / f'hook_{mode}')
 
 
+@pytest.mark.modern_only
 @pytest.mark.parametrize('name', EXPERT_LORA)
 def test_trained_experts_are_merged_as_by_peft(finished, name, tmp_path):
     """peft moves the adapted parameters during each forward pass."""

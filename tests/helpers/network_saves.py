@@ -94,15 +94,14 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     """A run that is ready to save, set up like a hook does. Runs on: all ranks."""
-    import torch.distributed as dist
-
+    from xhf_hooks.collective import rank_and_world_size
     from xhf_hooks.options import RunOptions
     from xhf_hooks.saves.manager import CheckpointManager
     from xhf_hooks.saves.telemetry import RunLog
     from xhf_hooks.saves.unwrap import unwrap
 
     own = dict(max_keep_ckpts=way.max_keep, writer=way.writer, async_save=way.door == 'async', on_error='raise')
-    log = RunLog(logging.getLogger('tests'), 'run', only_errors=dist.get_rank() != 0)
+    log = RunLog(logging.getLogger('tests'), 'run', only_errors=rank_and_world_size()[0] != 0)
     saves = CheckpointManager(unwrap(model), parent / NAME, RunOptions(**own, **SIZES), log)
     try:
         saves.prepare(None, when='now')

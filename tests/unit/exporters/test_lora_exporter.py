@@ -125,6 +125,7 @@ def test_merge_before_a_conversion():
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.modern_only
 @pytest.mark.skipif('expert_parameters' not in adapter_kinds(), reason='in transformers 4 experts are linear layers')
 def test_memory_of_merged_experts(tmp_path):
     """Those of one layer are merged together; transformers copies gates and ups out of one tensor."""
