@@ -73,15 +73,13 @@ class Collective:
             found._is_shared = True
         return found
 
-    def agree(self, stage: str, error: Exception | None = None) -> None:
-        """Raise on every rank if any rank has an error, passed or remembered. Runs on: all ranks.
+    def agree(self, stage: str) -> None:
+        """Raise on every rank if any rank remembers an error. Runs on: all ranks.
 
         Raises:
             AgreedError: Some rank failed; the same on every rank.
             RankLostError: A rank did not answer.
         """
-        if error is not None:
-            self._remembered = self._remembered or (stage, error)
         own, self._remembered = self._remembered, None
         if not self.any(own is not None, stage):
             return
@@ -118,9 +116,8 @@ class Collective:
         except (AgreedError, RankLostError):
             raise
         except Exception as error:  # of any type: every rank must learn of it
-            self.agree(name, error)
-        else:
-            self.agree(name)
+            self._remembered = self._remembered or (name, error)
+        self.agree(name)
 
     def wait(self, stage: str) -> None:
         """A barrier of log2(N) steps; agrees on nothing. Runs on: all ranks."""

@@ -97,6 +97,15 @@ def whole_on_host(model: Any, masters: bool = False) -> dict[str, Any]:
     return found
 
 
+def save_reference(model: Any, weights: dict[str, Any], folder: Path) -> None:
+    """What save_pretrained writes of a model on the host with these weights, by rank 0. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        model.load_state_dict(weights)
+        model.save_pretrained(folder)
+
+
 def save_and_measure(model: Any, folder: Path, **how: Any) -> dict[str, Any]:
     """What the save does to the device. Runs on: all ranks."""
     import torch
@@ -120,17 +129,14 @@ def save_and_measure(model: Any, folder: Path, **how: Any) -> dict[str, Any]:
 def save_case(engine_name: str, root: Path) -> dict[str, dict[str, Any]]:
     """Runs on: all ranks."""
     import torch
-    import torch.distributed as dist
 
     model = on_device(build_model(), engine_name)
     with_masters = 'zero' in engine_name
     references = {'expected': whole_on_host(model)}
     if with_masters:
         references['expected masters'] = whole_on_host(model, masters=True)
-    for name, weights in references.items() if dist.get_rank() == 0 else ():
-        expected = build_model().to(weights['lm_head.weight'].dtype)
-        expected.load_state_dict(weights)
-        expected.save_pretrained(root / name)
+    for name, weights in references.items():
+        save_reference(build_model().to(weights['lm_head.weight'].dtype), weights, root / name)
     with torch.device('sim'):  # of a script that sets the default device: host memory must stay host memory
         found = {way: save_and_measure(model, root / way, **how) for way, how in WAYS.items()}
     for writer in WRITERS if with_masters else ():
@@ -154,7 +160,6 @@ def train_with_hook(root: Path) -> set[int]:
         The devices that were used.
     """
     import torch
-    import torch.distributed as dist
 
     from tests.helpers.simulated_device import extension
     from tests.helpers.toy_run import run_config, train
@@ -165,11 +170,7 @@ def train_with_hook(root: Path) -> set[int]:
     config = run_config(root / 'run', hook=hook, stage=3, zero=zero, max_iters=2, scores=[0.5])
     with mock.patch('mmengine.dist.dist.get_comm_device', lambda group=None: torch.device('sim')):  # of its own table
         runner = train(config)
-    weights = whole_on_host(runner.model.module.llm)
-    if dist.get_rank() == 0:
-        expected = odd_llama(bf16=True)
-        expected.load_state_dict(weights)
-        expected.save_pretrained(root / 'expected')
+    save_reference(odd_llama(bf16=True), whole_on_host(runner.model.module.llm), root / 'expected')
     return extension().used_devices()
 
 

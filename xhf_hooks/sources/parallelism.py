@@ -58,7 +58,7 @@ class AutoTpSource(Source):
         return {name: tensor for name, tensor in whole.items() if name in wanted}
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        return tuple(_description(tensor)['original_shape']) if _is_split(tensor) else tuple(tensor.shape)
+        return tuple(_description(tensor)['original_shape']) if _is_split(tensor) else super()._full_shape(tensor)
 
 
 def refuse_other_parallelism(model: nn.Module) -> None:

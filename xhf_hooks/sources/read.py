@@ -115,8 +115,9 @@ def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> G
         AgreedError: A rank failed, or found a tensor that does not match the plan.
     """
     meter = MemoryMeter()
-    with collective.remembering('gather'):
-        source.require_room(plan.largest_bucket_nbytes if collective.world_size > 1 else 0)
+    if plan.buckets and collective.world_size > 1:
+        with collective.remembering('gather'):
+            source.require_room(plan.largest_bucket_nbytes)
     for number, bucket in enumerate(plan.buckets):
         if number % BUCKETS_PER_AGREEMENT == 0:
             collective.agree('gather')

@@ -8,7 +8,6 @@ compare a digest of them.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
+from xhf_hooks.format.checksum import crc32
 from xhf_hooks.planning.types import Spread
 
 _WORD_NBYTES = 8
@@ -41,7 +41,7 @@ def require_same(copies: Mapping[str, Spread], held: Callable[[str], torch.Tenso
     firsts = {mesh: [spread.first_holder(rank) for rank in range(world_size)] for mesh, spread in of_mesh.items()}
     digests = np.zeros((len(firsts), world_size), np.int64)
     for row, mesh in zip(digests, firsts, strict=True):
-        row[collective.rank] = zlib.crc32(checksums[[spread.copied == mesh for spread in spreads]].tobytes())
+        row[collective.rank] = crc32(checksums[[spread.copied == mesh for spread in spreads]].tobytes())
     digests = collective.all_reduce(digests, 'SUM', 'compare')
     if all((row == row[first]).all() for row, first in zip(digests, firsts.values(), strict=True)):
         return

@@ -13,6 +13,7 @@ from tests.distributed.test_device import (
     assert_same_bytes_within_a_bucket,
     build_model,
     save_and_measure,
+    save_reference,
     whole_on_host,
 )
 from tests.helpers.engines import zero_engine
@@ -24,7 +25,6 @@ STAGES = (2, 3)
 def save_case(stage: int, root: Path) -> dict[str, dict[str, Any]]:
     """Runs on: all ranks."""
     import torch
-    import torch.distributed as dist
     from mmengine.config import ConfigDict
     from transformers import AutoModelForCausalLM
     from xtuner.model import SupervisedFinetune
@@ -36,11 +36,7 @@ def save_case(stage: int, root: Path) -> dict[str, dict[str, Any]]:
     loss = engine({'input_ids': tokens, 'labels': tokens, 'attention_mask': torch.ones_like(tokens)}, mode='loss')
     engine.backward(loss['loss'])
     engine.step()
-    weights = whole_on_host(engine.module.llm)
-    if dist.get_rank() == 0:
-        expected = build_model()
-        expected.load_state_dict(weights)
-        expected.save_pretrained(root / 'expected')
+    save_reference(build_model(), whole_on_host(engine.module.llm), root / 'expected')
     return {way: save_and_measure(engine.module, root / way, **how) for way, how in WAYS.items()}
 
 

@@ -18,11 +18,12 @@ class SimulatedAccelerator(CPU_Accelerator):
         super().__init__()
         self._name, self._communication_backend_name = NAME, 'simccl'
         self._torch = torch.get_device_module(NAME)
-        for name in ('empty_cache', 'memory_allocated', 'max_memory_allocated', 'memory_reserved', 'synchronize'):
-            setattr(self, name, getattr(self._torch, name))
-        for name in ('max_memory_reserved', 'reset_peak_memory_stats', 'set_device', 'stream', 'current_stream'):
-            setattr(self, name, getattr(self._torch, name))
-        for name in ('default_stream', 'current_device', 'device_count', 'device'):
+        same = (
+            *('empty_cache', 'memory_allocated', 'max_memory_allocated', 'memory_reserved', 'max_memory_reserved'),
+            *('reset_peak_memory_stats', 'synchronize', 'stream', 'current_stream', 'default_stream'),
+            *('set_device', 'current_device', 'device_count', 'device'),
+        )
+        for name in same:
             setattr(self, name, getattr(self._torch, name))
         self.memory_cached, self.max_memory_cached = self.memory_reserved, self.max_memory_reserved
         self.reset_max_memory_allocated = self.reset_max_memory_cached = self.reset_peak_memory_stats

@@ -472,13 +472,15 @@ struct DeviceBackend final : c10d::Backend {
       outputs.push_back(device);
       return host;
     }
-    Tensors in(const Tensors& all) {
-      Tensors hosts;
+    template <typename Tensor_s>  // or lists of them
+    std::vector<Tensor_s> in(const std::vector<Tensor_s>& all) {
+      std::vector<Tensor_s> hosts;
       for (auto& one : all) hosts.push_back(in(one));
       return hosts;
     }
-    Tensors out(const Tensors& all, bool also_in = false) {
-      Tensors hosts;
+    template <typename Tensor_s>
+    std::vector<Tensor_s> out(const std::vector<Tensor_s>& all, bool also_in = false) {
+      std::vector<Tensor_s> hosts;
       for (auto& one : all) hosts.push_back(out(one, also_in));
       return hosts;
     }
@@ -516,8 +518,7 @@ struct DeviceBackend final : c10d::Backend {
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
     Call call;
     auto ins = call.in(inputs);
-    std::vector<Tensors> outs;
-    for (auto& list : outputs) outs.push_back(call.out(list));
+    auto outs = call.out(outputs);
     return start(call, c10d::OpType::ALLGATHER, gloo->allgather(outs, ins, o));
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(
@@ -536,23 +537,20 @@ struct DeviceBackend final : c10d::Backend {
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) override {
     Call call;
     auto ins = call.in(inputs);
-    std::vector<Tensors> outs;
-    for (auto& list : outputs) outs.push_back(call.out(list));
+    auto outs = call.out(outputs);
     return start(call, c10d::OpType::GATHER, gloo->gather(outs, ins, o));
   }
   c10::intrusive_ptr<c10d::Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& o) override {
     Call call;
-    std::vector<Tensors> ins;
-    for (auto& list : inputs) ins.push_back(call.in(list));
+    auto ins = call.in(inputs);
     auto outs = call.out(outputs);
     return start(call, c10d::OpType::SCATTER, gloo->scatter(outs, ins, o));
   }
   c10::intrusive_ptr<c10d::Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& o) override {
     Call call;
-    std::vector<Tensors> ins;
-    for (auto& list : inputs) ins.push_back(call.in(list));
+    auto ins = call.in(inputs);
     auto outs = call.out(outputs);
     return start(call, c10d::OpType::REDUCE_SCATTER, gloo->reduce_scatter(outs, ins, o));
   }
