@@ -4,7 +4,7 @@
 #     bash tools/test.sh                          everything, as CI does
 #     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit; needs neither root nor Debian packages
 #     bash tools/test.sh --coverage               line coverage of tests/unit
-#     bash tools/test.sh --trainers               TRL, not among everything: 0.3 GB more to install
+#     bash tools/test.sh --trainers [NAME...]     real trainers (tests/trainers/test_NAME.py), not among everything
 #     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
 #
@@ -22,6 +22,7 @@ source tools/env.sh
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,test_installed.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,equivalence,llava,lora,untouched}.py)
+TRAINERS=(trl)
 # Runs with object stores go with tests/stress, since that run is shorter
 STORES=(tests/distributed/test_stores.py)
 
@@ -127,9 +128,14 @@ fi
 if [[ ${1-} == --trainers ]]; then
     shift
     make_env .venv modern test stores
-    make_overlay trainers
-    export PYTHONPATH=$PWD/.overlay-trainers/site-packages
-    test_modern tests/trainers "$@"
+    # Each in an overlay of its own, since they pin different versions
+    for trainer in "${@:-${TRAINERS[@]}}"; do
+        make_overlay "$trainer"
+        (
+            export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
+            test_modern "tests/trainers/test_$trainer.py"
+        )
+    done
     exit
 fi
 

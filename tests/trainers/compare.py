@@ -1,6 +1,6 @@
-"""Real trainers at ZeRO-3 on two ranks: what the callback saves is what the trainer itself saves at the end.
+"""Runs of a real trainer, on two ranks: what the callback saves is what the trainer itself saves at the end.
 
-They run in the overlay that ``bash tools/test.sh --trainers`` makes.
+They run in the overlays that ``bash tools/test.sh --trainers`` makes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tests.helpers.assert_intact import assert_whole
 from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.model_folder import save_model
 from tests.helpers.ranks import run_program
 
 HERE = Path(__file__).parent
@@ -39,9 +38,3 @@ def assert_saved(out: Path, theirs: Path, base: Path, said: str) -> None:
     assert settings[0] == settings[1]
     for line in ('ready to save', 'positional', 'saved iter_2 to hf_model', 'saved iter_4 to hf_model'):
         assert line in said, said
-
-
-def test_trl(tmp_path):
-    base, out = save_model('llama', tmp_path / 'base'), tmp_path / 'out'
-    said = run('sft.py', base, out)
-    assert_saved(out, out / 'theirs', base, said)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer at ZeRO-3 with the callback, then TRL's own save: ``sft.py BASE OUT``, on every rank."""
+"""TRL's SFTTrainer at ZeRO-3 with the callback, then TRL's own save: ``trl_sft.py BASE OUT``, on every rank."""
 
 from __future__ import annotations
 
