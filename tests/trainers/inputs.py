@@ -12,6 +12,15 @@ def texts() -> list[dict[str, str]]:
     return [{'text': ' '.join(f'w{(7 * line + word) % 40}' for word in range(20))} for line in range(32)]
 
 
+def pairs() -> list[dict[str, str]]:
+    """Prompts, each with a better and a worse answer."""
+    found = []
+    for text in texts():
+        words = text['text'].split()
+        found.append({'prompt': ' '.join(words[:8]), 'chosen': ' '.join(words[8:14]), 'rejected': ' '.join(words[14:])})
+    return found
+
+
 def zero3() -> dict[str, Any]:
     """Parameters in slices; the trainer may gather them for its own save."""
     config = zero_config(3)

@@ -1,12 +1,17 @@
-"""TRL's SFTTrainer on two ranks."""
+"""Trainers of TRL on two ranks."""
 
 from __future__ import annotations
+
+import pytest
 
 from tests.helpers.model_folder import save_model
 from tests.trainers.compare import assert_saved, run
 
+ENGINES = {'zero2': ('deepspeed', 2), 'zero3': ('deepspeed', 3), 'fsdp2': ('torch', None)}
 
-def test_trl(tmp_path):
+
+@pytest.mark.parametrize('trainer, engine', [('sft', 'zero3'), ('sft', 'fsdp2'), ('dpo', 'zero2'), ('dpo', 'zero3')])
+def test_trl(tmp_path, trainer, engine):
     base, out = save_model('llama', tmp_path / 'base'), tmp_path / 'out'
-    said = run('trl_sft.py', base, out)
-    assert_saved(out, out / 'theirs', base, said)
+    said = run('trl_run.py', trainer, engine, base, out)
+    assert_saved(out, out / 'theirs', base, said, ENGINES[engine])
