@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.adapted import adapt, assert_rounded_once
 from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import names_read, save_folder, zero_engine
 from tests.helpers.scenarios import check, run_scenarios
@@ -35,6 +36,16 @@ def build_model(tied: bool = False, fused: bool = False) -> Any:
     return build('', models={'': ('Qwen2ForCausalLM', 'Qwen2Config', config)})
 
 
+def split(*layer_specs: dict[str, Any]) -> dict[str, Any]:
+    """The section of the config that splits these layers, and no others."""
+    return dict(autotp_size=2, partition_config=dict(use_default_specs=False, layer_specs=list(layer_specs)))
+
+
+#: The layers of an MLP, also where they have an adapter.
+MLP_LAYERS = [
+    {'patterns': [r'.*\.down_proj\.weight$'], 'partition_type': 'row'},
+    {'patterns': [r'.*\.(gate|up)_proj\.weight$'], 'partition_type': 'column'},
+]
 FUSED_LAYERS = [
     {'patterns': [r'.*\.(o_proj|down_proj)\.weight$'], 'partition_type': 'row'},
     {'patterns': [r'.*\.qkv_proj\.weight$'], 'partition_type': 'column', 'shape': [[40, 20, 20], -1]},
@@ -45,11 +56,7 @@ SPLIT: dict[str, tuple[Callable[[], Any], int, dict[str, Any]]] = {
     'zero-0': (build_model, 0, dict(autotp_size=2)),
     'zero-1': (build_model, 1, dict(autotp_size=2)),
     'zero-2, tied': (partial(build_model, tied=True), 2, dict(autotp_size=2)),
-    'sub-parameters': (
-        partial(build_model, fused=True),
-        1,
-        dict(autotp_size=2, partition_config=dict(use_default_specs=False, layer_specs=FUSED_LAYERS)),
-    ),
+    'sub-parameters': (partial(build_model, fused=True), 1, split(*FUSED_LAYERS)),
 }
 
 
@@ -78,6 +85,27 @@ def save_split(name: str, root: Path) -> tuple[Any, Any]:
         engine.module.save_pretrained(root / 'theirs', state_dict=state)
     engine.destroy()
     return before, after
+
+
+def save_adapted(root: Path) -> None:
+    """Train adapters of layers beside those that are split."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.distributed.test_equivalence import train_one_step
+
+    model = adapt(build_model(), torch.bfloat16)
+    engine = zero_engine(model, 1, sections={'tensor_parallel': split(*MLP_LAYERS)})
+    train_one_step(engine)
+    for way, how in WAYS.items():
+        save_folder(engine.module, root / way, lora='both', **how)
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    if dist.get_rank() == 0:
+        whole = adapt(build_model(), torch.bfloat16)
+        whole.load_state_dict(trained, strict=False)
+        whole.save_pretrained(root / 'expected_adapter')
+        whole.double().merge_and_unload().save_pretrained(root / 'exact_merge')
+    engine.destroy()
 
 
 def save_with_trainer(root: Path) -> None:
@@ -137,6 +165,11 @@ def with_autotp_at_zero_3() -> Any:
     return zero_engine(build_model(), 3, sections={'tensor_parallel': {'autotp_size': 2}})
 
 
+def with_adapters_of_split_layers() -> Any:
+    model = adapt(build_model(), target_modules='all-linear')
+    return zero_engine(model, 0, sections={'tensor_parallel': split(*MLP_LAYERS)})
+
+
 def with_auto_ep() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.utils import output_capturing
@@ -176,6 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     'experts': (with_experts, 'expert parallelism of DeepSpeed'),
     'pipeline': (in_a_pipeline, 'pipeline parallelism of DeepSpeed'),
     'AutoTP at ZeRO-3': (with_autotp_at_zero_3, 'AutoTP with ZeRO-0 to 2'),
+    'adapters': (with_adapters_of_split_layers, 'layers.0.mlp.gate_proj: expected an adapter, which AutoTP'),
 }
 
 
@@ -199,6 +233,7 @@ def results(tmp_path_factory):
     scenarios: dict[str, Any] = {'ulysses': partial(save_sequence_parallel, root / 'ulysses')}
     scenarios |= {name: partial(refusal, name, root / name) for name in REFUSED}
     scenarios |= {name: partial(save_split, name, root / name) for name in SPLIT}
+    scenarios['adapted'] = partial(save_adapted, root / 'adapted')
     scenarios['trainer'] = partial(save_with_trainer, root / 'trainer')
     return root, run_scenarios(scenarios, N_RANKS)
 
@@ -226,6 +261,15 @@ def test_autotp(results, name):
     assert masters.keys() == trained.keys()
     assert all(tensor.bfloat16().equal(trained[key]) for key, tensor in masters.items())
     assert name == 'sub-parameters' or not all(t.equal(trained[key].float()) for key, t in masters.items())
+
+
+def test_autotp_beside_adapters(results):
+    root, outcomes = results
+    check(outcomes, 'adapted')
+    for way in WAYS:
+        saved = root / 'adapted' / way
+        assert_same_folder_tensors(saved / 'adapter', root / 'adapted' / 'expected_adapter')
+        assert_rounded_once(folder_tensors(saved), folder_tensors(root / 'adapted' / 'exact_merge'))
 
 
 def test_autotp_of_trainer(results):
