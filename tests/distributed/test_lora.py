@@ -1,4 +1,4 @@
-"""LoRA under DeepSpeed: the adapter and the merged model are those of the whole model, whatever holds its weights."""
+"""LoRA under DeepSpeed and FSDP2: adapter and merged model are those of the whole model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 from tests.helpers.adapted import EXPERTS, adapt, assert_rounded_once, is_known_to_peft, merged_by_peft
 from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.engines import names_read, save_folder, zero_engine
+from tests.helpers.fsdp_runs import shard
 from tests.helpers.scenarios import check, run_scenarios
 
 ENGINES: dict[str, dict[str, Any]] = {
     'zero2': dict(stage=2),
     'zero3': dict(stage=3),
     'zero3_fp32': dict(stage=3, bf16=False),
+    'fsdp2_fp32': {},
 }
 #: Name: family, LoraConfig options.
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,7 +27,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     'experts': ('mixtral', dict(target_parameters=EXPERTS)),
 }
 CASES = ['plain-zero2', 'plain-zero3', 'plain-zero3_fp32', 'dora_modules_to_save-zero3']
-EXPERT_CASES = ['experts-zero3', 'experts-zero3_fp32'] if is_known_to_peft('expert_parameters') else []
+EXPERT_CASES = (
+    ['experts-zero3', 'experts-zero3_fp32', 'experts-fsdp2_fp32'] if is_known_to_peft('expert_parameters') else []
+)
 
 
 def build_model(root: Path, adapter: str, engine_name: str) -> Any:
@@ -35,7 +39,7 @@ def build_model(root: Path, adapter: str, engine_name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     family, lora = ADAPTERS[adapter]
-    dtype = torch.float32 if engine_name == 'zero3_fp32' else torch.bfloat16
+    dtype = torch.float32 if engine_name.endswith('fp32') else torch.bfloat16
     model = nn.Module()
     model.llm = adapt(AutoModelForCausalLM.from_pretrained(root / family, torch_dtype=dtype), dtype, **lora)
     return model
@@ -57,10 +61,12 @@ def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set
         model.llm.double().merge_and_unload().save_pretrained(folder / 'exact_merge')
         model = build_model(root, adapter, engine_name)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    engine = zero_engine(model, **ENGINES[engine_name])
-    plan, _ = save_folder(engine.module, folder / 'adapter', lora='adapter')
-    save_folder(engine.module, folder / 'both', lora='both')
-    engine.destroy()
+    engine = None if engine_name.startswith('fsdp2') else zero_engine(model, **ENGINES[engine_name])
+    model = shard(model, 'fsdp2') if engine is None else engine.module
+    plan, _ = save_folder(model, folder / 'adapter', lora='adapter')
+    save_folder(model, folder / 'both', lora='both')
+    if engine is not None:
+        engine.destroy()
     return names_read(plan), trained
 
 

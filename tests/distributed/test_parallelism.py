@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     'experts': (with_experts, 'expert parallelism of DeepSpeed'),
     'pipeline': (in_a_pipeline, 'pipeline parallelism of DeepSpeed'),
     'AutoTP at ZeRO-3': (with_autotp_at_zero_3, 'AutoTP with ZeRO-0 to 2'),
-    'adapters': (with_adapters_of_split_layers, 'layers.0.mlp.gate_proj: expected an adapter, which AutoTP'),
+    'adapters': (with_adapters_of_split_layers, ': model.layers.0.mlp.gate_proj: expected an adapter'),
 }
 
 

@@ -24,9 +24,8 @@ def shard(model: Any, kind: str) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.distributed.tensor import Shard
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+    layers = [module for module in model.modules() if type(module).__name__.endswith('DecoderLayer')]
     if kind.startswith(('fsdp2', 'hsdp2', 'tp')):
         options: dict[str, Any] = dict(mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
         if not kind.startswith('fsdp2'):
@@ -47,7 +46,7 @@ def shard(model: Any, kind: str) -> Any:
         model,
         device_id=torch.device('cpu'),
         use_orig_params=True,
-        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
         **hybrid or dict(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None),
     )
 

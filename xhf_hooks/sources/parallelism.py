@@ -82,13 +82,13 @@ def refuse_other_parallelism(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if _is_split(parameter) and (problem := _why_unreadable(parameter)) is not None:
             raise ModelError(f'{name}: split by AutoTP, tensor parallelism of DeepSpeed (autotp_size), {problem}')
-    for path, tuner in model.named_modules():  # DeepSpeed 0.19.6 replaces an adapted layer by its base, split
+    for tuner in model.modules():  # DeepSpeed 0.19.6 replaces an adapted layer by its base, split
         for target in getattr(tuner, 'targeted_module_names', ()):
             if any(map(_is_split, tuner.model.get_submodule(target).parameters(recurse=False))):
                 raise ModelError(
-                    f'{path}.{target}: expected an adapter, which AutoTP, tensor parallelism of DeepSpeed '
-                    f'(autotp_size), has removed where it split the layer. Adapt layers that its partition_config does '
-                    f'not split, or train with {_USE_ZERO_3}'
+                    f'{target}: expected an adapter, which AutoTP, tensor parallelism of DeepSpeed (autotp_size), has '
+                    f'removed where it split the layer. Adapt layers that its partition_config does not split, or '
+                    f'train with {_USE_ZERO_3}'
                 )
 
 
