@@ -3,7 +3,7 @@
 Source.specs()      the tensors of the model          names and full shapes, no data
 Exporter.entries()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
-require_same()      checksums of whole copies         compared across ranks: one model, not several
+require_same()      checksums of copies               compared across ranks: one model, not several
 live_chunks()       ranks write their own slices      with writer='positional', where possible
                     or send them to the owner         with 'stream' and 'parallel', where possible
                     the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
@@ -43,7 +43,7 @@ from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
-from xhf_hooks.sources.replicated import require_same
+from xhf_hooks.sources.replicated import checksums_of, require_same
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.calls import allow_open_files
 from xhf_hooks.system.memory import SnapshotMemory
@@ -280,16 +280,24 @@ class Saver:
             with clock.stage('snapshot'):
                 chunks = self._take_snapshot().chunks(collective)
             clock.meter.sample()
-        copies = self._source.replicated([spec.name for spec in self.plan.reads if not spec.from_master])
-        if copies and self._collective.world_size > 1:
-            with clock.stage('compare'):
-                require_same(copies, lambda name: self._source.local_shard(name, False).elements, self._collective)
+            if copies := self._copies():
+                with clock.stage('compare'):
+                    with self._collective.stage('compare'):
+                        checksums = self._checksums(copies)
+                    require_same(copies, checksums, self._collective)
         with ExitStack() as on_error:
             with self._collective.stage('threads'):
                 writer = Writer(self._half_bucket, fsync=target.fsync, beside_training=in_background)
                 on_error.callback(writer.abort)
             on_error.pop_all()
         return _Begun(target, step, facts, collective, clock, chunks, writer)
+
+    def _copies(self) -> dict[str, Spread]:
+        """What several ranks hold."""
+        return self._source.replicated([spec.name for spec in self.plan.reads if not spec.from_master])
+
+    def _checksums(self, copies: Mapping[str, Spread]) -> np.ndarray:
+        return checksums_of(self._source.local_shard(name, False).elements for name in copies)
 
     def _write_and_commit(self, begun: _Begun) -> CommittedCheckpoint:
         """Everything after that. Runs on: all ranks; for a background save, in the background thread."""
@@ -299,6 +307,7 @@ class Saver:
         warnings: list[str] = []
         made = None
         try:
+            copies = {} if collective is self._in_background else self._copies()  # compared before training went on
             with clock.stage('staging'):
                 with collective.stage('staging'):
                     if is_rank0:
@@ -306,6 +315,10 @@ class Saver:
                         target.room(plan.nbytes)
                         warnings += self.exporter.write_hf_assets(staging, self.tokenizer, self.eos_token_ids)
                         made = staging.name, writer.create(plan, staging) if target.is_shared else {}
+                    if copies:  # while they would wait for rank 0
+                        checksums = self._checksums(copies)
+                if copies:
+                    require_same(copies, checksums, collective)
                 name, files = collective.broadcast(made)
                 place = target.place(name)
                 if not target.is_shared:

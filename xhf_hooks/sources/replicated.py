@@ -8,7 +8,7 @@ compare a digest of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -22,21 +22,23 @@ _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-def require_same(copies: Mapping[str, Spread], held: Callable[[str], torch.Tensor], collective: Collective) -> None:
+def checksums_of(tensors: Iterable[torch.Tensor]) -> np.ndarray:
+    """Checksums of what this rank holds of each tensor. Does not communicate."""
+    sums = [_checksum(tensor) for tensor in tensors]
+    return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
+
+
+def require_same(copies: Mapping[str, Spread], checksums: np.ndarray, collective: Collective) -> None:
     """Compare what several ranks hold. Runs on: all ranks.
 
     Args:
         copies: Which ranks hold the same elements of each tensor.
-        held: Returns this rank's elements of a tensor.
+        checksums: Of this rank's elements of each.
 
     Raises:
         ModelError: A tensor differs; the same error on every rank.
-        AgreedError: A rank could not take the checksums.
     """
     world_size, spreads = collective.world_size, list(copies.values())
-    with collective.stage('compare'):
-        sums = [_checksum(held(name)) for name in copies]
-        checksums = torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
     of_mesh = {spread.copied: spread for spread in spreads}
     firsts = {mesh: [spread.first_holder(rank) for rank in range(world_size)] for mesh, spread in of_mesh.items()}
     digests = np.zeros((len(firsts), world_size), np.int64)
