@@ -1,4 +1,4 @@
-"""Meshes of 2 x 2 ranks, FSDP in two replicas (HSDP) or with tensor parallelism: each rank saves its slice."""
+"""Meshes of four ranks, FSDP in two replicas (HSDP) or with tensor parallelism: each rank saves its slice."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     for writer in ('stream', 'parallel', 'positional', 'gather')
     for in_background in (False, True)
 }
+WAYS_OF_EACH_KIND = ('stream, in the background', 'positional', 'gather')
 KINDS = ('hsdp2', 'hsdp1', 'tp')
 
 
@@ -54,6 +55,61 @@ def save_all_ways(kind: str, root: Path) -> dict[str, list[str]]:
         whole.load_state_dict(state)
         whole.save_pretrained(root / 'theirs', max_shard_size=20_000)
     return gathered
+
+
+def of_transformers() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Models, and the arguments of ``from_pretrained`` that split them, if the installed transformers does so."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {
+            'tensor parallelism': ('Qwen2', dict(tp_plan='auto')),
+            'tensor parallelism of experts': ('Qwen2Moe', dict(tp_plan='auto')),
+            'with fsdp': ('Qwen2', dict(distributed_config=DistributedConfig(tp_size=2, fsdp_size=2))),
+            'replicas': ('Qwen2', dict(distributed_config=DistributedConfig(dp_replicate_size=2, fsdp_size=2))),
+            'experts': ('Qwen2Moe', dict(distributed_config=DistributedConfig(ep_size=4, tp_size=2, fsdp_size=2))),
+        }
+    except (ImportError, TypeError):
+        return {}
+
+
+def save_all_ways_of_transformers(name: str, root: Path) -> set[str]:
+    """Runs on: all ranks.
+
+    Returns:
+        The names of the tensors that 'positional' has gathered.
+    """
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.zoo import DECODER, build
+
+    family, how = of_transformers()[name]
+    sizes = dict(vocab_size=132, hidden_size=32, intermediate_size=36, num_key_value_heads=4)
+    if family == 'Qwen2Moe':
+        sizes |= dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+    if dist.get_rank() == 0:
+        models = {'': (f'{family}ForCausalLM', f'{family}Config', DECODER | sizes)}
+        build('', models=models).save_pretrained(root / 'base')
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(root / 'base', **how)
+    doors.train_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    plans = {way: save_folder(model, root / way, **WAYS[way])[0] for way in WAYS_OF_EACH_KIND}
+    model.save_pretrained(root / 'theirs')  # all ranks gather
+    return {spec.name for group in plans['positional'].gathered for spec in group.reads}
+
+
+def refusal_of_fsdp1_with_tensor_parallelism(root: Path) -> str:
+    """Runs on: all ranks."""
+    from xhf_hooks import save_hf
+    from xhf_hooks.errors import XhfError
+
+    try:
+        save_hf(shard(build('tp'), 'fsdp1_tp'), root)
+    except XhfError as error:
+        return str(error)
+    return 'saved'
 
 
 def logged(kind: str, root: Path) -> str:
@@ -100,6 +156,9 @@ def results(tmp_path_factory):
     scenarios: dict[str, Any] = {kind: partial(save_all_ways, kind, root / kind) for kind in KINDS}
     scenarios |= {f'{kind}, differing': partial(save_differing, kind, root / 'differing') for kind in KINDS[:2]}
     scenarios |= {f'{kind}, logged': partial(logged, kind, root / 'logged') for kind in KINDS[1:]}
+    for name in of_transformers():
+        scenarios[name] = partial(save_all_ways_of_transformers, name, root / name)
+    scenarios['fsdp1_tp'] = partial(refusal_of_fsdp1_with_tensor_parallelism, root / 'fsdp1_tp')
     return root, run_scenarios(scenarios, N_RANKS)
 
 
@@ -113,6 +172,22 @@ def test_every_writer_writes_what_the_whole_model_gives(results, kind):
     columns = {name for names in gathered.values() for name in names if 'o_proj' in name or 'down_proj' in name}
     for way, names in gathered.items():
         assert 'gather' in way or set(names) == (columns if kind == 'tp' else set()), way
+
+
+@pytest.mark.parametrize('name', of_transformers())
+def test_what_transformers_splits_is_what_it_saves_itself(results, name):
+    root, outcomes = results
+    for gathered in check(outcomes, name):
+        assert 'model.layers.0.mlp.gate.weight' not in gathered and 'model.embed_tokens.weight' not in gathered
+    for way in WAYS_OF_EACH_KIND:
+        assert_same_folder_tensors(root / name / way, root / name / 'theirs')
+
+
+def test_fsdp1_with_tensor_parallelism_is_refused(results):
+    root, outcomes = results
+    for message in check(outcomes, 'fsdp1_tp'):
+        assert 'FullyShardedDataParallel over DTensors of tensor parallelism' in message
+    assert not (root / 'fsdp1_tp').exists()
 
 
 def test_the_log_names_what_is_gathered(results):

@@ -15,8 +15,8 @@ def shard(model: Any, kind: str) -> Any:
     """Each decoder layer is a unit of its own, the rest belongs to the root; or all belongs to the root.
 
     Args:
-        kind: ``fsdp1`` or ``fsdp2``, and what it does beside that. ``hsdp1``, ``hsdp2`` and ``tp`` need four ranks: two
-            replicas of two shards, or two shards of two halves by tensor parallelism.
+        kind: ``fsdp1`` or ``fsdp2``, and what it does beside that. ``hsdp1``, ``hsdp2``, ``tp`` and ``fsdp1_tp`` need
+            four ranks: two replicas of two shards, or two shards of two halves by tensor parallelism.
     """
     import torch
     import torch.distributed as dist
@@ -42,6 +42,10 @@ def shard(model: Any, kind: str) -> Any:
     hybrid: dict[str, Any] = {}
     if kind == 'hsdp1':
         hybrid = dict(device_mesh=init_device_mesh('cpu', (2, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    if kind == 'fsdp1_tp':
+        mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('outer', 'inner'))
+        split_layers(model, mesh['inner'])
+        hybrid = dict(device_mesh=mesh['outer'])
     return FullyShardedDataParallel(
         model,
         device_id=torch.device('cpu'),

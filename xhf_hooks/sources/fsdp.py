@@ -131,6 +131,11 @@ class Fsdp1Source(Source):
                 'FullyShardedDataParallel without use_orig_params keeps only flat parameters; set '
                 'use_orig_params=True (Accelerate: fsdp_use_orig_params: true), or use fully_shard'
             )
+        if any(extension is not None for extension in handle.flat_param._param_extensions):
+            raise ModelError(
+                'FullyShardedDataParallel over DTensors of tensor parallelism (parallelize_module) cannot be saved; '
+                'use fully_shard (FSDP2), which can'
+            )
         if handle._skipped_use_sharded_views:  # after a forward pass without a backward pass
             handle._use_sharded_views()
         flat = handle.flat_param

@@ -1,4 +1,4 @@
-"""Models that DeepSpeed has split by layers, not by ZeRO: AutoTP is read, other ways are refused by name.
+"""Models that are split by layers, not by ZeRO or FSDP: DeepSpeed's AutoTP is read, other ways are refused by name.
 
 AutoTP (``tensor_parallel: {autotp_size}``) puts rows of some linear layers and columns of others on different ranks.
 Each of its layers knows how it is split, and gathers itself (``gather_params`` in DeepSpeed's
@@ -82,6 +82,13 @@ def refuse_other_parallelism(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if _is_split(parameter) and (problem := _why_unreadable(parameter)) is not None:
             raise ModelError(f'{name}: split by AutoTP, tensor parallelism of DeepSpeed (autotp_size), {problem}')
+    for module in model.modules():  # of transformers 5.0 to some version before 5.23; in 4, packed weights
+        if getattr(module, '_tp_size', None) not in (None, 1) and not _is_split_into_dtensors(module):
+            raise ModelError(
+                f'{type(module).__name__}: expected DTensors, whose rows are in order, found other tensors that this '
+                f'version of transformers makes for tensor or expert parallelism (tp_plan). Use one that makes '
+                f'DTensors, such as 5.23, or train with {_USE_ZERO_3}'
+            )
     for tuner in model.modules():  # DeepSpeed 0.19.6 replaces an adapted layer by its base, split
         for target in getattr(tuner, 'targeted_module_names', ()):
             if any(map(_is_split, tuner.model.get_submodule(target).parameters(recurse=False))):
@@ -90,6 +97,11 @@ def refuse_other_parallelism(model: nn.Module) -> None:
                     f'removed where it split the layer. Adapt layers that its partition_config does not split, or '
                     f'train with {_USE_ZERO_3}'
                 )
+
+
+def _is_split_into_dtensors(model: nn.Module) -> bool:
+    is_packed = any('packed' in str(getattr(module, '_hf_tp_plan', '')) for module in model.modules())
+    return not is_packed and any(hasattr(parameter, 'placements') for parameter in model.parameters())
 
 
 def _why_unreadable(parameter: torch.Tensor) -> str | None:

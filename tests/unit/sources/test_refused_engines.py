@@ -44,3 +44,13 @@ def test_autotp_layers_that_are_not_gathered(of_deepspeed):
         model.weight.ds_autotp_universal_checkpoint_meta = {'original_shape': (6, 2)}
     with pytest.raises(ModelError, match=r'weight: split by AutoTP.*Remove autotp_size'):
         source_for(model)
+
+
+@pytest.mark.parametrize('plan', ['colwise', 'local_packed_rowwise'])
+def test_tensor_parallelism_of_transformers_without_dtensors_in_order(plan):
+    model = nn.Sequential(nn.Linear(2, 3))
+    model._tp_size, model[0]._hf_tp_plan = 2, plan
+    if 'packed' in plan:
+        model[0].weight.placements = ()
+    with pytest.raises(ModelError, match=r'Sequential: expected DTensors.*transformers'):
+        source_for(model)
