@@ -43,6 +43,7 @@ them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json. docs/performance.md explain
 BENCHES: dict[str, tuple[Callable[[ArgumentParser], None], Callable[[Namespace], dict[str, Any]]]] = {
     'save': (saves.add_save_options, saves.measure_save),
     'floors': (saves.add_floors_options, saves.measure_floors),
+    'hsdp': (saves.add_hsdp_options, saves.measure_hsdp),
     'throttled': (saves.add_throttled_options, saves.measure_throttled),
     'memory': (saves.add_memory_options, saves.measure_memory),
     'stall': (saves.add_stall_options, saves.measure_stall),

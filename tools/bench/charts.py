@@ -14,6 +14,7 @@ _UPLOAD = (('seconds', 'seconds', '{:.2f}'), ('sent_mb', 'sent by rank 0, MB', '
 CHARTS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     'save': ('Saving a ZeRO-3 model', _SAVE),
     'floors': ('Saving a ZeRO-3 model, and what disk and loopback allow', _SAVE),
+    'hsdp': ('Saving two replicas of shards', _SAVE),
     'throttled': ('Saving to a share that limits each client', _SAVE[:1]),
     'memory': (
         'What a save takes of memory and network',

@@ -14,11 +14,13 @@ from bench.ways import (
     ASYNC,
     BY,
     DCP,
+    FLAT,
     FLOOR_ALL,
     FLOOR_ALL_FSYNC,
     FLOOR_FSYNC,
     FLOOR_SENT,
     FSYNC_WORDS,
+    HSDP,
     NO_SAVE,
     OURS,
     SYNC,
@@ -45,8 +47,7 @@ def table(what: str, measured: dict[str, Any]) -> str:
         return whole[what](measured)
     if what == 'throttled':
         return '\n'.join(map(_throttled_table, measured['cases']))
-    tables = {'save': _save_table, 'floors': _save_table, 'stall': _stall_table, 'convert': _convert_table}
-    table_of = tables[what]
+    table_of = {'stall': _stall_table, 'convert': _convert_table}.get(what, _save_table)
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
 
@@ -91,10 +92,15 @@ def _save_table(size: dict[str, Any]) -> str:
         floor = found.get(_floor_of(way))
         return f'{figures["seconds"] / floor["seconds"]:.1f}' if floor and way.startswith(OURS) else None
 
+    def of_flat(way: str, figures: dict[str, float]) -> str | None:
+        flat = found.get(way.replace(HSDP, FLAT))
+        return f'{figures["seconds"] / flat["seconds"]:.2f}' if flat and way.endswith(HSDP) else None
+
     columns: list[Column] = [
         ('seconds', _figure('seconds', '{:.2f}')),
         ("times faster than XTuner's hook", lambda _, f: f'{xtuner / f["seconds"]:.1f}' if xtuner else None),
         ('times its floor', of_the_floor),
+        ('times FSDP2', of_flat),
         ('extra memory, MB', _figure('peak_extra_mb', '{:.0f}')),
         ('sent to other ranks, MB', _figure('sent_mb', '{:.0f}')),
     ]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 
 from bench.floors import Floors
 from bench.measuring import measure, measure_last
 from bench.peers import PEERS, DcpPeer
 from bench.progress import in_turns
 from bench.throttle import limited_writes
-from bench.ways import DCP, FLOOR_GATHER, FSYNC_WORDS, OURS
+from bench.ways import DCP, FLAT, FLOOR_GATHER, FSYNC_WORDS, HSDP, OURS
+from tests.helpers.fsdp_runs import shard
 from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -34,12 +37,17 @@ STEP = Step('iter', 1, 1)
 FILES_PER_RANK = 4
 
 
-def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
-    """A saver whose file sizes do not depend on the writer."""
-    nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in engine.module.parameters())
+def n_parameters(model: nn.Module) -> int:
+    """Of the whole model."""
+    return sum(getattr(parameter, 'ds_numel', parameter.numel()) for parameter in model.parameters())
+
+
+def saver_of(model: nn.Module, writer: str, bucket_nbytes: int, **options: Any) -> Saver:
+    """A saver of a bf16 model, whose file sizes do not depend on the writer."""
+    nbytes = 2 * n_parameters(model)
     shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
     how = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=shard_nbytes)
-    saver = Saver(unwrap(engine), how, Collective(), writer=writer, **options)
+    saver = Saver(unwrap(model), how, Collective(), writer=writer, **options)
     saver.prepare()
     return saver
 
@@ -47,7 +55,7 @@ def saver_of(engine: deepspeed.DeepSpeedEngine, writer: str, bucket_nbytes: int,
 class Ways:
     """The measured ways, by name."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, bucket_nbytes: int) -> None:
+    def __init__(self, engine: nn.Module, bucket_nbytes: int) -> None:
         self._engine, self._bucket_nbytes = engine, bucket_nbytes
         self._savers: dict[str, Saver] = {}
         plan = self.saver('stream').plan
@@ -90,6 +98,23 @@ def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: P
             return measure_last(job['in_a_row'], save, folder, 0 if way == FLOOR_GATHER else ways.least_nbytes)
 
     return {'nbytes': ways.nbytes, 'runs': in_turns(job['ways'], job['repeats'], one, tell)}
+
+
+def bench_hsdp(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Shard a model and a copy of it, and measure both in turns."""
+    sharded = {FLAT: shard(deepcopy(model), 'fsdp2'), HSDP: shard(model, 'hsdp2')}
+    ways = {kind: Ways(each, job['bucket_nbytes']) for kind, each in sharded.items()}
+
+    def one(way: str) -> dict[str, float]:
+        kind = FLAT if way.endswith(FLAT) else HSDP
+        saver = ways[kind].saver(way.removeprefix(OURS).removesuffix(kind))
+
+        def save(to: Path) -> None:
+            saver.save(CheckpointFolder(to, 1, fsync=False), STEP)
+
+        return measure_last(job['in_a_row'], save, folder, ways[kind].least_nbytes)
+
+    return {'nbytes': ways[FLAT].nbytes, 'runs': in_turns(job['ways'], job['repeats'], one, tell)}
 
 
 def bench_throttled(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, run_worker
-from bench.ways import OURS, WRITERS, choose, name_of_ours, ways_to_save
+from bench.ways import FLAT, HSDP, OURS, WRITERS, choose, name_of_ours, ways_to_save
 from xhf_hooks.options import parse_size
 
 #: Bytes per second that a rank may write if its connection to a share is the limit.
@@ -26,6 +26,12 @@ def add_save_options(parser: ArgumentParser) -> None:
 def add_floors_options(parser: ArgumentParser) -> None:
     add_save_options(parser)
     parser.set_defaults(ways=['floor: ', OURS])
+
+
+def add_hsdp_options(parser: ArgumentParser) -> None:
+    _add_common_options(parser, billions=[0.2], ranks=4, repeats=5)
+    add_number(parser, '--in-a-row', 3, 'consecutive runs per measurement; only the last one counts')
+    _add_ways_option(parser)
 
 
 def add_throttled_options(parser: ArgumentParser) -> None:
@@ -72,6 +78,13 @@ def measure_save(args: Namespace) -> dict[str, Any]:
 def measure_floors(args: Namespace) -> dict[str, Any]:
     """Saves with every writer, compared with how fast disk and loopback can move as many bytes."""
     return measure_save(args)
+
+
+def measure_hsdp(args: Namespace) -> dict[str, Any]:
+    """Saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks."""
+    ways = choose([f'{OURS}{writer}{kind}' for writer in WRITERS for kind in (FLAT, HSDP)], args.ways)
+    jobs = [_job(args, 'hsdp', size, ways=ways, in_a_row=args.in_a_row) for size in args.billions]
+    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
 
 
 def measure_throttled(args: Namespace) -> dict[str, Any]:

@@ -22,6 +22,7 @@ OURS = 'xhf_hooks '
 SYNC = 'xhf_hooks positional, training waits'
 ASYNC = 'xhf_hooks positional, async'
 NO_SAVE = 'no save'
+FLAT, HSDP = ', FSDP2', ', HSDP'
 FSYNC_WORDS = {False: 'without fsync', True: 'with fsync, as the hook'}
 
 

@@ -11,17 +11,19 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.convert_worker import Trained, bench_checkpoint
 from bench.launch import MODELS
-from bench.save_worker import bench_save, bench_throttled
+from bench.save_worker import bench_hsdp, bench_save, bench_throttled, n_parameters
 from bench.stall_worker import bench_stall
 from bench.stores_worker import bench_out_dir, bench_training, bench_upload
 
 BENCHES = {
     'checkpoint': bench_checkpoint,
     'save': bench_save,
+    'hsdp': bench_hsdp,
     'throttled': bench_throttled,
     'stall': bench_stall,
     'upload': bench_upload,
@@ -30,8 +32,8 @@ BENCHES = {
 }
 
 
-def build_engine(job: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    """A bf16 Llama at ZeRO-3: with an optimizer if the job names one, so that larger models fit a small machine."""
+def build(job: dict[str, Any]) -> nn.Module:
+    """A bf16 Llama, whole or at ZeRO-3: with an optimizer if the job names one, or larger models fit."""
     config = {
         'train_micro_batch_size_per_gpu': 1,
         'bf16': {'enabled': True},
@@ -44,8 +46,11 @@ def build_engine(job: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
         'zero_force_ds_cpu_optimizer': False,
     }
     torch.manual_seed(0)
+    llama = LlamaConfig(vocab_size=30000, **MODELS[job['billions']])
+    if job['what'] == 'hsdp':
+        return LlamaForCausalLM(llama).bfloat16()
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=30000, **MODELS[job['billions']]))
+        model = LlamaForCausalLM(llama)
     if 'optimizer' not in job:
         return deepspeed.initialize(model=model, config=config)[0]
     model = Trained(model)
@@ -63,11 +68,10 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(line, file=progress)
 
-        engine = build_engine(job)
-        content = BENCHES[job['what']](engine, job, folder / 'saves' / 'hf_model', tell)
+        model = build(job)
+        content = BENCHES[job['what']](model, job, folder / 'saves' / 'hf_model', tell)
     if dist.get_rank() == 0:
-        parameters = sum(p.ds_numel for p in engine.module.parameters())
-        (folder / 'result.json').write_text(json.dumps({'parameters': parameters, **content}))
+        (folder / 'result.json').write_text(json.dumps({'parameters': n_parameters(model), **content}))
         shutil.rmtree(folder / 'saves', ignore_errors=True)
     dist.barrier()
     dist.destroy_process_group()
