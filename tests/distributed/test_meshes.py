@@ -132,29 +132,36 @@ def logged(kind: str, root: Path) -> str:
     return text.getvalue()
 
 
-def save_differing(kind: str, root: Path) -> str:
-    """One element differs on the last rank from that of the other replica. Runs on: all ranks."""
+def save_differing(kind: str, root: Path) -> list[str]:
+    """Save; then one element differs on the last rank from that of the other replica. Runs on: all ranks.
+
+    Returns:
+        The errors of two more saves, the second one in the background.
+    """
     import torch.distributed as dist
 
-    from xhf_hooks import save_hf
     from xhf_hooks.errors import ModelError
 
-    model = shard(build(kind), kind)
+    model, said = shard(build(kind), kind), []
+    save_folder(model, root / 'hf_model')
     if dist.get_rank() == N_RANKS - 1:
         held = (p if kind == 'hsdp1' else p.to_local() for p in model.parameters())
         next(tensor for tensor in held if tensor.numel()).data.flatten()[-1] += 1
-    try:
-        save_hf(model, root)
-    except ModelError as error:
-        return str(error)
-    return 'saved'
+    for in_background in (False, True):
+        try:
+            save_folder(model, root / 'hf_model', in_background=in_background)
+        except ModelError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('meshes')
     scenarios: dict[str, Any] = {kind: partial(save_all_ways, kind, root / kind) for kind in KINDS}
-    scenarios |= {f'{kind}, differing': partial(save_differing, kind, root / 'differing') for kind in KINDS[:2]}
+    scenarios |= {
+        f'{kind}, differing': partial(save_differing, kind, root / f'{kind}, differing') for kind in KINDS[:2]
+    }
     scenarios |= {f'{kind}, logged': partial(logged, kind, root / 'logged') for kind in KINDS[1:]}
     for name in of_transformers():
         scenarios[name] = partial(save_all_ways_of_transformers, name, root / name)
@@ -198,6 +205,14 @@ def test_the_log_names_what_is_gathered(results):
 
 @pytest.mark.parametrize('kind', KINDS[:2])
 def test_replicas_that_differ_are_refused(results, kind):
-    _, outcomes = results
-    for message in check(outcomes, f'{kind}, differing'):
-        assert 'found other values on ranks [3] than on rank 1 (in 1 of ' in message
+    """The save before that stays, and nothing else is left."""
+    root, outcomes = results
+    for messages in check(outcomes, f'{kind}, differing'):
+        assert len(messages) == 2
+        for message in messages:
+            assert 'found other values on ranks [3] than on rank 1 (in 1 of ' in message
+    left = [path.name for path in (root / f'{kind}, differing').iterdir() if path.name != '.hf_model.lock']
+    assert left == ['hf_model']
+    build(kind).save_pretrained(root / f'{kind}, untrained')
+    assert_same_folder_tensors(root / f'{kind}, differing' / 'hf_model', root / f'{kind}, untrained')
+    assert_whole(root / f'{kind}, differing' / 'hf_model')

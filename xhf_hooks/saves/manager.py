@@ -195,7 +195,7 @@ class CheckpointManager:
                 where=self.newest.final,
                 when=self._occasions(when),
                 how=how,
-                asked_to_gather=saver.writer is WhoWrites.GATHER,
+                asked_to_gather=saver.writer is WhoWrites.GATHER or self.collective.world_size == 1,
             )
         except BaseException:
             self.close()

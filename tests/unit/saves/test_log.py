@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.adapted import adapted
+from xhf_hooks import save_hf
 from xhf_hooks.saves.telemetry import Progress, RunLog, log_preparations, show
 
 
@@ -53,3 +55,9 @@ def test_what_is_gathered_is_named_before_training(asked, log, caplog):
     log_preparations(log, plan, exporter, where='out', when='now', how='positional writer', asked_to_gather=asked)
     expected = [] if asked else ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)']
     assert caplog.messages[1:] == expected
+
+
+def test_one_process_gathers_nothing(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    save_hf(adapted('llama'), tmp_path / 'hf_model', lora='merge')
+    assert 'ready to save' in caplog.text and 'gathered' not in caplog.text
