@@ -15,8 +15,8 @@ from tests.helpers.ranks import run_program
 HERE = Path(__file__).parent
 
 
-def run(program: str, *arguments: str | Path) -> str:
-    """Run a program of this folder on two ranks; returns what rank 0 printed."""
+def run(program: str | Path, *arguments: str | Path) -> str:
+    """Run a program (a name is of this folder) on two ranks; returns what rank 0 printed."""
     finished = run_program(HERE / program, *arguments, world_size=2)
     for done in finished:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -21,6 +21,12 @@ def pairs() -> list[dict[str, str]]:
     return found
 
 
+def chats() -> list[dict[str, Any]]:
+    """The same lines as answers."""
+    roles = ('user', 'w1 w2 w3'), ('assistant', '')
+    return [{'messages': [{'role': role, 'content': said or text['text']} for role, said in roles]} for text in texts()]
+
+
 def zero3() -> dict[str, Any]:
     """Parameters in slices; the trainer may gather them for its own save."""
     config = zero_config(3)
