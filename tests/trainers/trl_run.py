@@ -1,6 +1,6 @@
 """A trainer of TRL with the callback, then TRL's own save, on every rank.
 
-``trl_run.py sft|dpo zero2|zero3|fsdp2 BASE OUT``
+``trl_run.py sft|lora|dpo zero2|zero3|fsdp2 BASE OUT``
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 from accelerate.state import DistributedType, PartialState
+from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.helpers.zero_config import zero_config
@@ -23,8 +24,9 @@ engines: dict[str, dict[str, Any]] = {
     'zero3': dict(deepspeed=zero3()),
     'fsdp2': dict(fsdp=True, fsdp_config={'version': 2, 'transformer_layer_cls_to_wrap': ['LlamaDecoderLayer']}),
 }
-trainers: dict[str, Any] = {'sft': (SFTConfig, SFTTrainer, texts), 'dpo': (DPOConfig, DPOTrainer, pairs)}
-make_config, make_trainer, lines = trainers[trainer_name]
+make_config, make_trainer, lines = (
+    (DPOConfig, DPOTrainer, pairs) if trainer_name == 'dpo' else (SFTConfig, SFTTrainer, texts)
+)
 arguments = make_config(
     output_dir=out,
     max_steps=4,
@@ -41,7 +43,13 @@ arguments = make_config(
 if engine == 'fsdp2':
     PartialState().distributed_type = DistributedType.MULTI_GPU  # on CPUs, Accelerate would not use FSDP
 callback = HFCheckpointCallback(save_strategy='steps', save_steps=2, max_keep_ckpts=2)
-trainer = make_trainer(base, args=arguments, train_dataset=datasets.Dataset.from_list(lines()), callbacks=[callback])
+trainer = make_trainer(
+    base,
+    args=arguments,
+    train_dataset=datasets.Dataset.from_list(lines()),
+    callbacks=[callback],
+    peft_config=LoraConfig(target_modules='all-linear', task_type='CAUSAL_LM') if trainer_name == 'lora' else None,
+)
 trainer.train()
 assert trainer.is_fsdp_enabled is (engine == 'fsdp2')
 assert type(trainer.model_wrapped).__name__.startswith('FSDP') is (engine == 'fsdp2')
