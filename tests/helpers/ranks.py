@@ -113,7 +113,8 @@ def run_program(program: str | Path, *arguments: str | Path, world_size: int = 1
         try:
             for index in range(world_size):
                 environment = _rank_environment(index, world_size, port)
-                processes.append(start_process(_run_program, command, os.getcwd(), environment, outputs[index]))
+                run = (command, os.getcwd(), environment, outputs[index])
+                processes.append(start_process(_run_program, *run, daemon=False))  # may start processes
             deadline = time.monotonic() + HANG_SECS
             for process in processes:
                 process.join(deadline - time.monotonic())
