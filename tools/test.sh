@@ -22,7 +22,7 @@ source tools/env.sh
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,test_installed.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,equivalence,llava,lora,untouched}.py)
-TRAINERS=(trl swift axolotl)
+TRAINERS=(trl axolotl swift llamafactory)
 # Runs with object stores go with tests/stress, since that run is shorter
 STORES=(tests/distributed/test_stores.py)
 

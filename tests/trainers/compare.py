@@ -39,7 +39,7 @@ def assert_saved(
         configs = [json.loads((folder / 'config.json').read_text()) for folder in (newest, base)]
         assert configs[0]['use_cache'] is configs[1]['use_cache'] is True
         settings = [json.loads((folder / 'generation_config.json').read_text()) for folder in (newest, base)]
-        if settings[0]['eos_token_id'] == [settings[1]['eos_token_id']]:  # Trainer of transformers 5.16
+        if settings[0]['eos_token_id'] == [settings[1]['eos_token_id']]:  # Trainer of transformers 5.6 to 5.16
             settings[0]['eos_token_id'] = settings[1]['eos_token_id']
         assert settings[0] == settings[1]
     for line in ('ready to save', 'positional', 'saved iter_2 to hf_model', 'saved iter_4 to hf_model'):
