@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -66,3 +67,10 @@ def test_the_table_in_docs_is_what_is_required():
         told = {row[0]: row[column] for row in rows if len(row) == 3 and row[0] in required and row[column]}
         assert len(told) >= 7
         assert {name: version for name, version in told.items() if version not in required[name]} == {}
+
+
+def test_what_the_matrix_leaves_out_exists():
+    """``# without tests/unit/FILE.py::TEST[CASE]: REASON`` in requirements/matrix."""
+    for file in sorted((REQUIREMENTS / 'matrix').glob('*.txt')):
+        for path, test in re.findall(r'^# without ([^: ]+)(?:::(\w+))?', file.read_text(), re.MULTILINE):
+            assert f'def {test}' in (REQUIREMENTS.parent / path).read_text(), f'{file}: {path}::{test}'
