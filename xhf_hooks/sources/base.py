@@ -55,6 +55,7 @@ class Source:
         self._tensors = {names[0]: tensor for tensor, names in tensors}
         self._aliases = {names[0]: names[1:] for _, names in tensors}
         self._strides = cache(_strides_of)  # which takes time for very many ranks
+        self._spreads: dict[int, Spread | None] = {}
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -101,7 +102,7 @@ class Source:
         """
         fragments = {n: t for n, t in self._tensors.items() if n in masters}
         found = spread_of_fragments(fragments, collective)  # a collective, so it comes before anything that may fail
-        others = ((n, self._spread_of(t)) for n, t in self._tensors.items() if n not in masters)
+        others = ((n, self._once_spread_of(t)) for n, t in self._tensors.items() if n not in masters)
         return found | {name: spread for name, spread in others if spread is not None}
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
@@ -117,9 +118,15 @@ class Source:
             return None
         return spread_over(numel, [(*strides, dist.get_world_size(group), max(1, each))], skipped)
 
+    def _once_spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        """:meth:`_spread_of`, found once per tensor."""
+        if id(tensor) not in self._spreads:
+            self._spreads[id(tensor)] = self._spread_of(tensor)
+        return self._spreads[id(tensor)]
+
     def _held(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a sliced tensor."""
-        spread = self._spread_of(tensor)
+        spread = self._once_spread_of(tensor)
         return range(0) if spread is None else spread.held_by(rank_and_world_size()[0], with_copies=True)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
@@ -140,7 +147,7 @@ class Source:
 
     def replicated(self, names: Sequence[str]) -> dict[str, Spread]:
         """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
-        spreads = ((name, self._spread_of(self._tensors[name])) for name in names)
+        spreads = ((name, self._once_spread_of(self._tensors[name])) for name in names)
         return {name: spread for name, spread in spreads if spread is not None and spread.copied}
 
     @contextmanager

@@ -75,7 +75,7 @@ class Fsdp2Source(Source):
         tensor = self._tensors[name]
         if _is_whole(tensor):
             return super().local_shard(name, use_fp32_master)
-        local, held = tensor.detach().to_local(), self._held(tensor)
+        local, held = tensor.to_local().detach(), self._held(tensor)  # detaching a DTensor takes longer
         if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
             raise TensorError(
                 f'{name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on rank '
