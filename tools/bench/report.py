@@ -47,7 +47,8 @@ def table(what: str, measured: dict[str, Any]) -> str:
         return whole[what](measured)
     if what == 'throttled':
         return '\n'.join(map(_throttled_table, measured['cases']))
-    table_of = {'stall': _stall_table, 'convert': _convert_table}.get(what, _save_table)
+    of_saves = dict.fromkeys(('save', 'floors', 'hsdp'), _save_table)
+    table_of = {**of_saves, 'stall': _stall_table, 'convert': _convert_table}[what]
     return '\n'.join(table_of(size) for size in measured['sizes'])
 
 

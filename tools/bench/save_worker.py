@@ -17,7 +17,7 @@ from bench.measuring import measure, measure_last
 from bench.peers import PEERS, DcpPeer
 from bench.progress import in_turns
 from bench.throttle import limited_writes
-from bench.ways import DCP, FLAT, FLOOR_GATHER, FSYNC_WORDS, HSDP, OURS
+from bench.ways import DCP, FLAT, FLOOR_GATHER, FSYNC_WORDS, HSDP, OURS, name_of_ours
 from tests.helpers.fsdp_runs import shard
 from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
@@ -107,12 +107,9 @@ def bench_hsdp(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) 
 
     def one(way: str) -> dict[str, float]:
         kind = FLAT if way.endswith(FLAT) else HSDP
-        saver = ways[kind].saver(way.removeprefix(OURS).removesuffix(kind))
-
-        def save(to: Path) -> None:
-            saver.save(CheckpointFolder(to, 1, fsync=False), STEP)
-
-        return measure_last(job['in_a_row'], save, folder, ways[kind].least_nbytes)
+        writer = way.removeprefix(OURS).removesuffix(kind)
+        with ways[kind].way(name_of_ours(writer, fsync=False)) as save:
+            return measure_last(job['in_a_row'], save, folder, ways[kind].least_nbytes)
 
     return {'nbytes': ways[FLAT].nbytes, 'runs': in_turns(job['ways'], job['repeats'], one, tell)}
 

@@ -17,8 +17,8 @@ _BUCKET = '128MB'
 _MEMORY_RUNS = 2
 
 
-def add_save_options(parser: ArgumentParser) -> None:
-    _add_common_options(parser, billions=[0.8], ranks=2, repeats=5)
+def add_save_options(parser: ArgumentParser, billions: float = 0.8, ranks: int = 2) -> None:
+    _add_common_options(parser, billions=[billions], ranks=ranks, repeats=5)
     add_number(parser, '--in-a-row', 3, 'consecutive runs per measurement; only the last one counts')
     _add_ways_option(parser)
 
@@ -29,9 +29,7 @@ def add_floors_options(parser: ArgumentParser) -> None:
 
 
 def add_hsdp_options(parser: ArgumentParser) -> None:
-    _add_common_options(parser, billions=[0.2], ranks=4, repeats=5)
-    add_number(parser, '--in-a-row', 3, 'consecutive runs per measurement; only the last one counts')
-    _add_ways_option(parser)
+    add_save_options(parser, billions=0.2, ranks=4)
 
 
 def add_throttled_options(parser: ArgumentParser) -> None:
@@ -70,9 +68,7 @@ def _add_ways_option(parser: ArgumentParser) -> None:
 
 def measure_save(args: Namespace) -> dict[str, Any]:
     """Saves of a ZeRO-3 model, with every writer and every peer."""
-    ways = choose(ways_to_save(WRITERS), args.ways)
-    jobs = [_job(args, 'save', size, ways=ways, in_a_row=args.in_a_row) for size in args.billions]
-    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
+    return _measure_sizes(args, 'save', ways_to_save(WRITERS))
 
 
 def measure_floors(args: Namespace) -> dict[str, Any]:
@@ -82,9 +78,7 @@ def measure_floors(args: Namespace) -> dict[str, Any]:
 
 def measure_hsdp(args: Namespace) -> dict[str, Any]:
     """Saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks."""
-    ways = choose([f'{OURS}{writer}{kind}' for writer in WRITERS for kind in (FLAT, HSDP)], args.ways)
-    jobs = [_job(args, 'hsdp', size, ways=ways, in_a_row=args.in_a_row) for size in args.billions]
-    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
+    return _measure_sizes(args, 'hsdp', [f'{OURS}{writer}{kind}' for writer in WRITERS for kind in (FLAT, HSDP)])
 
 
 def measure_throttled(args: Namespace) -> dict[str, Any]:
@@ -112,6 +106,12 @@ def measure_memory(args: Namespace) -> dict[str, Any]:
 def measure_stall(args: Namespace) -> dict[str, Any]:
     """How long a save stops training, and how much it slows training down."""
     jobs = [_job(args, 'stall', size, iterations=args.iterations) for size in args.billions]
+    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
+
+
+def _measure_sizes(args: Namespace, what: str, ways: list[str]) -> dict[str, Any]:
+    chosen = choose(ways, args.ways)
+    jobs = [_job(args, what, size, ways=chosen, in_a_row=args.in_a_row) for size in args.billions]
     return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
 
 

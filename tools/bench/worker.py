@@ -33,7 +33,7 @@ BENCHES = {
 
 
 def build(job: dict[str, Any]) -> nn.Module:
-    """A bf16 Llama, whole or at ZeRO-3: with an optimizer if the job names one, or larger models fit."""
+    """A bf16 Llama, whole or at ZeRO-3: an optimizer only if the job names one, so larger models fit."""
     config = {
         'train_micro_batch_size_per_gpu': 1,
         'bf16': {'enabled': True},

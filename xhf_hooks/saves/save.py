@@ -283,7 +283,7 @@ class Saver:
             if copies := self._copies():
                 with clock.stage('compare'):
                     with self._collective.stage('compare'):
-                        checksums = self._checksums(copies)
+                        checksums = checksums_of(copies, self._source)
                     require_same(copies, checksums, self._collective)
         with ExitStack() as on_error:
             with self._collective.stage('threads'):
@@ -295,9 +295,6 @@ class Saver:
     def _copies(self) -> dict[str, Spread]:
         """What several ranks hold."""
         return self._source.replicated([spec.name for spec in self.plan.reads if not spec.from_master])
-
-    def _checksums(self, copies: Mapping[str, Spread]) -> np.ndarray:
-        return checksums_of(self._source.local_shard(name, False).elements for name in copies)
 
     def _write_and_commit(self, begun: _Begun) -> CommittedCheckpoint:
         """Everything after that. Runs on: all ranks; for a background save, in the background thread."""
@@ -316,7 +313,7 @@ class Saver:
                         warnings += self.exporter.write_hf_assets(staging, self.tokenizer, self.eos_token_ids)
                         made = staging.name, writer.create(plan, staging) if target.is_shared else {}
                     if copies:  # while they would wait for rank 0
-                        checksums = self._checksums(copies)
+                        checksums = checksums_of(copies, self._source)
                 if copies:
                     require_same(copies, checksums, collective)
                 name, files = collective.broadcast(made)

@@ -162,7 +162,7 @@ class Source:
             RuntimeError: A device of sliced parameters is out of memory.
         """
         parameters = [tensor for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter)]
-        spreads = ((tensor, self._spread_of(tensor)) for tensor in parameters)
+        spreads = ((tensor, self._once_spread_of(tensor)) for tensor in parameters)
         for device in {tensor.device for tensor, spread in spreads if spread is None or not spread.on_every_rank}:
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 

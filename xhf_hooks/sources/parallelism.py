@@ -89,8 +89,13 @@ def refuse_other_parallelism(model: nn.Module) -> None:
                 f'version of transformers makes for tensor or expert parallelism (tp_plan). Use one that makes '
                 f'DTensors, such as 5.23, or train with {_USE_ZERO_3}'
             )
-    # DeepSpeed 0.19.6 replaces an adapted layer by its base, split
-    for tuner in model.modules() if any(map(_is_split, model.parameters())) else ():
+    if any(map(_is_split, model.parameters())):
+        _refuse_lost_adapters(model)
+
+
+def _refuse_lost_adapters(model: nn.Module) -> None:
+    """DeepSpeed 0.19.6 replaces an adapted layer by its base, split."""
+    for tuner in model.modules():
         for target in getattr(tuner, 'targeted_module_names', ()):
             if any(map(_is_split, tuner.model.get_submodule(target).parameters(recurse=False))):
                 raise ModelError(

@@ -17,14 +17,15 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.planning.types import Spread
+from xhf_hooks.sources.base import Source
 
 _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-def checksums_of(tensors: Iterable[torch.Tensor]) -> np.ndarray:
+def checksums_of(names: Iterable[str], source: Source) -> np.ndarray:
     """Checksums of what this rank holds of each tensor. Does not communicate."""
-    sums = [_checksum(tensor) for tensor in tensors]
+    sums = [_checksum(source.local_shard(name, use_fp32_master=False).elements) for name in names]
     return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
 
 
