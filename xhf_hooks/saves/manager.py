@@ -195,7 +195,7 @@ class CheckpointManager:
                 where=self.newest.final,
                 when=self._occasions(when),
                 how=how,
-                asked_to_gather=saver.writer is WhoWrites.GATHER or self.collective.world_size == 1,
+                expects_slices=saver.writer is not WhoWrites.GATHER and self.collective.world_size > 1,
             )
         except BaseException:
             self.close()

@@ -89,14 +89,14 @@ def show(logger: logging.Logger, level: int = logging.INFO) -> None:
 
 
 def log_preparations(
-    log: RunLog, plan: SavePlan, exporter: Any, *, where: Any, when: str, how: str, asked_to_gather: bool
+    log: RunLog, plan: SavePlan, exporter: Any, *, where: Any, when: str, how: str, expects_slices: bool
 ) -> None:
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
     n_tensors, n_files = len(plan.placements), len(plan.files)
     what = f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}'
     log.info(_table('ready to save', {'what': what, 'where': where, 'when': when, 'how': how}))
     gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
-    if gathered and not asked_to_gather:
+    if gathered and expects_slices:
         log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
     if exporter.left_out:
         log.info(f'not exported: {counted(len(exporter.left_out), "tensor")} ({some(exporter.left_out)})')

@@ -52,7 +52,7 @@ def test_what_is_gathered_is_named_before_training(asked, log, caplog):
     group = SimpleNamespace(reads=[SimpleNamespace(name='lm_head.weight')])
     plan = SimpleNamespace(placements=[1, 2], files=[1], nbytes=8, gathered=[group, group])
     exporter = SimpleNamespace(left_out=(), notes=())
-    log_preparations(log, plan, exporter, where='out', when='now', how='positional writer', asked_to_gather=asked)
+    log_preparations(log, plan, exporter, where='out', when='now', how='positional writer', expects_slices=not asked)
     expected = [] if asked else ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)']
     assert caplog.messages[1:] == expected
 
