@@ -2,6 +2,13 @@
 
 Everything here runs on a separate gloo group. While one rank writes to a slow disk, the others wait on this group, with
 its own time-out, so no NCCL collective spans a disk write.
+
+A rank that fails must do next what the others do next. Three rules see to that, wherever it fails:
+
+- Whatever ranks do together stands in one :meth:`Collective.stage`, at whose end a rank that has failed agrees.
+- So a function that communicates begins with an agreement: if calling it fails on one rank, the others agree, too.
+- Between an agreement and another collective nothing can fail. In a loop whose ranks wait for each other
+  (:meth:`Collective.wait`, a gather), a rank that fails remembers that, and goes on to the next agreement.
 """
 
 from __future__ import annotations
@@ -20,15 +27,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BarrierOptions, _set_pg_timeout
+from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store, _set_pg_timeout
 
-from xhf_hooks.errors import AgreedError, PlanError, RankLostError
+from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
 from xhf_hooks.system.calls import allow_open_files
 
 T = TypeVar('T')
-#: Time limit for creating a group. All ranks are about to start: one that has not come by then never will.
+#: What a rank votes that has failed; otherwise 1 or 0 for a flag that is set or not.
+_FAILED = 2
+#: Time limit for creating a group, once all ranks are there.
 CONNECT_TIMEOUT_SECS = 120.0
 _LOOK_SECS = 0.0005
+#: Between two looks for ranks that have not come yet.
+_MOST_PAUSE_SECS = 0.2
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
 #: How long a rank that leaves waits for what it has started and not awaited.
@@ -42,7 +53,7 @@ class Collective:
 
     Args:
         timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
-        connect_timeout_secs: How long the constructor waits for the others; no rank has other work then.
+        connect_timeout_secs: How long connecting may take once all ranks have called the constructor.
 
     Raises:
         RankLostError: A rank did not connect.
@@ -57,6 +68,7 @@ class Collective:
         self._in_flight: dist.Work | None = None  # of start_any()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
+            self._wait_for_all()
             self._group = self._connect(connect_timeout_secs)
 
     @classmethod
@@ -80,9 +92,20 @@ class Collective:
             AgreedError: Some rank failed; the same on every rank.
             RankLostError: A rank did not answer.
         """
+        self.any(False, stage)
+
+    def any(self, flag: bool, stage: str = 'exchange') -> bool:
+        """Whether the flag is set on any rank. An agreement, too. Runs on: all ranks.
+
+        Raises:
+            AgreedError: As :meth:`agree`.
+            RankLostError: A rank did not answer.
+        """
         own, self._remembered = self._remembered, None
-        if not self.any(own is not None, stage):
-            return
+        vote = _FAILED if own is not None else int(flag)
+        most = int(self.all_reduce(np.array([vote], np.uint8), 'MAX', stage)[0])
+        if most != _FAILED:
+            return bool(most)
         reports = self.all_gather(None if own is None else (own[0], f'{type(own[1]).__name__}: {own[1]}'))
         failures = {rank: report[1] for rank, report in enumerate(reports) if report is not None}
         failed_stage = next(report[0] for report in reports if report is not None)
@@ -108,12 +131,12 @@ class Collective:
     def stage(self, name: str) -> Iterator[None]:
         """Run a block and agree at its end, even if it raised. Runs on: all ranks.
 
-        The block must end or raise without waiting for a rank that may have failed. It may call :meth:`agree` at
-        points that all ranks pass.
+        The block must end or raise without waiting for a rank that may have failed. It may call :meth:`agree`, and
+        contain other stages, at points that all ranks pass.
         """
         try:
             yield
-        except (AgreedError, RankLostError):
+        except SharedError:
             raise
         except Exception as error:  # of any type: every rank must learn of it
             self._remembered = self._remembered or (name, error)
@@ -126,10 +149,6 @@ class Collective:
                 options = BarrierOptions()
                 options.device = _HOST  # dist.barrier would use the run's GPU
                 self._group.barrier(options).wait()
-
-    def any(self, flag: bool, stage: str = 'exchange') -> bool:
-        """Whether the flag is set on any rank. Runs on: all ranks."""
-        return bool(self.all_reduce(np.array([flag], np.uint8), 'MAX', stage)[0])
 
     def start_any(self, flag: bool, stage: str) -> Callable[[], bool]:
         """As :meth:`any`, but returns a function that waits for the answer. One at a time. Runs on: all ranks."""
@@ -157,8 +176,8 @@ class Collective:
         """
         if self.world_size == 1:
             return values
-        merged = torch.from_numpy(np.array(values))
         with self._in_touch(stage):
+            merged = torch.from_numpy(np.array(values))
             dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
         return merged.numpy()
 
@@ -166,14 +185,28 @@ class Collective:
         """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
         if self.world_size == 1:
             return value
-        content = _pickled(value if self.rank == 0 else None)
-        length = torch.tensor([content.numel()], device=_HOST)
         with self._in_touch('exchange'):
+            content = _pickled(value if self.rank == 0 else None)
+            length = torch.tensor([content.numel()], device=_HOST)
             dist.broadcast(length, 0, group=self._group)
             if self.rank != 0:
                 content = torch.empty(int(length), dtype=torch.uint8, device=_HOST)
             dist.broadcast(content, 0, group=self._group)
-        return pickle.loads(content.numpy())
+            return pickle.loads(content.numpy())
+
+    def from_rank0(self, stage: str, decide: Callable[[], T]) -> T:
+        """What ``decide`` returns on rank 0, which alone calls it. Runs on: all ranks.
+
+        For whatever depends on metrics, clocks, free space or files.
+
+        Raises:
+            AgreedError: It raised an error; the same on every rank.
+        """
+        decided = None
+        with self.stage(stage):
+            if self.rank == 0:
+                decided = decide()
+        return self.broadcast(decided)
 
     def post(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], stage: str
@@ -203,8 +236,8 @@ class Collective:
         """Every rank's value, in rank order; for rare, small values. Runs on: all ranks."""
         if self.world_size == 1:
             return [value]
-        values: list[T] = [value] * self.world_size
         with self._in_touch('exchange'):
+            values: list[T] = [value] * self.world_size
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -216,7 +249,7 @@ class Collective:
             describe: Returns the thing as lines; called only to find the first difference.
 
         Raises:
-            PlanError: It differs; the message names both sides.
+            RanksDifferError: It differs; the message names both sides.
         """
         if not self.any(digest != self.broadcast(digest)):
             return
@@ -226,7 +259,7 @@ class Collective:
         ours, theirs = everyone[0], everyone[odd[0]]
         pairs = enumerate(zip_longest(ours, theirs, fillvalue='nothing more'))
         first, sides = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-        raise PlanError(
+        raise RanksDifferError(
             f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]!r} on rank 0 and '
             f'{sides[1]!r} on rank {odd[0]}. All ranks must hold the same model.'
         )
@@ -264,6 +297,31 @@ class Collective:
             time.sleep(_LOOK_SECS)
         return True
 
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks are here: one of them may have been evaluating for an hour.
+
+        Raises:
+            RankLostError: A rank did not come.
+        """
+        try:
+            store = dist.PrefixStore('xhf_hooks', _get_default_store())
+        except (AttributeError, ValueError):  # MPI's process group has none
+            return
+        deadline, pause_secs = time.monotonic() + self._timeout.total_seconds(), _LOOK_SECS
+        try:
+            # A rank's next call comes after this one, so the counts of two calls never mix
+            all_of_them = -(-store.add('arrived', 1) // self.world_size) * self.world_size
+            while (missing := all_of_them - store.add('arrived', 0)) > 0 and time.monotonic() < deadline:
+                time.sleep(pause_secs)
+                pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
+        except RuntimeError as error:  # the rank that hosts it, mostly rank 0, has died
+            raise RankLostError(f'rank {self.rank} lost contact with the other ranks before a save: {error}') from error
+        if missing > 0:
+            raise RankLostError(
+                f'rank {self.rank}: {missing} of {self.world_size} ranks have not reached the first save within '
+                f'{self._timeout.total_seconds():.0f} s: they died, or did not make that save; all ranks must'
+            )
+
     def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
         # A new group is bound to the device of the default group, for which gloo has no backend unless that is CUDA's
         default = dist.group.WORLD
@@ -273,8 +331,8 @@ class Collective:
             group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
         except RuntimeError as error:
             raise RankLostError(
-                f'rank {self.rank} did not find all {self.world_size} ranks within {timeout_secs:.0f} s, before '
-                f'a save: a rank died, has not reached the save, or its host name resolves to 127.0.x.x, where other '
+                f'rank {self.rank} did not connect to all {self.world_size} ranks within {timeout_secs:.0f} s, before '
+                f'a save: a rank died, or its host name resolves to 127.0.x.x, where other '
                 f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
         finally:
@@ -289,7 +347,7 @@ class Collective:
             raise RankLostError(f'{what}: the connection broke earlier')
         try:
             yield
-        except RuntimeError as error:  # torch.distributed raises it for closed connections and time-outs
+        except Exception as error:  # a closed connection, a time-out, no memory for the answer
             # Otherwise ranks waiting for this one would hang until their own time-out
             self.abandon()
             secs = self._timeout.total_seconds()

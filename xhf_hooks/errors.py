@@ -40,7 +40,7 @@ class DamagedError(XhfError):
 
 
 class PlanError(XhfError):
-    """The plan of a save is impossible or differs between ranks."""
+    """The plan of a save is impossible."""
 
 
 class TensorError(XhfError):
@@ -63,12 +63,20 @@ class IncompleteError(XhfError):
     """A staging folder lacks something that was planned, so it must not be committed."""
 
 
-class RankLostError(XhfError):
+class SharedError(XhfError):
+    """Base of the errors that all ranks raise together: no rank waits for one that has raised it."""
+
+
+class RankLostError(SharedError):
     """A rank did not take part in an agreement: it died, or exceeded the time-out."""
 
 
-class AgreedError(XhfError):
-    """An error that all ranks raise together: what failed, in which stage and on which ranks.
+class RanksDifferError(SharedError):
+    """Ranks hold different models, or copies of one that are not equal."""
+
+
+class AgreedError(SharedError):
+    """What failed on some ranks, in which stage and on which ranks.
 
     Attributes:
         stage (str): Stage of the save that failed, for example ``'write'``.

@@ -262,7 +262,7 @@ def test_different_copies_are_not_stitched_together(saved, way):
     root, found = saved
     outcomes = check(found, way)
     kind, message = outcomes[0]
-    assert kind == 'ModelError', outcomes
+    assert kind == 'RanksDifferError', outcomes
     assert f'found other values on ranks [{N_RANKS - 1}] than on rank 0 (in 1 of ' in message
     assert message.startswith(f'{CHANGED}: ')
     assert outcomes == [outcomes[0]] * N_RANKS

@@ -140,7 +140,7 @@ def save_differing(kind: str, root: Path) -> list[str]:
     """
     import torch.distributed as dist
 
-    from xhf_hooks.errors import ModelError
+    from xhf_hooks.errors import RanksDifferError
 
     model, said = shard(build(kind), kind), []
     save_folder(model, root / 'hf_model')
@@ -150,7 +150,7 @@ def save_differing(kind: str, root: Path) -> list[str]:
     for in_background in (False, True):
         try:
             save_folder(model, root / 'hf_model', in_background=in_background)
-        except ModelError as error:
+        except RanksDifferError as error:
             said.append(str(error))
     return said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
 
 def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WrittenTensor]:
     """Fill the staging folder: every byte of every tensor is ``number``."""
-    writer = Writer(pending_nbytes=1)
-    made = writer.create(plan, folder.open_staging())
-    writer.open(plan, folder.staging, made)
-    for placement in plan.placements:
-        writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
-    return writer.finish().written()
+    with closing(Writer(pending_nbytes=1)) as writer:
+        made = writer.create(plan, folder.open_staging())
+        writer.open(plan, folder.staging, made)
+        for placement in plan.placements:
+            writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
+        return writer.finish().written()
 
 
 def iteration(number: int) -> Step:

@@ -312,9 +312,9 @@ def other_model(parent: Path) -> str:
 
     from tests.helpers.engines import save_folder
     from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks.errors import PlanError
+    from xhf_hooks.errors import RanksDifferError
 
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(RanksDifferError) as caught:
         save_folder(odd_llama(tied=dist.get_rank() == 1), parent / 'hf_model')
     return str(caught.value)
 

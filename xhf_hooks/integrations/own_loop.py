@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import AgreedError
+from xhf_hooks.errors import SharedError
 from xhf_hooks.options import CallOptions, folder_or_url
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.manager import CheckpointManager
@@ -81,7 +81,7 @@ def save_hf(
             saves.save(Step('iter', number, number))
         finally:
             saves.close()
-    except AgreedError:
+    except SharedError:
         raise
     except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
         shared.abandon()

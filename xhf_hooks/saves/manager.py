@@ -186,7 +186,7 @@ class CheckpointManager:
                 weakref.finalize(self, self._requests.close).atexit = False
             if (untested := untested_set()) is not None:
                 self._log.info(untested)
-            how = f'{saver.writer.value} writer{", in the background" * options.async_save}; about '
+            how = f'{saver.who_writes.value} writer{", in the background" * options.async_save}; about '
             how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
             log_preparations(
                 self._log,
@@ -195,7 +195,7 @@ class CheckpointManager:
                 where=self.newest.final,
                 when=self._occasions(when),
                 how=how,
-                expects_slices=saver.writer is not WhoWrites.GATHER and self.collective.world_size > 1,
+                expects_slices=saver.who_writes is not WhoWrites.GATHER and self.collective.world_size > 1,
             )
         except BaseException:
             self.close()

@@ -95,13 +95,16 @@ class Source:
     def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
         """Tensors that :meth:`local_shard` can read, and the elements that each rank holds. Runs on: all ranks.
 
-        The result is the same on every rank if the specs are. A failure is remembered. Reads no data.
+        The result is the same on every rank if the specs are. Reads no data.
 
         Args:
             masters: The names of which :meth:`local_shard` will read the fp32 master.
+
+        Raises:
+            AgreedError: A rank failed while ranks exchanged what they hold.
         """
         fragments = {n: t for n, t in self._tensors.items() if n in masters}
-        found = spread_of_fragments(fragments, collective)  # a collective, so it comes before anything that may fail
+        found = spread_of_fragments(fragments, collective)
         others = ((n, self._once_spread_of(t)) for n, t in self._tensors.items() if n not in masters)
         return found | {name: spread for name, spread in others if spread is not None}
 

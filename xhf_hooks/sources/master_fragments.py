@@ -22,11 +22,15 @@ _RANK_FACTOR, _NO_RANK = 2**43, 2**62
 
 
 def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collective) -> dict[str, Spread]:
-    """Which elements of the masters each rank holds. Runs on: all ranks, with the same names. Remembers failures."""
+    """Which elements of the masters each rank holds. Runs on: all ranks, with the same names.
+
+    Raises:
+        AgreedError: A rank cannot tell which it holds.
+    """
     if not tensors:
         return {}
-    ends, lengths = np.full(len(tensors), _NO_RANK), np.zeros(len(tensors), np.int64)
-    with collective.remembering('plan'):
+    with collective.stage('plan'):
+        ends, lengths = np.full(len(tensors), _NO_RANK), np.zeros(len(tensors), np.int64)
         for number, tensor in enumerate(tensors.values()):
             if tensor._hp_mapping is not None:
                 address = tensor._hp_mapping.lp_fragment_address

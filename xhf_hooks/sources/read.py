@@ -6,10 +6,10 @@ consecutive bytes, whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, takewhile
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from xhf_hooks.planning.types import Bucket, Chunk, Group, Placement, Portion, S
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.system.memory import MemoryMeter, return_freed_memory
 
+T = TypeVar('T')
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
 _PART_NUMEL = 4 * 2**20
 #: Ranks agree once per this many buckets. Until then a rank that has failed keeps gathering for the others.
@@ -45,14 +46,22 @@ class Slice:
         return Chunk(self.placement, host_bytes(self.elements), self.start)
 
 
-@contextmanager
-def unsent_slices(plan: SavePlan, source: Source, collective: Collective) -> Iterator[Iterator[Slice]]:
-    """Yield what this rank writes, except what is sent. All ranks enter and leave together, whatever happens inside."""
-    # Without buckets nothing is gathered, so the model need not be prepared
-    with source.opened() if plan.buckets else nullcontext(), torch.no_grad():
-        own = SliceReader(source).read(_portions_from_a_place_of_its_own(plan))
-        with closing(own), closing(gathered_slices(plan, source, collective)) as gathered:
-            yield chain(takewhile(lambda _: not collective.is_failing, own), gathered)
+def unsent(
+    plan: SavePlan, source: Source, collective: Collective, convert: Callable[[Slice], T]
+) -> Generator[T, None, None]:
+    """Yield what this rank writes, except what is sent, after ``convert``. Runs on: all ranks, to the end.
+
+    Failures here are remembered, and so must be those of the caller.
+
+    Raises:
+        AgreedError: A rank failed.
+    """
+    with torch.no_grad():
+        with collective.remembering('read'):
+            own = SliceReader(source).read(_portions_from_a_place_of_its_own(plan))
+            yield from map(convert, takewhile(lambda _: not collective.is_failing, own))
+        if plan.buckets:
+            yield from gathered(plan, source, collective, convert)
 
 
 def _portions_from_a_place_of_its_own(plan: SavePlan) -> Iterator[Portion]:
@@ -103,48 +112,68 @@ class SliceReader:
         return own
 
 
-def gathered_slices(plan: SavePlan, source: Source, collective: Collective) -> Generator[Slice, None, None]:
-    """Gather bucket after bucket and yield what this rank writes. Each is valid until the next one.
+def gathered(
+    plan: SavePlan, source: Source, collective: Collective, convert: Callable[[Slice], T]
+) -> Generator[T, None, None]:
+    """Gather bucket after bucket and yield what this rank writes, after ``convert``. Runs on: all ranks, to the end.
 
-    Runs on: all ranks, in step. They wait for each other on gloo before each bucket: a writer may hold a bucket while
-    its disk is busy, and the other ranks must not wait for it inside the collective that gathers; for the same reason
-    a rank finds out that it lacks memory before the first of them. Failures here and in the caller are remembered, and
-    agreed on every few buckets.
+    What ``convert`` gets is valid until the next one. Ranks wait for each other on gloo before each bucket: a writer
+    may hold a bucket while its disk is busy, and the other ranks must not wait for it inside the collective that
+    gathers; for the same reason a rank finds out that it lacks memory before the first of them. Failures here and in
+    the caller are remembered, and agreed on every few buckets.
 
     Raises:
         AgreedError: A rank failed, or found a tensor that does not match the plan.
     """
-    meter = MemoryMeter()
-    if plan.buckets and collective.world_size > 1:
-        with collective.remembering('gather'):
+    with collective.stage('gather'):
+        meter = MemoryMeter()
+        if collective.world_size > 1:
             source.require_room(plan.largest_bucket_nbytes)
-    for number, bucket in enumerate(plan.buckets):
-        if number % BUCKETS_PER_AGREEMENT == 0:
-            collective.agree('gather')
-        else:
-            collective.wait('gather')
-        ours = [group for group in bucket.groups if any(p.owner == collective.rank for p in group.placements)]
-        if collective.is_failing:
-            ours = []
-        with collective.remembering('gather'):
-            tensors = _gathered(source, bucket, {spec.name for group in ours for spec in group.reads})
-            for group in ours:
-                yield from made_from(group, tensors, collective.rank)
-            del tensors
-        if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
-            return_freed_memory()
-    if plan.buckets:
+        requests = [_Request.of(bucket, collective.rank) for bucket in plan.buckets]
+    with source.opened():
+        for number, request in enumerate(requests):
+            if number % BUCKETS_PER_AGREEMENT == BUCKETS_PER_AGREEMENT - 1:
+                collective.agree('gather')
+            else:
+                collective.wait('gather')
+            tensors: dict[str, torch.Tensor] = {}
+            wanted = () if collective.is_failing else request.wanted
+            for is_master, names in request.names.items():
+                with collective.remembering('gather'):
+                    tensors |= source.gathered(names, wanted=wanted, use_fp32_master=is_master)
+            with collective.remembering('gather'):
+                for group in () if collective.is_failing else request.groups:
+                    yield from map(convert, made_from(group, tensors, collective.rank))
+                del tensors
+                if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
+                    return_freed_memory()
         collective.agree('gather')
 
 
-def _gathered(source: Source, bucket: Bucket, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    specs = [spec for group in bucket.groups for spec in group.reads]
-    found: dict[str, torch.Tensor] = {}
-    for from_master in (False, True):
-        names = [spec.name for spec in specs if spec.from_master is from_master]
-        if names:
-            found |= source.gathered(names, wanted=wanted, use_fp32_master=from_master)
-    return found
+@dataclass(frozen=True)
+class _Request:
+    """What is gathered at once.
+
+    Attributes:
+        names: Of the tensors that are gathered as they are (False), and of those of which the fp32 master is (True).
+        groups: What this rank makes of them.
+        wanted: The names that it needs for that.
+    """
+
+    names: dict[bool, list[str]]
+    groups: list[Group]
+    wanted: set[str]
+
+    @classmethod
+    def of(cls, bucket: Bucket, rank: int) -> _Request:
+        """A bucket as ``rank`` gathers it."""
+        names: dict[bool, list[str]] = {}
+        for spec in sorted(
+            (spec for group in bucket.groups for spec in group.reads), key=lambda spec: spec.from_master
+        ):
+            names.setdefault(spec.from_master, []).append(spec.name)
+        groups = [group for group in bucket.groups if any(place.owner == rank for place in group.placements)]
+        return cls(names, groups, {spec.name for group in groups for spec in group.reads})
 
 
 def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[Slice]:

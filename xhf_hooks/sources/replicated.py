@@ -8,56 +8,85 @@ compare a digest of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import ModelError
+from xhf_hooks.errors import RanksDifferError
 from xhf_hooks.format.checksum import crc32
-from xhf_hooks.planning.types import Spread
 from xhf_hooks.sources.base import Source
 
 _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-def checksums_of(names: Iterable[str], source: Source) -> np.ndarray:
-    """Checksums of what this rank holds of each tensor. Does not communicate."""
-    sums = [_checksum(source.local_shard(name, use_fp32_master=False).elements) for name in names]
-    return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()  # waits once for a device
-
-
-def require_same(copies: Mapping[str, Spread], checksums: np.ndarray, collective: Collective) -> None:
-    """Compare what several ranks hold. Runs on: all ranks.
+class Copies:
+    """What several ranks hold of a model, and this rank's checksums of it. Makes no collective call.
 
     Args:
-        copies: Which ranks hold the same elements of each tensor.
-        checksums: Of this rank's elements of each.
+        names: Of the tensors that a save reads.
+
+    Attributes:
+        names: Of the tensors of which several ranks hold the same elements.
+        checksums: One for each of them.
+        digests: A row for each way in which copies are spread, a column for each rank; zero but for this rank's.
+    """
+
+    def __init__(self, source: Source, names: Sequence[str], rank: int, world_size: int) -> None:
+        spreads = source.replicated(names)
+        self.names, self._spreads = list(spreads), list(spreads.values())
+        of_mesh = {spread.copied: spread for spread in self._spreads}
+        self._firsts = {mesh: [spread.first_holder(r) for r in range(world_size)] for mesh, spread in of_mesh.items()}
+        self.checksums = checksums_of(self.names, source)
+        self.digests = np.zeros((len(self._firsts), world_size), np.int64)
+        for row, mesh in zip(self.digests, self._firsts, strict=True):
+            row[rank] = crc32(self.checksums[[spread.copied == mesh for spread in self._spreads]].tobytes())
+
+    def are_equal(self, digests: np.ndarray) -> bool:
+        """Whether all copies are, by the sum of all ranks' digests."""
+        return all((row == row[first]).all() for row, first in zip(digests, self._firsts.values(), strict=True))
+
+    def difference(self, everyone: Sequence[np.ndarray]) -> str:
+        """What differs, by the checksums of all ranks."""
+        columns = np.stack(everyone).T
+        is_odd = np.stack([o != o[self._firsts[s.copied]] for o, s in zip(columns, self._spreads, strict=True)])
+        differing, odd = np.flatnonzero(is_odd.any(1)), np.flatnonzero(is_odd.any(0)).tolist()
+        expected = sorted({self._spreads[number].first_holder(rank) for number, rank in np.argwhere(is_odd).tolist()})
+        return (
+            f'{self.names[differing[0]]}: expected equal copies on all ranks, found other values on ranks {odd} than '
+            f'on rank {", ".join(map(str, expected))} (in {len(differing)} of {len(self.names)} tensors). Wrap the '
+            f'model in DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or give each '
+            f'model a process group and a folder of its own'
+        )
+
+
+def checksums_of(names: Sequence[str], source: Source) -> np.ndarray:
+    """Checksums of what this rank holds of each tensor. Waits once for a device."""
+    if not names:
+        return np.zeros(0, np.int64)
+    sums = [_checksum(source.local_shard(name, use_fp32_master=False).elements) for name in names]
+    return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()
+
+
+def require_equal(copies: Copies, collective: Collective) -> None:
+    """Compare what several ranks hold. Runs on: all ranks.
 
     Raises:
-        ModelError: A tensor differs; the same error on every rank.
+        RanksDifferError: A tensor differs.
     """
-    world_size, spreads = collective.world_size, list(copies.values())
-    of_mesh = {spread.copied: spread for spread in spreads}
-    firsts = {mesh: [spread.first_holder(rank) for rank in range(world_size)] for mesh, spread in of_mesh.items()}
-    digests = np.zeros((len(firsts), world_size), np.int64)
-    for row, mesh in zip(digests, firsts, strict=True):
-        row[collective.rank] = crc32(checksums[[spread.copied == mesh for spread in spreads]].tobytes())
-    digests = collective.all_reduce(digests, 'SUM', 'compare')
-    if all((row == row[first]).all() for row, first in zip(digests, firsts.values(), strict=True)):
+    collective.agree('compare')
+    digests = collective.all_reduce(copies.digests, 'SUM', 'compare')
+    are_equal = True
+    with collective.stage('compare'):
+        are_equal = copies.are_equal(digests)
+    if are_equal:
         return
-    everyone = np.stack(collective.all_gather(checksums))
-    is_odd = np.stack([own != own[firsts[s.copied]] for own, s in zip(everyone.T, spreads, strict=True)])
-    differing, odd = np.flatnonzero(is_odd.any(1)), np.flatnonzero(is_odd.any(0)).tolist()
-    expected = sorted({spreads[number].first_holder(rank) for number, rank in np.argwhere(is_odd).tolist()})
-    raise ModelError(
-        f'{list(copies)[differing[0]]}: expected equal copies on all ranks, found other values on ranks {odd} than on '
-        f'rank {", ".join(map(str, expected))} (in {len(differing)} of {len(copies)} tensors). Wrap the model in '
-        f'DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or give each model a '
-        f'process group and a folder of its own'
-    )
+    everyone, difference = collective.all_gather(copies.checksums), ''
+    with collective.stage('compare'):
+        difference = copies.difference(everyone)
+    raise RanksDifferError(difference)
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,17 +15,15 @@ should get an error instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
-from xhf_hooks.planning.types import Chunk, Round, SavePlan
+from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.sources.base import Source
-from xhf_hooks.sources.read import Slice, SliceReader, unsent_slices
+from xhf_hooks.sources.read import Slice, SliceReader, unsent
 from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory, synchronize
 
 #: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
@@ -51,83 +49,82 @@ class SliceSender:
     def __init__(self, plan: SavePlan, read: ReadSlices, collective: Collective, *, pinned: bool = False) -> None:
         self._rounds, self._read, self._collective, self._pinned = plan.rounds, read, collective, pinned
         self._rank = collective.rank
-        self._outgoing = [at_once.outgoing(self._rank) for at_once in self._rounds]
+        self._packed: list[torch.Tensor] = []
 
     def chunks(self) -> Generator[Chunk, None, None]:
-        """Yield what this rank writes, from its own slices and those of others.
+        """Yield what this rank writes, from its own slices and those of others. Runs on: all ranks, to the end.
 
-        While the chunks of one round are written, the next round is being sent.
+        Failures here are remembered, and so must be those of the caller.
 
         Raises:
             AgreedError: A rank failed, or has a slice that does not match the plan.
             RankLostError: A rank did not answer.
         """
-        if not self._rounds:
-            return
-        with self._collective.remembering('send'):  # out of memory; all ranks learn of it before the first message
-            self._make_buffers()
-        outgoing = {} if self._collective.is_failing else self._pack(0)
+        for start in range(0, len(self._rounds), ROUNDS_PER_AGREEMENT):
+            yield from self._exchanged(range(start, min(start + ROUNDS_PER_AGREEMENT, len(self._rounds))))
+        if self._rounds:
+            self._collective.agree('send')
+
+    def _exchanged(self, numbers: range) -> Generator[Chunk, None, None]:
+        """The chunks of some rounds. While those of one round are written, the next round is being sent.
+
+        After a failure, messages still arrive, but their content does not matter.
+        """
+        with self._collective.stage('send'):  # all ranks learn of a lack of memory before the first message
+            if not self._packed:
+                self._make_buffers()
+            outgoing = [self._rounds[number].outgoing(self._rank) for number in numbers]
+            incoming = [self._rounds[number].incoming(self._rank) for number in numbers]
+            self._pack(numbers[0], outgoing[0])
         arrived: dict[int, torch.Tensor] = {}
-        for number, at_once in enumerate(self._rounds):
-            if number % ROUNDS_PER_AGREEMENT == 0:
-                self._collective.agree('send')
-            else:
+        for number, sent, received in zip(numbers, outgoing, incoming, strict=True):
+            if number != numbers[0]:
                 self._collective.wait('send')
-            incoming = self._room_for(at_once)
-            finish = self._collective.post(outgoing, incoming, 'send')
-            yield from self._written_here(number - 1, arrived)
-            outgoing = self._pack(number + 1)
+            with self._collective.remembering('send'):
+                if received:
+                    self._room = torch.from_numpy(self._pool.take())
+            packed = self._packed[number % 2][: sum(sent.values())].split([*sent.values()])
+            room = self._room[: sum(received.values())].split([*received.values()])
+            messages = dict(zip(received, room, strict=True))
+            finish = self._collective.post(dict(zip(sent, packed, strict=True)), messages, 'send')
+            with self._collective.remembering('send'):
+                if number != numbers[0]:
+                    yield from self._written_here(number - 1, arrived)
+                if number != numbers[-1]:
+                    self._pack(number + 1, outgoing[number + 1 - numbers[0]])
             finish()
-            arrived = incoming
-        yield from self._written_here(len(self._rounds) - 1, arrived)
-        self._collective.agree('send')
+            arrived = messages
+        with self._collective.remembering('send'):
+            yield from self._written_here(numbers[-1], arrived)
 
     def _make_buffers(self) -> None:
         self._pool = BufferPool(max(at_once.most_incoming_nbytes(self._rank) for at_once in self._rounds), _BUFFERS)
-        self._last_room = self._pool.take()
-        most_outgoing = max(sum(sizes.values()) for sizes in self._outgoing)
+        self._room = torch.from_numpy(self._pool.take())
+        most_outgoing = max(sum(at_once.outgoing(self._rank).values()) for at_once in self._rounds)
         self._packed = [host_memory(most_outgoing, pinned=self._pinned) for _ in range(2)]
 
-    def _pack(self, number: int) -> dict[int, torch.Tensor]:
-        """This rank's messages of a round. After a failure their content does not matter."""
-        if number == len(self._rounds):
-            return {}
-        buffer, messages, end = self._packed[number % 2], {}, 0
-        for owner, nbytes in self._outgoing[number].items():
+    def _pack(self, number: int, nbytes_of: Mapping[int, int]) -> None:
+        """Fill this rank's messages of a round."""
+        buffer, end = self._packed[number % 2], 0
+        for owner, nbytes in nbytes_of.items():
             start, end = end, end + nbytes
-            messages[owner] = buffer[start:end]
-            if self._collective.is_failing:
-                continue
-            with self._collective.remembering('send'):
-                _fill(messages[owner], self._read(number, owner))
-        return messages
-
-    def _room_for(self, at_once: Round) -> dict[int, torch.Tensor]:
-        """Room for the incoming messages of a round."""
-        sizes = at_once.incoming(self._rank)
-        if not sizes:
-            return {}
-        # After a failure the messages still arrive; the save has failed, so they may overwrite each other
-        with self._collective.remembering('send'):
-            self._last_room = self._pool.take()
-        used = torch.from_numpy(self._last_room)[: sum(sizes.values())]
-        return dict(zip(sizes, used.split(list(sizes.values())), strict=True))
+            if not self._collective.is_failing:
+                _fill(buffer[start:end], self._read(number, owner))
 
     def _written_here(self, number: int, arrived: Mapping[int, torch.Tensor]) -> Iterator[Chunk]:
-        """The chunks of a round."""
-        if number < 0 or self._collective.is_failing:
+        """The chunks of a round, unless a rank has failed that this rank knows of."""
+        if self._collective.is_failing:
             return
-        with self._collective.remembering('send'):
-            for own in self._read(number, self._rank):
-                yield own.chunk()
-            done = dict.fromkeys(arrived, 0)
-            for portion in self._rounds[number].for_owner(self._rank):
-                for sender in portion.holders:
-                    held = portion.held_by(sender)
-                    if held and sender != self._rank:
-                        start, done[sender] = done[sender], done[sender] + len(held) * portion.width
-                        data = arrived[sender][start : done[sender]].numpy().data
-                        yield Chunk(portion.placement, data, held.start * portion.width)
+        for own in self._read(number, self._rank):
+            yield own.chunk()
+        done = dict.fromkeys(arrived, 0)
+        for portion in self._rounds[number].for_owner(self._rank):
+            for sender in portion.holders:
+                held = portion.held_by(sender)
+                if held and sender != self._rank:
+                    start, done[sender] = done[sender], done[sender] + len(held) * portion.width
+                    data = arrived[sender][start : done[sender]].numpy().data
+                    yield Chunk(portion.placement, data, held.start * portion.width)
 
 
 def _fill(message: torch.Tensor, slices: Iterable[Slice]) -> None:
@@ -142,19 +139,23 @@ def _fill(message: torch.Tensor, slices: Iterable[Slice]) -> None:
         raise TensorError(f'expected a message of {len(message)} bytes of slices, found {end}')
 
 
-@contextmanager
-def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Iterator[Iterator[Chunk]]:
-    """Yield what this rank writes. All ranks enter and leave together, whatever happens inside."""
+def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Generator[Chunk, None, None]:
+    """Yield what this rank writes. Runs on: all ranks, to the end.
+
+    Failures here are remembered, and so must be those of the caller.
+
+    Raises:
+        AgreedError: A rank failed.
+        RankLostError: A rank did not answer.
+    """
     reader = SliceReader(source)
 
     def read(number: int, owner: int) -> Iterator[Slice]:
         return reader.read(plan.rounds[number].message(collective.rank, owner))
 
-    with (
-        closing(SliceSender(plan, read, collective, pinned=source.is_on_a_device).chunks()) as sent,
-        unsent_slices(plan, source, collective) as others,
-    ):
-        yield chain(sent, map(Slice.chunk, others))  # which keeps no slice while the next bucket is gathered
+    with torch.no_grad():
+        yield from SliceSender(plan, read, collective, pinned=source.is_on_a_device).chunks()
+        yield from unsent(plan, source, collective, Slice.chunk)
 
 
 class Snapshot:
@@ -169,23 +170,27 @@ class Snapshot:
     def __init__(self, plan: SavePlan, source: Source, memory: SnapshotMemory, collective: Collective) -> None:
         self._plan = plan
         self._slices: dict[tuple[int, int], list[Slice]] = {}
-        memory.clear()
 
         def held(found: Slice) -> Slice:
             return replace(found, elements=memory.hold(found.elements, found.placement.offset + found.start))
 
-        reader = SliceReader(source)
-        with unsent_slices(plan, source, collective) as others, collective.stage('snapshot'):
+        with torch.no_grad(), collective.stage('snapshot'):
+            memory.clear()
+            reader = SliceReader(source)
             for number, at_once in enumerate(plan.rounds):
                 for owner in at_once.owners:
                     sent = reader.read(at_once.message(collective.rank, owner))
                     self._slices[number, owner] = [held(found) for found in sent]
-            self._chunks = [held(found).chunk() for found in others]
+        self._chunks: list[Chunk] = []
+        with collective.stage('snapshot'):
+            for found in unsent(plan, source, collective, held):
+                with collective.remembering('snapshot'):
+                    self._chunks.append(found.chunk())
             memory.synchronize()
 
-    @contextmanager
-    def chunks(self, collective: Collective) -> Iterator[Iterator[Chunk]]:
-        """Yield what this rank writes."""
+    def chunks(self, collective: Collective) -> Generator[Chunk, None, None]:
+        """Yield what this rank writes, as :func:`live_chunks` does."""
+        with collective.remembering('read'):
+            yield from self._chunks
         sender = SliceSender(self._plan, lambda *key: self._slices.get(key, []), collective)
-        with closing(sender.chunks()) as sent:
-            yield chain(self._chunks, sent)
+        yield from sender.chunks()

@@ -6,14 +6,16 @@ import atexit
 import contextlib
 import math
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 #: Added to the nice value. When all cores are busy, five levels leave a thread a quarter of a core. With ten (a tenth)
 #: and 19 (a sixty-eighth), a save took two and three times as long as with five on a busy machine; and a thread that
@@ -39,7 +41,7 @@ _MOST_WORKERS = 8  # by default: more than a disk can feed
 
 
 class Background(Generic[T]):
-    """Runs a function beside training, at a lower priority. Used by: one thread, and signal handlers in it.
+    """A function for a :class:`BackgroundThread`. Used by: one thread, and signal handlers in it.
 
     A handler may interrupt any of these methods and call another one, so they poll a flag and take no lock. A handler
     that interrupted :meth:`threading.Thread.join` and called it again would deadlock.
@@ -48,12 +50,11 @@ class Background(Generic[T]):
         done: Whether the work has ended, so that :meth:`outcome` returns at once.
     """
 
-    def __init__(self, work: Callable[[], T], name: str) -> None:
+    def __init__(self, work: Callable[[], T]) -> None:
         self.done = False
+        self._work: Callable[[], T] | None = work
         self._value: T | None = None
         self._error: BaseException | None = None
-        # A daemon: at exit, ExitWait and not the interpreter waits for it, for a limited time
-        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
 
     @property
     def succeeded(self) -> bool:
@@ -74,13 +75,42 @@ class Background(Generic[T]):
             raise self._error
         return self._value
 
-    def _run(self, work: Callable[[], T]) -> None:
-        lower_priority()
+    def run(self) -> None:
+        """Do the work. Called in the background thread."""
+        work, self._work = self._work, None
         try:
             self._value = work()
         except BaseException as error:  # raised by outcome()
             self._error = error
         self.done = True
+
+
+class BackgroundThread:
+    """Runs one function after another beside training, at a lower priority, until :meth:`close`.
+
+    It waits for work from the beginning: no thread can be started while the process exits, nor perhaps when a save is
+    due, and then other ranks would wait for this one.
+
+    Attributes:
+        works: Put in what it is to run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.works: queue.SimpleQueue[Background[Any] | None] = queue.SimpleQueue()
+        # A daemon: at exit, ExitWait and not the interpreter waits for it, for a limited time
+        threading.Thread(target=_run_each, args=(self.works,), name=name, daemon=True).start()
+        weakref.finalize(self, self.works.put, None).atexit = False
+
+    def close(self) -> None:
+        """End the thread after what it was given."""
+        self.works.put(None)
+
+
+def _run_each(works: queue.SimpleQueue[Background[Any] | None]) -> None:
+    lower_priority()
+    while (work := works.get()) is not None:
+        work.run()
+        del work  # its error and its outcome belong to others
 
 
 class ExitWait:

@@ -6,7 +6,7 @@ that follow it (format/checksum.py). So a rank needs a few numbers per tensor, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,9 +15,8 @@ from xhf_hooks.format.checksum import shift
 from xhf_hooks.format.text import some
 from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
 
-#: Rows of the numbers. The spans are sums of ``end**2 - start**2``, modulo a prime: a part that was written twice and
-#: a missing part of the same size cancel out in the bytes, but not there.
-_NBYTES, _SPANS, _NON_FINITE, _CRC32 = range(4)
+#: Of the second row of the sums (bytes, spans, NaN and infinite values). Spans are sums of ``end**2 - start**2``: a part
+#: that was written twice and a missing part of the same size cancel out in the bytes, but not there.
 _PRIME = 2**31 - 1
 
 
@@ -25,13 +24,15 @@ class Tally:
     """What one rank has written, or what all ranks have. Used by: one thread.
 
     Attributes:
-        numbers: A column for each of ``plan.placements``.
+        sums: A column for each of ``plan.placements``; those of all ranks are the sums of each rank's.
+        checksums: CRC-32 of each; those of all ranks are the XOR of each rank's.
     """
 
     def __init__(self, plan: SavePlan) -> None:
         self._placements = plan.placements
         self._number_of = {(place.file, place.hf_name): number for number, place in enumerate(self._placements)}
-        self.numbers = np.zeros((4, len(self._placements)), np.int64)
+        self.sums = np.zeros((3, len(self._placements)), np.int64)
+        self.checksums = np.zeros(len(self._placements), np.int64)
 
     def add(self, place: Placement, start: int, nbytes: int, crc32: int, non_finite: int) -> None:
         """Count consecutive bytes of one tensor.
@@ -42,13 +43,8 @@ class Tally:
             non_finite: Number of NaN and infinite values.
         """
         number, end = self._number_of[place.file, place.hf_name], start + nbytes
-        self.numbers[:_CRC32, number] += (nbytes, _span(start, end), non_finite)
-        self.numbers[_CRC32, number] ^= shift(crc32, place.nbytes - end)
-
-    def add_up(self, all_reduce: Callable[[np.ndarray, str], np.ndarray]) -> None:
-        """Replace the numbers by those of all ranks together. Runs on: all ranks, with the ranks' ``all_reduce``."""
-        self.numbers[:_CRC32] = all_reduce(self.numbers[:_CRC32], 'SUM')
-        self.numbers[_CRC32] = all_reduce(self.numbers[_CRC32], 'BXOR')
+        self.sums[:, number] += (nbytes, _span(start, end), non_finite)
+        self.checksums[number] ^= shift(crc32, place.nbytes - end)
 
     def written(self) -> list[WrittenTensor]:
         """The tensors with their checksums, if these are the numbers of all ranks.
@@ -56,7 +52,7 @@ class Tally:
         Raises:
             IncompleteError: Bytes of a tensor are missing or were written twice.
         """
-        found = zip(self._placements, *self.numbers.tolist(), strict=True)
+        found = zip(self._placements, *self.sums.tolist(), self.checksums.tolist(), strict=True)
         return [_whole(*one) for one in found]
 
 

@@ -24,53 +24,48 @@ class Writer:
 
     A save calls :meth:`create` on rank 0 and broadcasts the result. Then it calls on each rank :meth:`open`,
     :meth:`write` any number of times, and :meth:`finish`. It calls :meth:`abort` at the end, or at any earlier point.
+    One writer serves one save after another. Used by: one thread at a time.
 
     Args:
         pending_nbytes: Limit of waiting bytes, beyond which :meth:`write` blocks. A larger chunk is accepted when
             nothing else waits.
-        fsync: Flush files to the disk, and drop them from the page cache, before :meth:`finish` returns.
         beside_training: Whether training goes on meanwhile and must not be slowed down.
     """
 
-    def __init__(self, pending_nbytes: int, fsync: bool = True, *, beside_training: bool = False) -> None:
-        self._limit = pending_nbytes
-        self._fsync, self._beside_training = fsync, beside_training
+    def __init__(self, pending_nbytes: int, *, beside_training: bool = False) -> None:
+        self._limit, self._beside_training, self._fsync = pending_nbytes, beside_training, True
         self._pending = 0
         self._room = threading.Condition()
-        self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        #: None ends the thread; an event is set when all that came before is done
+        self._queue: queue.SimpleQueue[Chunk | threading.Event | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
-        # Started now, before training goes on: no thread can be started while the process exits
-        self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
-        self._thread.start()
+        self._tally: Tally | None = None
+        # Started now: no thread can be started while the process exits, nor perhaps when a save is due
+        threading.Thread(target=self._work, name='xhf-writer', daemon=True).start()
 
-    def create(self, plan: SavePlan, place: Path, owner: int | None = None) -> dict[str, FileIdentity]:
-        """Create the planned files with their headers, and reserve their disk space.
-
-        Runs on: rank 0; where each rank has a folder of its own, all ranks.
-
-        Args:
-            owner: Create only the files that this rank writes.
-            place: Where the target lets writers write (places/target.py), such as the staging folder.
+    def create(self, plan: SavePlan, staging: Path) -> dict[str, FileIdentity]:
+        """Create the planned files with their headers, and reserve their disk space. Runs on: rank 0.
 
         Returns:
             File name to identity, with which other ranks check that they open the same files.
         """
-        names = {file.name for file in plan.files} if owner is None else plan.files_of(owner)
-        for name in names:
-            if '/' in name:  # such as adapter/, which the assets make on rank 0 alone
-                (place / name).parent.mkdir(exist_ok=True)
-        return {
-            file.name: create_file(place / file.name, file.header, file.nbytes)
-            for file in plan.files
-            if file.name in names
-        }
+        for file in plan.files:
+            if '/' in file.name:  # such as adapter/
+                (staging / file.name).parent.mkdir(exist_ok=True)
+        return {file.name: create_file(staging / file.name, file.header, file.nbytes) for file in plan.files}
 
-    def open(self, plan: SavePlan, place: Path, made: Mapping[str, FileIdentity]) -> None:
-        """Prepare to write into the created files."""
-        self._folder, self._made, self._tally = place, made, Tally(plan)
+    def open(self, plan: SavePlan, staging: Path, made: Mapping[str, FileIdentity], *, fsync: bool = True) -> None:
+        """Prepare to write into the created files.
+
+        Args:
+            fsync: Flush files to the disk, and drop them from the page cache, before :meth:`finish` returns.
+        """
+        self.abort()
+        self._folder, self._made, self._fsync = staging, made, fsync
+        self._tally, self._error, self._pending = Tally(plan), None, 0
 
     def write(self, chunk: Chunk) -> None:
         """Accept a chunk. May wait for free memory first, and may return before the chunk is on disk.
@@ -94,28 +89,33 @@ class Writer:
             OSError: A chunk could not be written.
             TargetError: A file is not the one that rank 0 made.
         """
-        self._join()
+        self._wait()
         if self._fsync and not self._error:
             for file in self._files.values():
                 file.fsync()
-        self._close()
+        self._close_files()
         if self._error:
             raise self._error
-        return self._tally
+        tally, self._tally = self._tally, None
+        return tally
 
     def abort(self) -> None:
-        """Drop pending chunks, close the files and end the threads. Never raises."""
+        """Drop pending chunks and close the files. Never raises."""
         self._error = self._error or OSError('the save was abandoned')
-        self._join()
-        self._close()
+        self._wait()
+        self._close_files()
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+    def close(self) -> None:
+        """End the thread. Never raises."""
+        self._queue.put(None)
 
-    def _close(self) -> None:
+    def _wait(self) -> None:
+        """Wait until the thread has nothing to do."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
+
+    def _close_files(self) -> None:
         error = None
         while self._files:
             try:
@@ -128,6 +128,9 @@ class Writer:
         if self._beside_training:
             lower_priority()
         while (chunk := self._queue.get()) is not None:
+            if isinstance(chunk, threading.Event):
+                chunk.set()
+                continue
             error = None
             if self._error is None:
                 try:

@@ -5,29 +5,63 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
 from tests.helpers.ranks import HANG_SECS
-from xhf_hooks.system.threads import Background
+from xhf_hooks.system.threads import Background, BackgroundThread
 
 
 def nice_value() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
+def begun(thread: BackgroundThread, work: Callable[[], Any]) -> Background[Any]:
+    background = Background(work)
+    thread.works.put(background)
+    return background
+
+
 def test_outcome_and_error():
-    background = Background(lambda: (7, nice_value()), 'test')
+    thread = BackgroundThread('test')
+    background = begun(thread, lambda: (7, nice_value()))
     value, lower = background.outcome()
     assert value == 7 and lower > nice_value() and background.done and background.succeeded
-    failed = Background(lambda: 1 // 0, 'test')
-    assert failed.wait(5) and failed.done and not failed.succeeded
+    failed = begun(thread, lambda: 1 // 0)
+    assert failed.wait(HANG_SECS) and failed.done and not failed.succeeded
     with pytest.raises(ZeroDivisionError):
         failed.outcome()
 
 
+@pytest.mark.parametrize('end', ['close', 'forget'])
+def test_the_thread_ends_and_keeps_nothing_in_memory(end):
+    thread = BackgroundThread(f'test-{end}')
+    model = Model()
+    kept = weakref.ref(model)
+    assert begun(thread, partial(id, model)).outcome() == id(model)
+    del model
+    while kept() is not None:  # the thread may not have reached its next line
+        time.sleep(0.01)
+    if end == 'close':
+        thread.close()
+    else:
+        del thread
+    while any(running.name == f'test-{end}' for running in threading.enumerate()):
+        time.sleep(0.01)
+
+
+class Model:
+    """Takes a weak reference."""
+
+
 def test_a_handler_that_interrupts_the_wait_may_wait():
     """With Thread.join it hung about once in a hundred kills: the handler waited for a lock of what it interrupted."""
+    thread = BackgroundThread('test')
     background: list[Background[int]] = []
     late = []
     going_on = True
@@ -40,7 +74,7 @@ def test_a_handler_that_interrupts_the_wait_may_wait():
     before = signal.signal(signal.SIGALRM, wait_too)
     try:
         for number in range(500):
-            background.append(Background(lambda number=number: number, 'test'))
+            background.append(begun(thread, lambda number=number: number))
             signal.setitimer(signal.ITIMER_REAL, 1e-5)
             assert background[-1].outcome() == number
     finally:

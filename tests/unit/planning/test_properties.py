@@ -68,12 +68,14 @@ class Saved:
             round_nbytes=bucket_nbytes // 2 or 1,
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
-        ranks = [Writer(pending_nbytes=bucket_nbytes, fsync=False) for _ in range(world_size)]
+        ranks = [Writer(pending_nbytes=bucket_nbytes) for _ in range(world_size)]
         made = ranks[0].create(self.plan, folder.open_staging())
         for rank in ranks:
-            rank.open(self.plan, folder.staging, made)
+            rank.open(self.plan, folder.staging, made, fsync=False)
         self._write(ranks, dice)
         self.written = together([rank.finish() for rank in ranks]).written()
+        for rank in ranks:
+            rank.close()
         folder.commit(WrittenSave(self.plan, self.written, Step('iter', 1, 1)))
         self.path = folder.final
 
