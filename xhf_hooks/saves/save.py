@@ -8,7 +8,6 @@ live_chunks()       ranks write their own slices      with writer='positional', 
                     or send them to the owner         with 'stream' and 'parallel', where possible
                     the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
-upload()            each rank its own files           if out_dir is a store
 commit()            staging gets the final name       then, and only then, older saves are deleted
 """
 
@@ -25,7 +24,7 @@ import numpy as np
 from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.options import SaveOptions, parse_size
-from xhf_hooks.places.target import SaveTarget
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import (
@@ -66,7 +65,7 @@ class _Begun:
         chunks: What this rank writes.
     """
 
-    target: SaveTarget
+    target: CheckpointFolder
     step: Step
     facts: Mapping[str, Any]
     collective: Collective
@@ -104,7 +103,7 @@ class Saver:
         writer: str = 'stream',
         in_background: bool = False,
         log: RunLog | None = None,
-        after_commit: Callable[[SaveTarget, Step, Collective], None] = lambda target, step, collective: None,
+        after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
     ) -> None:
         self._unwrapped, self._options, self.writer = unwrapped, options, WhoWrites(writer)
         self._collective, self._log, self._after_commit = collective, log, after_commit
@@ -155,7 +154,7 @@ class Saver:
         received = self._half_bucket + 3 * self._round_nbytes if self.plan.rounds else 0
         return max(gathered, received) + _SLICES_NBYTES * bool(self.plan.sliced)
 
-    def rehearse(self, target: SaveTarget) -> list[str]:
+    def rehearse(self, target: CheckpointFolder) -> list[str]:
         """Write the HF assets where saves will go, and remove them. Runs on: rank 0.
 
         Returns:
@@ -177,7 +176,7 @@ class Saver:
 
     def save(
         self,
-        target: SaveTarget,
+        target: CheckpointFolder,
         step: Step,
         facts: Mapping[str, Any] | None = None,
     ) -> CommittedCheckpoint:
@@ -194,7 +193,7 @@ class Saver:
 
     def start(
         self,
-        target: SaveTarget,
+        target: CheckpointFolder,
         step: Step,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -262,7 +261,7 @@ class Saver:
 
     def _begin(
         self,
-        target: SaveTarget,
+        target: CheckpointFolder,
         step: Step,
         facts: Mapping[str, Any],
         *,
@@ -311,16 +310,13 @@ class Saver:
                         staging = target.open_staging()
                         target.room(plan.nbytes)
                         warnings += self.exporter.write_hf_assets(staging, self.tokenizer, self.eos_token_ids)
-                        made = staging.name, writer.create(plan, staging) if target.is_shared else {}
+                        made = staging.name, writer.create(plan, staging)
                     if copies:  # while they would wait for rank 0
                         checksums = checksums_of(copies, self._source)
                 if copies:
                     require_same(copies, checksums, collective)
                 name, files = collective.broadcast(made)
-                place = target.place(name)
-                if not target.is_shared:
-                    with collective.stage('staging'):
-                        files = writer.create(plan, place, owner=collective.rank)
+                place = target.final.with_name(name)  # hosts may mount the file system elsewhere
             with clock.stage('write'):
                 tally = self._write(begun, place, files)
             with clock.stage('tally'):
@@ -336,9 +332,6 @@ class Saver:
             }
             tensors = tally.written() if is_rank0 else []
             save = WrittenSave(plan, tensors, step, facts)
-            if not target.is_shared:
-                with clock.stage('upload'):
-                    target.upload(save, self._options.verify, collective)
             with clock.stage('commit'), collective.stage('commit'):
                 if is_rank0:
                     # Beside training, bytes are read back in this thread: none can be started while the process exits
@@ -350,7 +343,7 @@ class Saver:
             target.end_save()
         self._after_commit(target, step, collective)
         cost = SaveCost(plan.nbytes, clock.seconds, clock.stalled_secs, peak, clock.stage_secs)
-        return CommittedCheckpoint(target.where, step, cost, tuple(warnings))
+        return CommittedCheckpoint(target.final, step, cost, tuple(warnings))
 
     def _write(self, begun: _Begun, place: Path, files: Mapping[str, FileIdentity]) -> Tally:
         """Returns what this rank has written."""

@@ -46,27 +46,16 @@ class Writer:
         self._thread: threading.Thread | None = threading.Thread(target=self._work, name='xhf-writer', daemon=True)
         self._thread.start()
 
-    def create(self, plan: SavePlan, place: Path, owner: int | None = None) -> dict[str, FileIdentity]:
-        """Create the planned files with their headers, and reserve their disk space.
-
-        Runs on: rank 0; where each rank has a folder of its own, all ranks.
+    def create(self, plan: SavePlan, place: Path) -> dict[str, FileIdentity]:
+        """Create the planned files with their headers, and reserve their disk space. Runs on: rank 0.
 
         Args:
-            owner: Create only the files that this rank writes.
-            place: Where the target lets writers write (places/target.py), such as the staging folder.
+            place: The staging folder.
 
         Returns:
             File name to identity, with which other ranks check that they open the same files.
         """
-        names = {file.name for file in plan.files} if owner is None else plan.files_of(owner)
-        for name in names:
-            if '/' in name:  # such as adapter/, which the assets make on rank 0 alone
-                (place / name).parent.mkdir(exist_ok=True)
-        return {
-            file.name: create_file(place / file.name, file.header, file.nbytes)
-            for file in plan.files
-            if file.name in names
-        }
+        return {file.name: create_file(place / file.name, file.header, file.nbytes) for file in plan.files}
 
     def open(self, plan: SavePlan, place: Path, made: Mapping[str, FileIdentity]) -> None:
         """Prepare to write into the created files."""
