@@ -48,7 +48,6 @@ BENCHES: dict[str, tuple[Callable[[ArgumentParser], None], Callable[[Namespace],
     'memory': (saves.add_memory_options, saves.measure_memory),
     'stall': (saves.add_stall_options, saves.measure_stall),
     'upload': (stores.add_upload_options, stores.measure_upload),
-    'out_dir': (stores.add_out_dir_options, stores.measure_out_dir),
     'convert': (convert.add_options, convert.measure),
 }
 

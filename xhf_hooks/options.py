@@ -121,15 +121,15 @@ def _dtype_code(option: str, value: Any) -> str:
     return DTYPE_CODES.get(name, name)
 
 
-def folder_or_url(option: str, value: Any) -> Path | str:
-    """The path of a folder, or the URL of an object store.
+def folder(option: str, value: Any) -> Path:
+    """The path of a folder.
 
     Raises:
-        OptionError: It is neither.
+        OptionError: It is something else, such as the URL of an object store.
     """
-    if isinstance(value, str) and _URL.fullmatch(value):
-        return _store_url(option, value)
-    if not isinstance(value, (str, Path)) or '://' in str(value) or not Path(value).name:
+    if isinstance(value, str) and '://' in value:
+        raise OptionError(option, 'the path of a folder (upload_to sends saves to a store)', _without_secrets(value))
+    if not isinstance(value, (str, Path)) or not Path(value).name:
         raise OptionError(option, 'the path of a folder', value)
     return Path(value).expanduser()
 
@@ -144,9 +144,14 @@ def _store_url(option: str, value: Any) -> str:
     url = urlsplit(value)
     if '@' in url.netloc or url.query:  # s3://key:secret@bucket, or a signed query
         expected = 'a URL without credentials and queries (docs/object-stores.md says where they go)'
-        # Without them: they are secrets
-        raise OptionError(option, expected, f'{url.scheme}://{url.netloc.rpartition("@")[2]}{url.path}')
+        raise OptionError(option, expected, _without_secrets(value))
     return value.rstrip('/')
+
+
+def _without_secrets(value: str) -> str:
+    """A URL without credentials and queries."""
+    url = urlsplit(value)
+    return f'{url.scheme}://{url.netloc.rpartition("@")[2]}{url.path}'
 
 
 def _library_arguments(option: str, value: Any) -> dict[str, Any]:
@@ -259,12 +264,6 @@ class SaveOptions(_Options):
         '``hf_model_epoch_2``. -1 keeps all.',
         _at_least(1, -1),
     )
-    backend_args: dict[str, Any] | None = _option(
-        None,
-        'Keyword arguments for the library of the store in ``out_dir`` or ``upload_to``, such as '
-        "``dict(endpoint_url='https://...')``. Keep credentials where that library looks for them, not here.",
-        _library_arguments,
-    )
 
 
 @dataclass(eq=False)
@@ -279,6 +278,7 @@ class CallOptions(SaveOptions):
     on_error: ClassVar[str] = 'raise'
     upload_to: ClassVar[str | None] = None
     upload_keep: ClassVar[int] = -1
+    backend_args: ClassVar[None] = None
 
     step: int | None = _option(
         None,
@@ -299,9 +299,8 @@ class RunOptions(SaveOptions):
     out_dir: str | Path | None = _option(
         None,
         "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's ``work_dir/<timestamp>``, "
-        "Trainer's ``output_dir``). With a URL such as ``s3://bucket/run``, each rank writes its files to a scratch "
-        'folder below ``TMPDIR``, uploads and deletes them.',
-        folder_or_url,
+        "Trainer's ``output_dir``).",
+        folder,
         kw_only=False,
     )
     save_last: bool = _option(True, 'Also save when training ends.', _switch)
@@ -320,11 +319,10 @@ class RunOptions(SaveOptions):
     )
     on_saved: str | Sequence[str] | None = _option(
         None,
-        'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder (with a '
-        'URL as ``out_dir``, the URL of the save), ``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, '
-        'and ``{output}`` a local folder for results. Numbers in the last line that it prints as a JSON object go to '
-        'the visualizer. When saves come faster than it finishes, it runs for the newest one next. It is ended after a '
-        'day; ``timeout 1h COMMAND`` ends it sooner.',
+        'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder, '
+        '``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, and ``{output}`` a folder for results. '
+        'Numbers in the last line that it prints as a JSON object go to the visualizer. When saves come faster than it '
+        'finishes, it runs for the newest one next. It is ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
         _command,
     )
     exit_wait_secs: float = _option(
@@ -344,6 +342,12 @@ class RunOptions(SaveOptions):
     upload_keep: int = _option(
         -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', _at_least(1, -1)
     )
+    backend_args: dict[str, Any] | None = _option(
+        None,
+        "Keyword arguments for the library of the store in ``upload_to``, such as ``dict(endpoint_url='https://...')``."
+        ' Keep credentials where that library looks for them, not here.',
+        _library_arguments,
+    )
     on_error: str = _option(
         'continue',
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
@@ -352,11 +356,8 @@ class RunOptions(SaveOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_store = isinstance(self.out_dir, str)
-        self.require_default('upload_to', 'when out_dir is a URL', when=is_store)
-        self.require_default('upload_keep', 'unless upload_to is a store', when=self.upload_to is None)
-        neither = not is_store and self.upload_to is None
-        self.require_default('backend_args', 'unless out_dir or upload_to is a store', when=neither)
+        for option in ('upload_keep', 'backend_args'):
+            self.require_default(option, 'unless upload_to is a store', when=self.upload_to is None)
 
 
 @dataclass(eq=False)

@@ -70,7 +70,7 @@ def in_ddp(root: Path) -> None:
 
 
 def with_command(root: Path) -> list[dict[str, Any]]:
-    """A command for each save, in a store; returns what is in Trainer's log of this. Runs on: all ranks."""
+    """A command for each save; returns what is in Trainer's log of this. Runs on: all ranks."""
     from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
     ended, log = HFCheckpointCallback.on_train_end, []
@@ -80,7 +80,7 @@ def with_command(root: Path) -> list[dict[str, Any]]:
         log.extend(line for line in state.log_history if any(name.startswith('on_saved/') for name in line))
 
     command = [sys.executable, '-c', r'import sys; print(*sys.argv[1:], sep="\n")', '{path}', '{"iteration": {step}}']
-    options = dict(save_strategy='steps', save_steps=2, out_dir=(root / 'stored').as_uri(), on_saved=command)
+    options = dict(save_strategy='steps', save_steps=2, out_dir=root / 'saved', on_saved=command)
     with mock.patch.object(HFCheckpointCallback, 'on_train_end', on_train_end):
         doors.trainer_run(options, {}, zero_config(3), root)
     return log
@@ -169,8 +169,8 @@ def test_ddp(results):
 def test_the_log_of_trainer_has_the_numbers_of_a_command(results):
     root, outcomes = results
     first, second = check(outcomes, 'on_saved')
-    assert [(line['step'], line['on_saved/hf_model/iteration']) for line in first] == [(2, 2), (4, 4)]
+    assert [(line['step'], line['on_saved/saved/iteration']) for line in first] == [(2, 2), (4, 4)]
     assert second == []
     for step in (2, 4):
-        output = root / 'on_saved' / 'hf_model_on_saved' / f'iter_{step}' / 'output.log'
-        assert output.read_text().startswith((root / 'on_saved' / 'stored').as_uri())
+        output = root / 'on_saved' / 'saved_on_saved' / f'iter_{step}' / 'output.log'
+        assert output.read_text().startswith(f'{root}/on_saved/.saved.kept-')

@@ -1,8 +1,7 @@
-"""Saves in stores that speak S3, that fail, hang, and are away: ``out_dir='s3://...'``, and ``upload_to``."""
+"""Uploads to stores that speak S3, that fail, hang, and are away."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,24 +12,17 @@ import pytest
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run
 from tests.helpers.assert_intact import assert_whole
-from tests.helpers.engines import zero_engine
 from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.stored_saves import bytes_in, download_newest
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
-from xhf_hooks.system import calls
 
 N_RANKS = 2
 SMALL = dict(bucket_size=20_000, max_shard_size=9_000)
 EACH = dict(interval=1, by_epoch=False)
 LAST = 5
-#: Calls of save_hf: name to server, options of the model and of the call.
-CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    'ZeRO-3': ('moto', {}, dict(SMALL, verify='full')),
-    'both': ('rclone', dict(lora=True), dict(SMALL, lora='both')),
-}
 #: Runs with upload_to: name to server and further options of the hook.
 UPLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     'moto': ('moto', dict(upload_keep=2, save_best='acc')),
@@ -42,7 +34,7 @@ UPLOADS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'no_library': (dict(upload_to='oss://bucket/run'), 'object-stores.md'),
     'read_only': (dict(upload_to=f's3://{BUCKET}/read_only/läufe'), 'cannot write'),
-    'no_such_out_dir': (dict(out_dir='s3://no-such-bucket/run'), 'Check out_dir'),
+    'no_such_bucket': (dict(upload_to='s3://no-such-bucket/run'), 'Check upload_to'),
 }
 
 
@@ -62,12 +54,7 @@ def faults() -> dict[str, Any]:
 
         return matters
 
-    def denied(method: str, path: str) -> bool:
-        return '/denied/' in path and 'iter_2' in path and method == 'PUT' and 'model-' in path
-
     return {
-        'faulty': EachInTurn(lambda method, path: '/faulty/' in path, (500, 503, 'cut', 'lose')),
-        'denied': AwayFor(denied, 1e9, 403),
         'fails_in_turn': EachInTurn(of_saves('fails_in_turn'), (503, 'cut', 403, 500, 'lose', 404)),
         'hangs': AwayFor(of_saves('hangs'), 3.0, 'hang'),
         'never_there': AwayFor(lambda method, path: '/never_there/läufe/hf_model_iter_' in path, 1e9),
@@ -83,10 +70,9 @@ def root(tmp_path_factory) -> Path:
 @pytest.fixture(scope='module')
 def servers(root) -> Iterator[dict[str, dict[str, Any]]]:
     """Kind to backend_args."""
-    written_at_once = [f'{url_of("both")}/hf_model_iter_7'.removeprefix(f's3://{BUCKET}/')]
     with (
         s3_server('moto', root / 'moto') as moto,
-        s3_server('rclone', root / 'rclone', prefixes=written_at_once) as rclone,
+        s3_server('rclone', root / 'rclone') as rclone,
         faulty_proxy(rclone.port) as proxy,
     ):
         plans = faults()
@@ -102,42 +88,7 @@ def servers(root) -> Iterator[dict[str, dict[str, Any]]]:
         yield {'moto': moto.backend_args, 'rclone': rclone.backend_args, 'proxy': through}
 
 
-# Saves in a store alone
-
-
-def save_to_both(name: str, args: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Save to the store and to a folder. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from tests.helpers.zoo.llamas import odd_llama
-    from xhf_hooks import save_hf
-    from xhf_hooks.places import store as stored
-
-    _, kind, how = CALLS[name]
-    engine = zero_engine(odd_llama(bf16=True, **kind), 3)
-    made, send = [], stored.send_file
-
-    def note(store: Any, prefix: str, file: str, *args: Any, **more: Any) -> None:
-        made.extend([file] if file.endswith('.safetensors') else [])
-        send(store, prefix, file, *args, **more)
-
-    with mock.patch.object(stored, 'send_file', note):
-        committed = save_hf(engine, url_of(name), backend_args=args, step=7, **how)
-    dist.barrier()
-    left = [str(path) for path in Path(tempfile.gettempdir()).glob(f'{calls._PREFIX}*')]
-    save_hf(engine, root / name, **how)
-    engine.destroy()
-    return {'path': committed.path, 'made': made, 'left': left}
-
-
-def run_hook(name: str, args: dict[str, Any], root: Path, *runs: dict[str, Any], **hook: Any) -> tuple[str, list[str]]:
-    """Runs of the hook into one store: their logs, and what is left on disk. Runs on: all ranks."""
-    hook = dict(out_dir=url_of(name), backend_args=args, **SMALL, **hook)
-    logs = [log_of(run(dict(hook=hook, stage=3, **how), root / name)) for how in runs]
-    return '\n'.join(logs), [str(path) for path in (root / name).rglob('*hf_model*')]
-
-
-# Uploads of saves that stay on disk
+# Runs
 
 
 def upload(hook: dict[str, Any], work_dir: Path) -> str:
@@ -180,17 +131,8 @@ def place(name: str, args: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope='module')
 def results(servers, root):
-    moto, proxy, three = servers['moto'], servers['proxy'], dict(max_iters=3)
+    moto, proxy = servers['moto'], servers['proxy']
     scenarios: dict[str, Any] = {
-        **{name: partial(save_to_both, name, servers[kind], root) for name, (kind, *_) in CALLS.items()},
-        'best': partial(
-            *(run_hook, 'best', moto, root, dict(max_iters=4, scores=[0.2, 0.9]), dict(scores=[0.5, 0.6])),
-            save_best='acc',
-            async_save=True,
-            interval=-1,
-        ),
-        'denied': partial(run_hook, 'denied', proxy, root, three, max_keep_ckpts=-1, **EACH),
-        'faulty': partial(run_hook, 'faulty', proxy, root, three, interval=-1),
         **{
             name: partial(upload, {**hook, **place(name, servers[kind])}, root / name)
             for name, (kind, hook) in UPLOADS.items()
@@ -214,49 +156,6 @@ def credentials(monkeypatch):
 def prefixes_in(store: Store) -> set[str]:
     keys = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
     return {key.partition('/')[0] for key in keys if '/' in key}
-
-
-@pytest.mark.parametrize('name', CALLS)
-def test_the_same_files_as_in_a_folder_each_sent_once_by_one_rank(results, servers, root, name):
-    ranks = check(results, name)
-    assert {rank['path'] for rank in ranks} == {f'{url_of(name)}/hf_model_iter_7'}
-    found = download_newest(Store(url_of(name), servers[CALLS[name][0]]), root / 'downloaded' / name)
-    assert_whole(found)
-    ours, local = bytes_in(found), bytes_in(root / name)
-    del ours['xhf_manifest.json'], local['xhf_manifest.json']
-    assert ours == local
-    weights = [file for file in local if file.endswith('.safetensors')]
-    assert sorted(file for rank in ranks for file in rank['made']) == sorted(weights)
-    assert all(rank['made'] and not rank['left'] for rank in ranks)
-
-
-@pytest.mark.parametrize(
-    ('name', 'prefixes', 'pointers', 'said'),
-    [
-        (
-            'best',
-            ['hf_model_best_iter_4', 'hf_model_iter_4_2'],
-            {'hf_model': 4, 'hf_model_best': 4},
-            ['best acc so far: 0.9000'],
-        ),
-        ('faulty', ['hf_model_iter_3'], {'hf_model': 3}, []),
-        (
-            'denied',
-            ['hf_model_iter_1', 'hf_model_iter_3'],
-            {'hf_model': 3},
-            ['the save of iter_2 failed and training goes on', 'hf_model_iter_2/model-', 'backend_args'],
-        ),
-    ],
-)
-def test_what_runs_leave(results, servers, tmp_path, name, prefixes, pointers, said):
-    """Though each request has failed once, or one save was denied."""
-    for log, left in check(results, name):
-        assert left == [] and all(words in log for words in said)
-    store = Store(url_of(name), servers['moto' if name == 'best' else 'rclone'])
-    assert sorted(prefixes_in(store)) == prefixes
-    found = {name: read_pointer(store, name) for name in ('hf_model', 'hf_model_best')}
-    assert {name: pointer.step['number'] for name, pointer in found.items() if pointer} == pointers
-    assert_whole(download_newest(store, tmp_path))
 
 
 @pytest.mark.parametrize('name', ['moto', 'fails_in_turn', 'hangs', 'lost_rank'])

@@ -23,7 +23,7 @@ from xhf_hooks.cli import verify
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
-BENCHMARKS = ['save', 'floors', 'hsdp', 'throttled', 'memory', 'stall', 'convert', 'upload', 'out_dir']
+BENCHMARKS = ['save', 'floors', 'hsdp', 'throttled', 'memory', 'stall', 'convert', 'upload']
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
@@ -54,10 +54,10 @@ CONFIG_LINES = {
     'interval=500': 'getting-started.md',
     'save_on_signal=': 'on-demand.md',
     'python evaluate.py': 'on-saved.md',
-    'upload_keep=3': 'object-stores.md',
+    "upload_to='s3://bucket/run', upload_keep=3": 'object-stores.md',
     'endpoint_url=': 'object-stores.md',
     'hf upload organization/name': 'on-saved.md',
-    "out_dir='s3://bucket/run'": 'object-stores.md',
+    "out_dir='/local/run/hf_model'": 'object-stores.md',
 }
 
 

@@ -40,8 +40,8 @@ def proxy(tmp_path):
         yield running
 
 
-def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: str) -> None:
-    """One rank of a run that saves twice, in the store or with an upload of each save."""
+def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
+    """One rank of a run that saves twice and uploads each save."""
     os.environ.update(CREDENTIALS)
     import logging
 
@@ -56,26 +56,24 @@ def live(rank: int, store: str, work_dir: str, option: str, url: str, endpoint: 
     Uploads.patience_secs = 1.0
     join_group(rank, store)
     model = tiny_model(zero3=False)
-    final, given = (url, {}) if option == 'out_dir' else (Path(work_dir) / 'hf_model', dict(upload_keep=1))
     options = RunOptions(
         max_shard_size='30KB',
         exit_wait_secs=60,
         backend_args={'endpoint_url': endpoint},
         on_error='raise',
-        **{option: url},
-        **given,
+        upload_to=url,
+        upload_keep=1,
     )
     log = RunLog(logging.getLogger('xhf_hooks'), 'test', only_errors=rank != 0)
     status = 0
     try:
-        saves = CheckpointManager(unwrap(model), final, options, log)
+        saves = CheckpointManager(unwrap(model), Path(work_dir) / 'hf_model', options, log)
         saves.prepare(None, when='now')
         try:
             for number in SAVES:
                 fill(model, number)
                 saves.save(Step('iter', number, number))
-                if saves._uploads is not None:
-                    saves._uploads.wait(60)
+                saves._uploads.wait(60)
         finally:
             saves.close()
     except XhfError:
@@ -103,7 +101,7 @@ class KillAt:
         return 'cut' if self._number % 3 else None  # it may still arrive
 
 
-def one_life(proxy: FaultyProxy, number: int, folder: Path, option: str, url: str) -> KillAt:
+def one_life(proxy: FaultyProxy, number: int, folder: Path, url: str) -> KillAt:
     """Let a run live until it ends, or is killed at a request."""
     endpoint = f'http://127.0.0.1:{proxy.port}'
     ranks: list[Any] = []
@@ -111,7 +109,7 @@ def one_life(proxy: FaultyProxy, number: int, folder: Path, option: str, url: st
     store = folder / f'store{number}'
     with ending(ranks, f'request {number}'):
         for rank in range(WORLD_SIZE):
-            ranks.append(start_process(live, rank, str(store), str(folder / 'work'), option, url, endpoint))
+            ranks.append(start_process(live, rank, str(store), str(folder / 'work'), url, endpoint))
     store.unlink(missing_ok=True)
     return killer
 
@@ -128,23 +126,21 @@ def check_newest(store: Store) -> str | None:
     return pointer.newest
 
 
-@pytest.mark.parametrize('option', ['upload_to', 'out_dir'])
-def test_killed_at_requests(proxy, tmp_path, option):
-    url = f's3://{BUCKET}/{option}/läufe'
+def test_killed_at_requests(proxy, tmp_path):
+    url = f's3://{BUCKET}/killed/läufe'
     store = Store(url, {'endpoint_url': f'http://127.0.0.1:{proxy.server_port}'})
     found = set()
     for number in range(1, MOST_REQUESTS, STRIDE):
-        killer = one_life(proxy, number, tmp_path, option, url)
+        killer = one_life(proxy, number, tmp_path, url)
         found.add(check_newest(store))
         if killer.seen < number:
             break
     else:
         raise AssertionError('a run makes more requests than expected')
     assert number > 30 and len(found) > 1
-    one_life(proxy, 0, tmp_path, option, url)
+    one_life(proxy, 0, tmp_path, url)
     newest = check_newest(store)
     assert newest is not None and newest.startswith('hf_model_iter_2')
     paths = [path.removeprefix(f'{store._root}/') for path in store._fs.find(store._root)]
     assert {path.partition('/')[0] for path in paths if '/' in path} == {newest}
-    if option == 'upload_to':
-        assert [path.name for path in (tmp_path / 'work').iterdir()] == ['hf_model']
+    assert [path.name for path in (tmp_path / 'work').iterdir()] == ['hf_model']

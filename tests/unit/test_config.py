@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from mmengine.registry import HOOKS
 
 from xhf_hooks import HFCheckpointHook, save_hf
 from xhf_hooks.errors import OptionError
+from xhf_hooks.integrations.transformers import HFCheckpointCallback
 from xhf_hooks.options import CallOptions
 
 BAD = {
-    'out_dir': ['', 5, b'folder', 's3://', 'hf://org/name', '/', ['folder']],
+    'out_dir': ['', 5, b'folder', 's3://', 's3://bucket/run', 'hf://org/name', '/', ['folder']],
     'interval': [0, -2, 1.5, '10', True],
     'save_last': [None, 'yes'],
     'save_best': [[], '', 5, ['acc', 'acc'], ['auto', 'acc'], 'no_rule_can_be_inferred_for_this', {'acc': 1}],
@@ -51,7 +53,6 @@ BAD_COMBINATIONS = [
     ('rule', dict(save_best='acc', rule=5)),
     ('rule', dict(save_best=['acc', 'loss', 'mAP'], rule=['greater', 'less'])),
     ('out_dir', dict(out_dir='s3://key:secret@bucket/run')),
-    ('upload_to', dict(out_dir='s3://bucket/run', upload_to='s3://bucket/copy')),
     ('upload_to', dict(upload_to='s3://key:secret@bucket/run')),
     ('upload_to', dict(upload_to='s3://bucket/run?X-Signature=secret')),
     ('upload_to', dict(upload_to='hf://org/name')),
@@ -72,9 +73,9 @@ GOOD = [
     dict(save_on_signal=['SIGTERM', 'SIGINT', 'SIGTERM']),
     dict(on_saved='lm_eval --model_args pretrained={path}'),
     dict(on_saved=['sh', '-c', 'echo "${HOME}" | awk \'{print}\'']),
-    dict(on_saved='ls {path}', out_dir='s3://bucket/run'),
+    dict(on_saved='ls {path}', upload_to='s3://bucket/run'),
     dict(upload_to='s3://bucket/run', upload_keep=3, backend_args=dict(endpoint_url='http://host')),
-    dict(out_dir='s3://bucket/run', max_keep_ckpts=2, backend_args=dict(endpoint_url='http://host')),
+    dict(out_dir='/local/disk/run', max_keep_ckpts=2, upload_to='s3://bucket/run'),
     dict(tokenizer=dict(type='transformers.AutoTokenizer.from_pretrained')),
     dict(dtype='bfloat16', max_shard_size=10**9, bucket_size='64MiB', on_error='raise'),
 ]
@@ -93,6 +94,12 @@ def test_bad_combination(option, options):
     with pytest.raises(OptionError, match=option) as caught:
         HFCheckpointHook(**options)
     assert 'secret' not in str(caught.value)
+
+
+@pytest.mark.parametrize('front', [HFCheckpointHook, HFCheckpointCallback, partial(save_hf, None)])
+def test_a_store_as_out_dir_is_refused_with_what_to_use_instead(front):
+    with pytest.raises(OptionError, match=r'out_dir.*upload_to.*s3://bucket/run'):
+        front(out_dir='s3://bucket/run')
 
 
 @pytest.mark.parametrize('options', GOOD, ids=str)

@@ -9,7 +9,6 @@ from bench.report import Figures, fastest, medians, size_words
 from bench.ways import OURS
 
 _SAVE = (('seconds', 'seconds per save', '{:.2f}'), ('peak_extra_mb', 'extra memory of the busiest rank, MB', '{:.0f}'))
-_UPLOAD = (('seconds', 'seconds', '{:.2f}'), ('sent_mb', 'sent by rank 0, MB', '{:.0f}'))
 #: Title, and of each column the figure, its heading and its format.
 CHARTS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     'save': ('Saving a ZeRO-3 model', _SAVE),
@@ -31,8 +30,10 @@ CHARTS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
             ('speed_share', 'speed of training meanwhile', '{:.0%}'),
         ),
     ),
-    'upload': ('A save to an object store', _UPLOAD),
-    'out_dir': ('A save to an object store, without a disk', _UPLOAD),
+    'upload': (
+        'A save to an object store',
+        (('seconds', 'seconds', '{:.2f}'), ('sent_mb', 'sent by rank 0, MB', '{:.0f}')),
+    ),
     'convert': (
         'Converting a ZeRO-3 checkpoint',
         (('seconds', 'seconds per conversion', '{:.2f}'), ('peak_mb', 'peak anonymous memory, MB', '{:.0f}')),
@@ -95,4 +96,4 @@ def _label(way: str) -> str:
 def _color(way: str) -> str:
     if way.startswith('floor'):
         return _FLOOR_COLOR
-    return _OURS_COLOR if way.startswith((OURS, 'xhf-convert', 'upload_to', 'out_dir')) else _OTHER_COLOR
+    return _OURS_COLOR if way.startswith((OURS, 'xhf-convert', 'upload_to')) else _OTHER_COLOR

@@ -41,7 +41,6 @@ def table(what: str, measured: dict[str, Any]) -> str:
     whole = {
         'memory': _memory_table,
         'upload': _upload_table,
-        'out_dir': _upload_table,
     }
     if what in whole:
         return whole[what](measured)
@@ -212,7 +211,6 @@ def _upload_table(measured: dict[str, Any]) -> str:
         ('seconds', _figure('seconds', '{:.2f}')),
         ('times faster', lambda _, f: f'{slowest / f["seconds"]:.1f}'),
         ('sent by rank 0, MB', _figure('sent_mb', '{:.0f}')),
-        ('on local disk afterwards, MB', _figure('on_disk_mb', '{:.0f}')),
     ]
     uplink = measured['uplink_nbytes_per_sec'] / 1e6
     least = measured['nbytes'] / measured['uplink_nbytes_per_sec'] / measured['ranks']
@@ -220,19 +218,16 @@ def _upload_table(measured: dict[str, Any]) -> str:
         f'{measured["nbytes"] / 1e6:.0f} MB, {measured["ranks"]} ranks, none of which can send more than '
         f'{uplink:.0f} MB/s (all together need {least:.2f} s):'
     )
-    beside = []
-    if 'training' in measured:  # not where there is no disk
-        training = measured['training']
-        slowed, n_ranks = [run['slowed_by'] for run in training['runs']], training['ranks']
-        processor = statistics.median(run['processor'] for run in training['runs'])
-        beside = [
-            '',
-            f'While an upload with {training["uplink_nbytes_per_sec"] / 1e6:.0f} MB/s is running, training on '
-            f'{n_ranks} rank{"s" * (n_ranks > 1)} is slowed by {statistics.median(slowed):.1%} of its iterations '
-            f'(median of {len(slowed)}; {min(slowed):.1%} to {max(slowed):.1%}). The threads that upload take '
-            f'{processor:.1%} of a core.',
-        ]
-    return '\n'.join([head, '', *_rows(found, columns), *beside, ''])
+    training = measured['training']
+    slowed, n_ranks = [run['slowed_by'] for run in training['runs']], training['ranks']
+    processor = statistics.median(run['processor'] for run in training['runs'])
+    beside = (
+        f'While an upload with {training["uplink_nbytes_per_sec"] / 1e6:.0f} MB/s is running, training on '
+        f'{n_ranks} rank{"s" * (n_ranks > 1)} is slowed by {statistics.median(slowed):.1%} of its iterations '
+        f'(median of {len(slowed)}; {min(slowed):.1%} to {max(slowed):.1%}). The threads that upload take '
+        f'{processor:.1%} of a core.'
+    )
+    return '\n'.join([head, '', *_rows(found, columns), '', beside, ''])
 
 
 def size_words(size: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Launches the benchmarks of object stores: ``upload`` and ``out_dir``.
+"""Launches the benchmark of object stores, ``upload``.
 
 Each rank's uplink is throttled. The server is ``rclone serve s3`` on this machine, in memory. Ranks and server share
 the processors, so with 8 ranks at 40 MB/s 2 cores are the limit, not the uplinks. The slowdown of training beside an
@@ -25,21 +25,12 @@ _SERVER_OPTIONS = ('--etag-hash', '')
 _TRAINING_BILLIONS, _TRAINING_REPEATS = 0.05, 10
 
 
-def add_out_dir_options(parser: ArgumentParser) -> None:
+def add_upload_options(parser: ArgumentParser) -> None:
     add_ranks(parser, 8)
     add_billions(parser, 0.8, MODELS)
     add_number(parser, '--uplink', 40, 'upload rate of each rank in MB/s')
     add_number(parser, '--repeats', 3, 'measurements per table row')
-
-
-def add_upload_options(parser: ArgumentParser) -> None:
-    add_out_dir_options(parser)
     add_number(parser, '--training-uplink', 10, 'upload rate in MB/s while one rank trains')
-
-
-def measure_out_dir(args: Namespace) -> dict[str, Any]:
-    """Saves to an object store without a disk, compared with an upload by rank 0."""
-    return _run('out_dir', args.ranks, args.billions, args.uplink, args.repeats, args.out)
 
 
 def measure_upload(args: Namespace) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bench.peers import xtuner_way
 from bench.progress import Figures, in_turns
 from bench.save_worker import STEP, Tell, saver_of
 from bench.stall_worker import Training
@@ -23,7 +22,6 @@ from tests.helpers.s3_servers import BUCKET, CREDENTIALS
 from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.store import StoreFolder
 from xhf_hooks.saves.telemetry import RunLog
 
 if TYPE_CHECKING:  # importing it prints a warning
@@ -31,8 +29,6 @@ if TYPE_CHECKING:  # importing it prints a warning
 
 UPLOAD = 'upload_to, all ranks'
 UPLOAD_BOTO3 = "rank 0 uploads the folder with boto3's transfer manager"
-OUT_DIR = "out_dir='s3://...', all ranks from memory"
-OUT_DIR_BOTO3 = 'gather, save_pretrained to a local folder, rank 0 uploads that (boto3)'
 _BUCKET_NBYTES = 128 * 10**6
 _LEAST_ITERATIONS = 5
 
@@ -42,21 +38,16 @@ class Ways:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path) -> None:
         os.environ.update(CREDENTIALS)
-        self._engine, self._job, self._folder = engine, job, folder
+        self._job, self._folder = job, folder
         self._store = {'endpoint_url': job['endpoint']}
         self._numbers = itertools.count()
         self._saver = saver_of(engine, 'parallel', _BUCKET_NBYTES)
         self.nbytes = self._saver.plan.nbytes
 
     def measure(self, way: str) -> Figures:
-        """Seconds of one way, and what it sent and left on the disk."""
+        """Seconds of one way, and what it sent."""
         name = f'run{next(self._numbers)}'
-        prepare = {
-            UPLOAD: self._upload,
-            UPLOAD_BOTO3: self._upload_boto3,
-            OUT_DIR: self._out_dir,
-            OUT_DIR_BOTO3: self._out_dir_boto3,
-        }
+        prepare = {UPLOAD: self._upload, UPLOAD_BOTO3: self._upload_boto3}
         with limited_sending(self._job['uplink_nbytes_per_sec']) as throttle, prepare[way](name) as send:
             dist.barrier()
             began, before = time.perf_counter(), throttle.nbytes
@@ -68,12 +59,11 @@ class Ways:
         stored = sum(path.stat().st_size for path in Path(self._job['objects'], BUCKET, name).rglob('*'))
         if min(sum(sent), stored) < self.nbytes:
             raise RuntimeError(f'{way}: of {self.nbytes} bytes only {sum(sent)} were sent and {stored} stored')
-        on_disk = sum(path.stat().st_size for path in self._folder.parent.rglob('*') if path.is_file())
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
             shutil.rmtree(Path(self._job['objects'], BUCKET, name))
-        return {'seconds': seconds, 'sent_mb': sent[0] / 1e6, 'on_disk_mb': on_disk / 1e6}
+        return {'seconds': seconds, 'sent_mb': sent[0] / 1e6}
 
     @contextmanager
     def save_and_claim(self, name: str) -> Iterator[Upload]:
@@ -92,18 +82,6 @@ class Ways:
     def _upload_boto3(self, name: str) -> Iterator[Callable[[], object]]:
         self._saver.save(CheckpointFolder(self._folder, 1), STEP)
         yield lambda: self._boto3(name)
-
-    @contextmanager
-    def _out_dir(self, name: str) -> Iterator[Callable[[], object]]:
-        target = StoreFolder(f's3://{BUCKET}/{name}', 1, self._store)
-        target.claim() if dist.get_rank() == 0 else target.connect()
-        yield lambda: self._saver.save(target, STEP)
-        target.release()
-
-    @contextmanager
-    def _out_dir_boto3(self, name: str) -> Iterator[Callable[[], object]]:
-        """Like llm-foundry."""
-        yield lambda: (xtuner_way(self._engine, self._folder), self._boto3(name))
 
     def _boto3(self, name: str) -> None:
         """boto3's transfer manager with its defaults: ten threads, parts of 8 MB."""
@@ -142,12 +120,6 @@ def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder:
     """Measure uploads of a save on the local disk, in turns."""
     ways = Ways(engine, job, folder)
     return {'nbytes': ways.nbytes, 'runs': in_turns([UPLOAD, UPLOAD_BOTO3], job['repeats'], ways.measure, tell)}
-
-
-def bench_out_dir(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Measure saves to a store, in turns."""
-    ways = Ways(engine, job, folder)
-    return {'nbytes': ways.nbytes, 'runs': in_turns([OUT_DIR, OUT_DIR_BOTO3], job['repeats'], ways.measure, tell)}
 
 
 def bench_training(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bench.convert_worker import Trained, bench_checkpoint
 from bench.launch import MODELS
 from bench.save_worker import bench_hsdp, bench_save, bench_throttled, n_parameters
 from bench.stall_worker import bench_stall
-from bench.stores_worker import bench_out_dir, bench_training, bench_upload
+from bench.stores_worker import bench_training, bench_upload
 
 BENCHES = {
     'checkpoint': bench_checkpoint,
@@ -28,7 +28,6 @@ BENCHES = {
     'stall': bench_stall,
     'upload': bench_upload,
     'training': bench_training,
-    'out_dir': bench_out_dir,
 }
 
 

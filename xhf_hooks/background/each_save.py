@@ -9,8 +9,8 @@ from logging import LoggerAdapter
 from typing import ClassVar, Generic, TypeVar
 
 from xhf_hooks.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.kept_folder import KeptSave
-from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.planning.types import Step
 from xhf_hooks.system.threads import lower_priority
 
@@ -75,7 +75,7 @@ class EachSave(Generic[AnyJob]):
         """What is done with a save, in this thread. Calls :meth:`pause` often."""
         raise NotImplementedError
 
-    def committed(self, target: SaveTarget, step: Step, collective: Collective) -> None:
+    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Called after each commit, in the thread that saves, before the next save to that target begins."""
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class EachSave(Generic[AnyJob]):
     def _closed(self) -> None:
         """The last part of :meth:`close`."""
 
-    def keep(self, target: SaveTarget, step: Step) -> KeptSave | None:
+    def keep(self, target: CheckpointFolder, step: Step) -> KeptSave | None:
         """Keep the files of the save that was just committed, or log why they cannot be kept."""
         try:
             return target.keep()

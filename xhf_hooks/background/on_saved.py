@@ -24,7 +24,7 @@ from typing import Any
 from xhf_hooks.background.each_save import EachSave, Job
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.places.target import SaveTarget
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 
 LOG_NAME = 'output.log'
@@ -56,7 +56,6 @@ class OnSaved(EachSave[Job]):
         command: Its arguments, with placeholders.
         on_result: Called in the thread that trains with the step of a save and the numbers that the command printed
             for it, named for a visualizer: ``on_saved/hf_model/accuracy``.
-        run_dir: Local folder of the run, for results where saves are only in a store.
 
     Raises:
         OptionError: There is no such program.
@@ -69,17 +68,15 @@ class OnSaved(EachSave[Job]):
         command: Sequence[str],
         log: LoggerAdapter,
         on_result: Callable[[Step, Mapping[str, float]], None],
-        *,
-        run_dir: Path = Path(),
     ) -> None:
         for program in (command[0], 'nice', 'timeout'):
             if shutil.which(program) is None:
                 raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
-        self._command, self._on_result, self._run_dir = command, on_result, run_dir
+        self._command, self._on_result = command, on_result
         self._results: deque[tuple[Step, Mapping[str, float]]] = deque()
         super().__init__(log)
 
-    def committed(self, target: SaveTarget, step: Step, collective: Collective | None = None) -> None:
+    def committed(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
         """Keep the files of the save that was just committed, and queue the command."""
         if kept := self.keep(target, step):
             self.add(Job(target.name, step, kept))
@@ -98,10 +95,9 @@ class OnSaved(EachSave[Job]):
     def work(self, job: Job) -> None:
         """Run the command, and report what became of it."""
         place, began = job.kept.place, time.monotonic()
-        beside = place.parent if isinstance(place, Path) else self._run_dir
-        output = beside / f'{job.name}_on_saved' / job.step.label
+        output = place.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
-        files = _files(place) if isinstance(place, Path) else frozenset()
+        files = _files(place)
         for path in files:
             if path.suffix == '.safetensors':  # the save's own files
                 path.chmod(path.stat().st_mode & ~0o222)
@@ -114,8 +110,7 @@ class OnSaved(EachSave[Job]):
                 self.pause(_POLL_SECS)
         finally:
             status = _end(process)
-            if isinstance(place, Path):
-                self._keep_added(job, files, place, output / ADDED)
+            self._keep_added(job, files, place, output / ADDED)
         secs, lines = time.monotonic() - began, _last_lines(output / LOG_NAME, log_start)
         if status:
             ended = f'exit status {status}' if status > 0 else f'killed by signal {-status}'

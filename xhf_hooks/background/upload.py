@@ -12,12 +12,12 @@ from typing import Any
 
 from xhf_hooks.background.each_save import EachSave, Job
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import XhfError
+from xhf_hooks.errors import SharedError, XhfError
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
-from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.who_writes import is_shared
 from xhf_hooks.planning.types import Step
 
@@ -84,14 +84,21 @@ class Uploads(EachSave[UploadJob]):
         destination = self._destinations[name]
         return destination.newest_manifest(), f'{destination.url}/{name}'
 
-    def committed(self, target: SaveTarget, step: Step, collective: Collective) -> None:
+    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save.
 
         Raises:
-            RankLostError: A rank did not take part.
+            SharedError: A rank failed, or did not take part.
         """
-        kept = self.keep(target, step) if self._rank == 0 else None
-        offer = None if kept is None else (Path(kept.place).name, self._destinations[target.name].run)
+        kept, offer = None, None
+        try:
+            with collective.stage('upload'):
+                kept = self.keep(target, step) if self._rank == 0 else None
+                offer = None if kept is None else (kept.place.name, self._destinations[target.name].run)
+        except SharedError:
+            if kept is not None:
+                kept.release()
+            raise
         offer = collective.broadcast(offer)
         self._number += 1
         if offer is not None and self._rank < self._n_ranks:

@@ -198,7 +198,7 @@ class Conversion:
         seconds = time.perf_counter() - started
         cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
-        return CommittedCheckpoint(target.where, self.step, cost, tuple(notes))
+        return CommittedCheckpoint(target.final, self.step, cost, tuple(notes))
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xhf_hooks.system.calls import MemoryFolder
+from xhf_hooks.system.calls import memory_place
 
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
 
@@ -106,9 +106,9 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files) -> tup
     import transformers
 
     def is_proven(form: _Files) -> bool:
-        with closing(MemoryFolder()) as temporary:
-            _put({**form, **beside}, temporary.path)
-            return _same(_saved_again(str(temporary.path)), saved)
+        with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as temporary:
+            _put({**form, **beside}, Path(temporary))
+            return _same(_saved_again(temporary), saved)
 
     own = getattr(tokenizer, 'name_or_path', None)
     base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
@@ -219,10 +219,10 @@ def _is_custom(tokenizer: Any) -> bool:
 
 def _saved(tokenizer: Any) -> _Files:
     """What it saves."""
-    with closing(MemoryFolder()) as temporary:
-        tokenizer.save_pretrained(temporary.path)
-        paths = sorted(path for path in temporary.path.rglob('*') if path.is_file())
-        return {path.relative_to(temporary.path).as_posix(): path.read_bytes() for path in paths}
+    with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as temporary:
+        tokenizer.save_pretrained(temporary)
+        paths = sorted(path for path in Path(temporary).rglob('*') if path.is_file())
+        return {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
 
 
 def _saved_again(base_dir: str) -> _Files | None:

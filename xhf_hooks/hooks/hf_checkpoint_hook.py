@@ -59,14 +59,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
         self._saves = CheckpointManager(
             unwrapped,
-            self.out_dir or Path(runner.log_dir, 'hf_model'),
+            Path(self.out_dir or Path(runner.log_dir, 'hf_model')),
             self,
             log,
             run=runner,
             suffixes=[] if self._best is None else self._best.suffixes(),
             on_committed=partial(self._visualize, runner),
             on_result=lambda step, numbers: runner.visualizer.add_scalars(numbers, step=step.iteration),
-            run_dir=runner.log_dir,
         )
         self._saves.prepare(
             runner.cfg.get('tokenizer'),

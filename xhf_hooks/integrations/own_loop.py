@@ -8,7 +8,7 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
-from xhf_hooks.options import CallOptions, folder_or_url
+from xhf_hooks.options import CallOptions, folder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog
@@ -30,7 +30,6 @@ def save_hf(
     bucket_size: int | str = '128MB',
     writer: str = 'auto',
     verify: str = 'sizes',
-    backend_args: dict[str, Any] | None = None,
 ) -> CommittedCheckpoint:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
@@ -40,8 +39,7 @@ def save_hf(
     Args:
         model: A DeepSpeed engine, what ``accelerator.prepare`` returned, or a PreTrainedModel or PeftModel,
             alone, in DDP or in FSDP.
-        out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete. Or the URL of
-            an object store, to which every rank sends the files that it owns.
+        out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
 
     docs/options.md explains the other options.
 
@@ -54,7 +52,7 @@ def save_hf(
         OptionError: An option has a bad value, or does not apply to this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
-    final = folder_or_url('out_dir', out_dir)
+    final = folder('out_dir', out_dir)
     options = CallOptions(
         step=step,
         tokenizer=tokenizer,
@@ -67,9 +65,7 @@ def save_hf(
         bucket_size=bucket_size,
         writer=writer,
         verify=verify,
-        backend_args=backend_args,
     )
-    options.require_default('backend_args', 'when out_dir is a folder', when=isinstance(final, Path))
     number = options.step or 0
     committed: list[CommittedCheckpoint] = []
     shared = Collective.shared()  # connects to all ranks at the first call

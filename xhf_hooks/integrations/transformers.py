@@ -41,13 +41,12 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         self._check_schedule(args, state, log)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            self.out_dir or Path(args.output_dir, 'hf_model'),
+            Path(self.out_dir or Path(args.output_dir, 'hf_model')),
             self,
             log,
             run=state,
             # Into Trainer's log, which goes into trainer_state.json
             on_result=lambda step, numbers: state.log_history.append({**numbers, 'step': step.iteration}),
-            run_dir=args.output_dir,
         )
         self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 

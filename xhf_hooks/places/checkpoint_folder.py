@@ -17,7 +17,6 @@ import stat
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
@@ -28,15 +27,18 @@ from xhf_hooks.places.kept_folder import KeptSave, exchange, keep_folder, look_u
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.planning.types import Step, WrittenSave
 
-if TYPE_CHECKING:
-    from xhf_hooks.collective import Collective
-
 
 class CheckpointFolder:
-    """The folder of the newest save, such as ``hf_model``, and the older and temporary ones beside it.
+    """Where committed saves go: the folder of the newest, such as ``hf_model``, and older and temporary ones beside it.
 
-    Rank 0 calls all methods unless they say otherwise: :meth:`claim` before training, for each save
-    :meth:`open_staging`, :meth:`commit` and :meth:`end_save`; :meth:`release` at the end.
+    Rank 0 calls all methods, except that every rank calls :meth:`end_save`. In this order:
+
+    - before training :meth:`claim`, after which no other run can use the folder;
+    - for each save :meth:`open_staging`, which returns an empty folder; :meth:`room`; then all ranks write into it,
+      each under ``final.with_name(staging.name)``, as hosts may mount the file system elsewhere; :meth:`commit`, which
+      gives it the final name, and only then deletes older saves; and :meth:`end_save`, however the save ended;
+    - after a commit and before the next one :meth:`keep`, for readers that need the save longer;
+    - at the end :meth:`release`.
 
     Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
     folder is changed, the server is asked what its name refers to (:func:`.kept_folder.look_up`).
@@ -53,9 +55,6 @@ class CheckpointFolder:
         lock: Held from :meth:`claim` to :meth:`release`.
     """
 
-    #: Whether all ranks write into one folder. Otherwise each writes files into a folder of its own, and uploads them.
-    is_shared = True
-
     def __init__(
         self,
         final: Path,
@@ -71,17 +70,9 @@ class CheckpointFolder:
         self._run = uuid.uuid4().hex
         self.elsewhere, self._warn = elsewhere, warn
 
-    @property
-    def where(self) -> Path:
-        """The path or URL of the save that was committed last. Runs on: any rank."""
-        return self.final
-
     def beside(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.final.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
-
-    def connect(self) -> None:
-        """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: all other ranks."""
 
     def claim(self) -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
@@ -172,10 +163,6 @@ class CheckpointFolder:
         self.staging.mkdir()
         return self.staging
 
-    def place(self, name: str) -> Path:
-        """Where this rank writes a save, by the name of rank 0's staging folder. Runs on: any rank."""
-        return self.final.with_name(name)  # hosts may mount the file system elsewhere
-
     def room(self, needed_nbytes: int) -> None:
         """Check that there is room for a save.
 
@@ -190,9 +177,6 @@ class CheckpointFolder:
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
             )
 
-    def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
-        """If each rank has its own folder, send its files to where :meth:`commit` finds them. Runs on: all ranks."""
-
     def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> None:
         """Check that the save is complete, make it the newest, and only then delete older ones.
 
@@ -202,7 +186,7 @@ class CheckpointFolder:
 
         Raises:
             IncompleteError: Something that was planned is missing.
-            OSError, StoreError: It cannot be committed; the previous save is still the newest.
+            OSError: It cannot be committed; the previous save is still the newest.
         """
         staging = self.staging
         for file in save.plan.files:
@@ -237,7 +221,7 @@ class CheckpointFolder:
         return path.read_bytes() if path.is_file() else None
 
     def end_save(self) -> None:
-        """Remove what was not committed, and a rank's own folder. Runs on: all ranks, after each save. Never raises."""
+        """Remove what was not committed. Runs on: all ranks, after each save. Never raises."""
         staging, self.staging = self.staging, None
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -352,7 +336,12 @@ def _fsync(path: Path) -> None:
 
 
 def claim_targets(
-    log: logging.LoggerAdapter, folders: Sequence[Any], nbytes: int, base_dir: str, *, sweep: Path | None = None
+    log: logging.LoggerAdapter,
+    folders: Sequence[CheckpointFolder],
+    nbytes: int,
+    base_dir: str,
+    *,
+    sweep: Path | None = None,
 ) -> None:
     """Claim the folders and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
@@ -368,7 +357,7 @@ def claim_targets(
         raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
     for folder in folders:
         folder.claim()
-        if sweep is not None and isinstance(folder, CheckpointFolder) and folder.lock.is_seen:
+        if sweep is not None and folder.lock.is_seen:
             for run in sweep_dead_runs(sweep, folder.name):
                 log.info(f'removed what a killed run left in {run}')
     newest.room(nbytes)

@@ -63,11 +63,11 @@ class KeptSave:
     """A committed save that is not deleted before it is released, for readers in any process.
 
     Attributes:
-        place: A folder, with hard links to the weights where the file system has them and copies of all else; or a URL.
+        place: A folder, with hard links to the weights where the file system has them and copies of all else.
         release: Call it from any thread. Does nothing the second time.
     """
 
-    place: Path | str
+    place: Path
     release: Callable[[], object]
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xhf_hooks.errors import StoreError
-from xhf_hooks.format.checksum import crc32
 from xhf_hooks.system.threads import lower_priority
 
 T = TypeVar('T')
@@ -39,7 +38,6 @@ _S3_PARTS, _S3_PART_NBYTES, _S3_MOST_PARTS = 4, 16 * 2**20, 10_000
 _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
 #: Written and deleted before training. Not unique, so what killed runs leave is one object.
 _PROBE = '.xhf_probe'
-_READ_NBYTES = 8 * 2**20
 
 _SECRET_IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
 _now = time.monotonic
@@ -71,7 +69,6 @@ class Store:
     Args:
         url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
         backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
-        option: The user's option that the URL comes from, for messages.
         warn: Called at once when a request fails and will be repeated, or gets no answer for a while.
 
     Attributes:
@@ -98,12 +95,11 @@ class Store:
         url: str,
         backend_args: Mapping[str, Any] | None = None,
         *,
-        option: str = 'upload_to',
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
         import fsspec
 
-        self.url, self.option, self._warn = url, option, warn
+        self.url, self._warn = url, warn
         protocol = self.url.partition('://')[0].lower()
         given = dict(backend_args or {})
         own: dict[str, Any] = {'use_listings_cache': False}
@@ -116,10 +112,10 @@ class Store:
             # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
             self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
         except ImportError as error:
-            raise StoreError(f'{url}: {error} (docs/object-stores.md), or set {option} to another place') from None
+            raise StoreError(f'{url}: {error} (docs/object-stores.md), or set upload_to to another place') from None
         except Exception as error:
             said = without_secrets(f'{type(error).__name__}: {error}')
-            raise StoreError(f'{url}: cannot be opened: {said}; check {option} and backend_args') from None
+            raise StoreError(f'{url}: cannot be opened: {said}; check upload_to and backend_args') from None
         self._root, self._is_s3, self._has_files = root.rstrip('/'), protocol in _S3, protocol in _WITH_FILES
         if self._is_s3:
             self._fs.retries = _S3_RETRIES
@@ -147,16 +143,9 @@ class Store:
             self._ask('write', key, 'makedirs', self._fs._parent(self._path(key)), exist_ok=True)
         self._ask('write', key, 'put_file', str(path), self._path(key), signs=signs, **how)
 
-    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         """Bytes of an object; None if there is no such object."""
-        return self._ask('read', key, 'cat_file', self._path(key), start=start, end=end)
-
-    def crc32(self, key: str, nbytes: int) -> int:
-        """Read an object of this size back; returns its CRC-32."""
-        found = 0
-        for start in range(0, nbytes, _READ_NBYTES):
-            found = crc32(memoryview(self.get(key, start, min(start + _READ_NBYTES, nbytes)) or b''), found)
-        return found
+        return self._ask('read', key, 'cat_file', self._path(key))
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Sizes in bytes of the objects whose keys begin with a folder's name and a slash, by the rest of the key."""
@@ -214,7 +203,7 @@ class Store:
             pause_secs = next(pauses_secs, None)
             if pause_secs is None or _now() - began > self.patience_secs:
                 hint = "the credentials where the store's library looks for them"
-                raise StoreError(f'{said}. Check {self.option}, backend_args, and {hint}')
+                raise StoreError(f'{said}. Check upload_to, backend_args, and {hint}')
             self._warn(f'will be tried again: {said}')
             time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time
 

@@ -14,29 +14,20 @@ import contextlib
 import itertools
 import json
 import re
-import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, describe_folder, parse_manifest
-from xhf_hooks.places.kept_folder import KeptSave
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
-from xhf_hooks.planning.types import WrittenSave
-from xhf_hooks.system.calls import MemoryFolder
 
-if TYPE_CHECKING:
-    from xhf_hooks.collective import Collective
-
-#: Default name of the saves under a URL.
-NAME = 'hf_model'
 _FORMAT_VERSION = 2
 _READ_NBYTES = 2**20
 
@@ -92,7 +83,7 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
             return pointer
     raise StoreError(
         f'{store.url}/{pointer_key(name)}: not written by this package, or by a newer version; move it away, or set '
-        f'{store.option} to another place'
+        f'upload_to to another place'
     )
 
 
@@ -110,9 +101,6 @@ class StoredSaves:
         run: Random id of this run.
     """
 
-    #: The user's option with the URL, for messages.
-    option = 'upload_to'
-
     def __init__(
         self,
         url: str,
@@ -126,13 +114,12 @@ class StoredSaves:
         self._options, self._warn = options, warn
         self._pointer: Pointer | None = None  # None: not claimed
         self._taken: set[str] = set()  # not used again: an earlier run may still be writing there
-        self._in_use: set[str] = set()  # readers remove from it at any time
         self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
 
     @cached_property
     def store(self) -> Store:
         """The connection of this process. Runs on: any rank."""
-        return Store(self.url, self._options, option=self.option, warn=self._warn)
+        return Store(self.url, self._options, warn=self._warn)
 
     def connect(self) -> None:
         """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: other ranks."""
@@ -227,15 +214,14 @@ class StoredSaves:
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
     def release(self) -> None:
-        """At the end of the run, delete what readers had in use. Never raises: the next run deletes the rest."""
+        """At the end of the run, delete what was not published. Never raises: the next run deletes the rest."""
         if self._pointer is not None:
             with contextlib.suppress(StoreError):
-                self._write(self._without_outdated(self._read()))
                 self.clean()
             self._pointer = None
 
     def _without_outdated(self, pointer: Pointer) -> Pointer:
-        old = [] if self.max_keep == -1 else [s for s in pointer.saves[: -self.max_keep] if s not in self._in_use]
+        old = [] if self.max_keep == -1 else pointer.saves[: -self.max_keep]
         files = {save: self._files_of(save) for save in old}
         saves = tuple(save for save in pointer.saves if save not in old)
         return replace(pointer, saves=saves, unfinished={**pointer.unfinished, **files})
@@ -257,7 +243,7 @@ class StoredSaves:
         if found.run != self.run:
             raise StoreError(
                 f'{self.url}/{pointer_key(self.name)}: another run saves here since {found.time}, so this run '
-                f'does not any more; set {self.option} to another place'
+                f'does not any more; set upload_to to another place'
             )
         return found
 
@@ -268,13 +254,12 @@ class StoredSaves:
         self._pointer = pointer
 
 
-def send_file(store: Store, prefix: str, name: str, path: Path, record: FileRecord, *, read_back: bool = False) -> None:
+def send_file(store: Store, prefix: str, name: str, path: Path, record: FileRecord) -> None:
     """Upload a file of a save. Runs on: any rank.
 
     Raises:
         DamagedError: It does not match the manifest, so it is not uploaded.
         StoreError: It was not stored.
-        IncompleteError: The store returned different bytes.
     """
     found = nbytes = 0
     with path.open('rb', buffering=0) as file:
@@ -286,91 +271,3 @@ def send_file(store: Store, prefix: str, name: str, path: Path, record: FileReco
             f'found {nbytes} with {to_hex(found)}; it is not uploaded'
         )
     store.put_file(f'{prefix}/{name}', path)
-    if read_back and (returned := store.crc32(f'{prefix}/{name}', nbytes)) != found:
-        raise IncompleteError(
-            f'{store.url}/{prefix}/{name}: read back, its CRC-32 is {returned:08x}; expected {found:08x}, as sent. '
-            f'Something changes objects there; set {store.option} to another place'
-        )
-
-
-class StoreFolder(StoredSaves):
-    """Saves in a store alone; the methods are those of :class:`.CheckpointFolder`.
-
-    Each rank writes its files to a scratch folder of its own, uploads them, and deletes the folder.
-    """
-
-    option = 'out_dir'
-    is_shared = False
-    fsync = False  # scratch folders need not survive
-
-    def __init__(
-        self,
-        url: str,
-        max_keep: int,
-        options: Mapping[str, Any] | None = None,
-        name: str = NAME,
-        warn: Callable[[str], object] = lambda said: None,
-    ) -> None:
-        super().__init__(url, name, max_keep, options, warn)
-        self.final: Any = f'{url}/{name}'  # where CheckpointFolder has a path
-        self._scratch: MemoryFolder | None = None
-        self._prefix, self._manifest = '', b''
-        self._number = 0  # of the last commit
-
-    @property
-    def where(self) -> str:
-        return f'{self.url}/{self._prefix}'
-
-    def beside(self, suffix: str) -> StoreFolder:
-        return StoreFolder(self.url, 1, self._options, f'{self.name}_{suffix}', self._warn)
-
-    def claim(self) -> None:
-        super().claim()
-        with contextlib.suppress(DamagedError):
-            self._number = parse_manifest(self.newest_manifest() or b'', self.final).number
-
-    def release(self) -> None:
-        self.end_save()
-        super().release()
-
-    def open_staging(self) -> Path:
-        self.end_save()
-        return self.place('')
-
-    def place(self, name: str) -> Path:
-        if self._scratch is None:
-            self._scratch = MemoryFolder(Path(tempfile.gettempdir()))
-        return self._scratch.path
-
-    def room(self, needed_nbytes: int) -> None:
-        pass  # unknown
-
-    def upload(self, save: WrittenSave, verify: str, collective: Collective) -> None:
-        begun, folder = None, self.place('')
-        with collective.stage('upload'):
-            if collective.rank == 0:
-                self._manifest = describe_folder(folder, save, self._number + 1, self.run)
-                files = parse_manifest(self._manifest, self.final).files
-                records = {name: replace(file, tensors={}) for name, file in files.items()}
-                begun = self.begin(save.step.label, [*records]), records
-        self._prefix, records = collective.broadcast(begun)
-        with collective.stage('upload'):
-            own = {*save.plan.files_of(collective.rank)}
-            if collective.rank == 0:
-                own |= records.keys() - {file.name for file in save.plan.files}
-            for name in sorted(own):
-                send_file(self.store, self._prefix, name, folder / name, records[name], read_back=verify == 'full')
-
-    def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> None:
-        self.publish(self._prefix, self._manifest)
-        self._number += 1
-
-    def keep(self) -> KeptSave:
-        """The run that made it does not delete it until it is released; other runs may."""
-        self._in_use.add(self._prefix)
-        return KeptSave(self.where, partial(self._in_use.discard, self._prefix))
-
-    def end_save(self) -> None:
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            scratch.close()

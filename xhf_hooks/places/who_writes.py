@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.errors import TargetError
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 
@@ -62,7 +62,7 @@ class WhoWrites(Enum):
 
     @property
     def all_ranks(self) -> bool:
-        """Every rank writes, so all ranks must see the folder, unless each uploads what it wrote."""
+        """Every rank writes, so all ranks must see the folder."""
         return self in (WhoWrites.POSITIONAL, WhoWrites.PARALLEL)
 
     @property
@@ -76,22 +76,12 @@ class WhoWrites(Enum):
         return self not in (WhoWrites.POSITIONAL, WhoWrites.GATHER)
 
 
-def choose_writer(
-    log: logging.Logger | logging.LoggerAdapter, option: str, probe: Path | None, collective: Collective
-) -> str:
+def choose_writer(log: logging.Logger | logging.LoggerAdapter, option: str, probe: Path, collective: Collective) -> str:
     """Resolve the option ``writer`` for the file system of the output folder. Runs on: all ranks.
 
     Args:
-        probe: Path of a test file beside the output folder, with a name that was never used before. None if ``out_dir``
-            is a URL: each rank uploads files that it alone has written.
-
-    Raises:
-        OptionError: Several ranks would write into one file that they upload.
+        probe: Path of a test file beside the output folder, with a name that was never used before.
     """
-    if probe is None:
-        if option == 'positional':
-            raise OptionError('writer', "'auto', 'parallel', 'stream' or 'gather' when out_dir is a URL", option)
-        return 'parallel' if option == 'auto' else option
     wanted = 'positional' if option == 'auto' else option
     if not WhoWrites(wanted).all_ranks or is_shared(probe, collective):
         return wanted

@@ -382,10 +382,6 @@ class SavePlan:
         in_groups = (p for group in (*self.sliced, *self.gathered) for p in group.placements)
         return [*self.sent, *in_groups]
 
-    def files_of(self, owner: int) -> set[str]:
-        """The files that a rank writes, if each has one owner."""
-        return {placement.file for placement in self.placements if placement.owner == owner}
-
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
@@ -471,10 +467,10 @@ class CommittedCheckpoint:
     """A committed save, with what the log reports about it.
 
     Attributes:
-        path: Its folder, or its URL in an object store.
+        path: Its folder.
     """
 
-    path: Path | str
+    path: Path
     step: Step
     cost: SaveCost
     warnings: tuple[str, ...] = ()

@@ -22,8 +22,6 @@ from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
-from xhf_hooks.places.store import StoreFolder
-from xhf_hooks.places.target import SaveTarget
 from xhf_hooks.places.who_writes import WhoWrites, choose_writer
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.save import Saver
@@ -59,12 +57,11 @@ class CheckpointManager:
 
     Args:
         unwrapped: The trained model.
-        final: The folder of the newest save, or the URL of a store.
+        final: The folder of the newest save.
         run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
         on_committed: Called with each committed save, in the thread that trains.
         on_result: Called there on rank 0 with the step of a save and the numbers that ``on_saved`` printed for it.
         collective: Used and left open; None creates one.
-        run_dir: Local folder of the run, for results of ``on_saved`` where saves go to a store.
 
     Attributes:
         newest: The place of the newest save.
@@ -79,7 +76,7 @@ class CheckpointManager:
     def __init__(
         self,
         unwrapped: Unwrapped,
-        final: Path | str,
+        final: Path,
         options: RunOptions | CallOptions,
         log: RunLog,
         *,
@@ -88,7 +85,6 @@ class CheckpointManager:
         on_committed: Callable[[CommittedCheckpoint], None] = lambda committed: None,
         on_result: Callable[[Step, Mapping[str, float]], None] = lambda step, numbers: None,
         collective: Collective | None = None,
-        run_dir: Path | str = '.',
     ) -> None:
         self._options, self._log, self._on_committed = options, log, on_committed
         self._after: Callable[[], None] | None = None  # for the save in flight
@@ -99,18 +95,13 @@ class CheckpointManager:
         self._process, self._run = os.getpid(), None if run is None else weakref.ref(run)
         if unwrapped.engine is not None:
             require_usable('deepspeed')
-        self.newest: SaveTarget
-        if isinstance(final, str):
-            self.newest = StoreFolder(final, options.max_keep_ckpts, options.backend_args, warn=log.warning)
-        else:
-            self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts, warn=log.warning)
+        self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._end_interrupted()
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
-            probe = None if isinstance(final, str) else new_name(self.newest.final, 'shared')
-            writer = choose_writer(log, options.writer, probe, self.collective)
+            writer = choose_writer(log, options.writer, new_name(self.newest.final, 'shared'), self.collective)
             self._saver = Saver(
                 unwrapped,
                 options,
@@ -133,7 +124,7 @@ class CheckpointManager:
                 ending.callback(self._uploads.close)
             with self.collective.stage('preflight'):
                 if options.on_saved is not None and self.collective.rank == 0:
-                    on_saved = OnSaved(options.on_saved, log, on_result, run_dir=Path(run_dir).absolute())
+                    on_saved = OnSaved(options.on_saved, log, on_result)
                     self._listeners.append(on_saved)
                     ending.callback(on_saved.close)
             self._ending = ending.pop_all()
@@ -164,9 +155,7 @@ class CheckpointManager:
         try:
             plan = saver.prepare()
             with self.collective.stage('preflight'):
-                if self.collective.rank != 0:
-                    self.newest.connect()  # the other targets are beside it
-                else:
+                if self.collective.rank == 0:
                     claim_targets(self._log, self._targets, plan.nbytes, saver.exporter.base_dir, sweep=sweep)
                     self._find_tokenizer(tokenizer, finish_tokenizer)
                     for warning in saver.rehearse(self.newest):
@@ -204,7 +193,7 @@ class CheckpointManager:
     def save(
         self,
         step: Step,
-        target: SaveTarget | None = None,
+        target: CheckpointFolder | None = None,
         *,
         after: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -337,7 +326,7 @@ class CheckpointManager:
             self._requests.end_process()
 
     @property
-    def _targets(self) -> list[SaveTarget]:
+    def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.others.values()]
 
     def _find_tokenizer(self, tokenizer: Any | None, finish: Callable[..., Any] | None) -> None:
@@ -358,7 +347,7 @@ class CheckpointManager:
         occasions += ['on demand'] * bool(self._options.save_on_signal)
         return ', '.join(occasions)
 
-    def _tell_listeners(self, target: SaveTarget, step: Step, collective: Collective) -> None:
+    def _tell_listeners(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         for listener in self._listeners:
             listener.committed(target, step, collective)
 
@@ -418,7 +407,7 @@ class CheckpointManager:
             other.close()
 
 
-def _end_forgotten(process: int, targets: Sequence[SaveTarget], listeners: Sequence[EachSave[Any]]) -> None:
+def _end_forgotten(process: int, targets: Sequence[CheckpointFolder], listeners: Sequence[EachSave[Any]]) -> None:
     """Called by the garbage collector, in this process or in a forked child; returns at once."""
     if os.getpid() == process:
         for end in (*(target.release for target in targets), *(listener.close for listener in listeners)):

@@ -15,8 +15,8 @@ from xhf_hooks.format.checksum import shift
 from xhf_hooks.format.text import some
 from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
 
-#: Of the second row of the sums (bytes, spans, NaN and infinite values). Spans are sums of ``end**2 - start**2``: a part
-#: that was written twice and a missing part of the same size cancel out in the bytes, but not there.
+#: Of the second row of the sums (bytes, spans, NaN and infinite values). Spans are sums of ``end**2 - start**2``: a
+#: part that was written twice and a missing part of the same size cancel out in the bytes, but not there.
 _PRIME = 2**31 - 1
 
 

@@ -52,9 +52,6 @@ class Writer:
         Returns:
             File name to identity, with which other ranks check that they open the same files.
         """
-        for file in plan.files:
-            if '/' in file.name:  # such as adapter/
-                (staging / file.name).parent.mkdir(exist_ok=True)
         return {file.name: create_file(staging / file.name, file.header, file.nbytes) for file in plan.files}
 
     def open(self, plan: SavePlan, staging: Path, made: Mapping[str, FileIdentity], *, fsync: bool = True) -> None:

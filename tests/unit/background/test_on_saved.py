@@ -21,8 +21,6 @@ import pytest
 from tests.helpers import on_saved_family
 from tests.helpers.ranks import HANG_SECS
 from tests.helpers.tiny_checkpoint import commit_one, iteration
-from tests.unit.places.test_store_folder import folder as stored_folder  # noqa: F401
-from tests.unit.places.test_store_folder import newest, prefixes, save, url  # noqa: F401
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
@@ -45,7 +43,7 @@ class Run:
         self.folder, self.results = folder, list[tuple[int, dict[str, float]]]()
         self.targets: dict[str, CheckpointFolder] = {}
         log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
-        self.after = OnSaved(command, log, self._on_result, run_dir=folder / 'run')
+        self.after = OnSaved(command, log, self._on_result)
 
     def _on_result(self, step: Step, numbers: Any) -> None:
         self.results.append((step.iteration, numbers))
@@ -244,19 +242,3 @@ def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run
     assert sorted(path.name for path in run.output().iterdir()) == ['added', 'output.log']
     assert {stat.S_IMODE(path.stat().st_mode) & 0o222 for path in saved.glob('*.safetensors')} == {0}
     assert os.access(saved / 'xhf_manifest.json', os.W_OK)
-
-
-def test_a_save_in_a_store_stays_while_it_is_in_use(waiting, stored_folder, url, tmp_path):  # noqa: F811
-    for number in (1, 2, 3, 4, 5):
-        save(stored_folder, number)
-        waiting.after.committed(stored_folder, iteration(number))
-        waiting.after.look()
-        until(lambda: waiting.calls)
-    names = {f'hf_model_iter_{number}' for number in (1, 4, 5)}
-    assert prefixes(url) == names and newest(url) == 'hf_model_iter_5', 'max_keep is 2, and 1 is in use'
-    (tmp_path / 'may_end').touch()
-    assert waiting.after.wait(HANG_SECS)
-    assert (tmp_path / 'calls').read_text() == f'{url}/hf_model_iter_1 1\n{url}/hf_model_iter_5 5\n'
-    assert (tmp_path / 'run' / 'hf_model_on_saved' / 'iter_5' / 'output.log').is_file()
-    stored_folder.release()
-    assert prefixes(url) == {'hf_model_iter_4', 'hf_model_iter_5'}

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 import uuid
-from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 
-from xhf_hooks.collective import Collective
-from xhf_hooks.errors import AgreedError, DamagedError, IncompleteError, StoreError
-from xhf_hooks.integrity.manifest import FileRecord
+from tests.helpers.tiny_checkpoint import commit_one
+from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store, without_secrets
-from xhf_hooks.places.store import StoreFolder, pointer_key, read_pointer, send_file
-from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
-from xhf_hooks.system import calls
-from xhf_hooks.system.calls import MemoryFolder
-from xhf_hooks.writers.writer import Writer
+from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, send_file
 
-SPEC = TensorSpec('w', (1000,), 'U8')
-PLAN = make_plan([ExportEntry('w', SPEC.shape, 'U8', ('w',))], [SPEC], max_shard_nbytes=10**6, bucket_nbytes=1)
-FILES = {'config.json', 'model.safetensors', 'xhf_manifest.json'}
+LOST = 'model-00002-of-00003.safetensors'
+FILES = {
+    *(f'model-0000{number}-of-00003.safetensors' for number in (1, 2, 3)),
+    *('model.safetensors.index.json', MANIFEST_NAME),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,29 +36,32 @@ def url():
 
 
 @pytest.fixture
-def folder(url):
-    made = StoreFolder(url, 2, warn=(said := []).append)
+def local(tmp_path):
+    return CheckpointFolder(tmp_path / 'hf_model', 1)
+
+
+@pytest.fixture
+def saves(url):
+    made = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
     made.said = said
     made.claim()
     yield made
     made.release()
 
 
-def upload(folder: StoreFolder, number: int, verify: str = 'sizes'):
-    """All but the commit; returns what is to be committed."""
-    staging, step = folder.open_staging(), Step('iter', number, number)
-    (staging / 'config.json').write_text('{}')
-    writer = Writer(1, fsync=False)
-    writer.open(PLAN, staging, writer.create(PLAN, staging, owner=0))
-    writer.write(Chunk(PLAN.placements[0], memoryview(bytes([number]) * 1000)))
-    written = WrittenSave(PLAN, writer.finish().written(), step)
-    folder.upload(written, verify, Collective())
-    return written
+def upload(saves: StoredSaves, local: CheckpointFolder, number: int) -> tuple[str, bytes]:
+    """All but the last part; returns what is to be published."""
+    commit_one(local, number)
+    data = local.newest_manifest()
+    files = parse_manifest(data, '').files
+    prefix = saves.begin(f'iter_{number}', files)
+    for name, record in files.items():
+        send_file(saves.store, prefix, name, local.final / name, record)
+    return prefix, data
 
 
-def save(folder: StoreFolder, number: int) -> None:
-    folder.commit(upload(folder, number, 'full'))
-    folder.end_save()
+def save(saves: StoredSaves, local: CheckpointFolder, number: int) -> None:
+    saves.publish(*upload(saves, local, number))
 
 
 def newest(url: str) -> str | None:
@@ -79,66 +77,52 @@ def prefixes(url: str) -> set[str]:
     return {key.partition('/')[0] for key in keys(url) if '/' in key}
 
 
-def test_the_newest_ones_are_kept(folder, url):
+def test_the_newest_ones_are_kept(saves, local, url):
     for number in (1, 2, 3):
-        save(folder, number)
+        save(saves, local, number)
         assert newest(url) == f'hf_model_iter_{number}' and {*Store(url).sizes(newest(url))} == FILES
     assert prefixes(url) == {'hf_model_iter_2', 'hf_model_iter_3'}
-    assert folder.where == f'{url}/hf_model_iter_3'
 
 
-def test_what_others_put_there_stays_and_is_told(folder, url):
+def test_what_others_put_there_stays_and_is_told(saves, local, url):
     """In a save that is deleted, and beside."""
-    save(folder, 1)
+    save(saves, local, 1)
     store = Store(url)
     for key in ('hf_model_iter_1/eval_results.json', 'notes.txt'):
         store.put(key, b'of somebody else')
-    save(folder, 2)
-    save(folder, 3)
+    save(saves, local, 2)
+    save(saves, local, 3)
     assert keys(url) >= {'hf_model_iter_1/eval_results.json', 'notes.txt'}
     assert store.sizes('hf_model_iter_1') == {'eval_results.json': 16}
-    assert len(folder.said) == 1 and 'eval_results.json' in folder.said[0]
+    assert len(saves.said) == 1 and 'eval_results.json' in saves.said[0]
 
 
-def test_a_prefix_in_use_is_not_used_again(folder, url):
+def test_a_prefix_in_use_is_not_used_again(saves, local, url):
     Store(url).put('hf_model_iter_1/model.safetensors', b'of somebody else')
-    save(folder, 1)
+    save(saves, local, 1)
     assert newest(url) == 'hf_model_iter_1_2'
-    again = StoreFolder(url, 2)
+    again = StoredSaves(url, 'hf_model', 2)
     again.claim()
-    save(again, 1)
+    save(again, local, 1)
     assert newest(url) == 'hf_model_iter_1_3'
     again.release()
 
 
 @pytest.mark.parametrize('fault', ['missing', 'short'])
-def test_what_the_store_has_lost_is_not_committed(folder, url, fault):
-    save(folder, 1)
-    written = upload(folder, 2)
-    Store(url).delete(['hf_model_iter_2/model.safetensors'])
+def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
+    save(saves, local, 1)
+    written = upload(saves, local, 2)
+    Store(url).delete([f'hf_model_iter_2/{LOST}'])
     if fault == 'short':
-        Store(url).put('hf_model_iter_2/model.safetensors', b'short')
-    with pytest.raises(IncompleteError, match=r'hf_model_iter_2: the store does not have 1 file.*model.safetensors'):
-        folder.commit(written)
-    folder.end_save()
+        Store(url).put(f'hf_model_iter_2/{LOST}', b'short')
+    with pytest.raises(IncompleteError, match=f'hf_model_iter_2: the store does not have 1 file.*{LOST}'):
+        saves.publish(*written)
     assert newest(url) == 'hf_model_iter_1'
-    save(folder, 3)
+    save(saves, local, 3)
     assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_3'}
 
 
-def test_bytes_that_the_store_changed_are_noticed(folder, url, monkeypatch):
-    put = Store.put_file
-
-    def change(self, key, path):
-        put(self, key, path)
-        self.put(key, bytes(path.stat().st_size))
-
-    monkeypatch.setattr(Store, 'put_file', change)
-    with pytest.raises(AgreedError, match='read back, its CRC-32 is'):
-        upload(folder, 1, 'full')
-
-
-def test_bytes_that_the_disk_changed_are_not_uploaded(folder, url, tmp_path):
+def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_path):
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
         send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
@@ -146,9 +130,9 @@ def test_bytes_that_the_disk_changed_are_not_uploaded(folder, url, tmp_path):
 
 
 @pytest.mark.parametrize('arrives', [True, False])
-def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
-    save(folder, 1)
-    written = upload(folder, 2)
+def test_the_answer_to_the_pointer_is_lost(saves, local, url, monkeypatch, arrives):
+    save(saves, local, 1)
+    written = upload(saves, local, 2)
     put = Store.put
 
     def lose(self, key, data):
@@ -160,32 +144,31 @@ def test_the_answer_to_the_pointer_is_lost(folder, url, monkeypatch, arrives):
     with monkeypatch.context() as patch:
         patch.setattr(Store, 'put', lose)
         with pytest.raises(StoreError, match='no answer'):
-            folder.commit(written)
-        folder.end_save()
+            saves.publish(*written)
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
     assert {*Store(url).sizes(newest(url))} == FILES
-    save(folder, 3)
+    save(saves, local, 3)
     assert prefixes(url) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
 
 
-def test_of_two_runs_the_later_goes_on(folder, url):
+def test_of_two_runs_the_later_goes_on(saves, local, url):
     """Whoever they are, and whenever the first one notices."""
-    save(folder, 1)
-    written = upload(folder, 2)
-    later = StoreFolder(url, 2)
+    save(saves, local, 1)
+    written = upload(saves, local, 2)
+    later = StoredSaves(url, 'hf_model', 2)
     later.claim()
-    with pytest.raises(StoreError, match=r'another run saves here since 20.*set out_dir to another place'):
-        folder.commit(written)
-    save(later, 2)
-    with pytest.raises(AgreedError, match='another run saves here'):
-        save(folder, 3)
+    with pytest.raises(StoreError, match=r'another run saves here since 20.*set upload_to to another place'):
+        saves.publish(*written)
+    save(later, local, 2)
+    with pytest.raises(StoreError, match='another run saves here'):
+        save(saves, local, 3)
     assert newest(url) == 'hf_model_iter_2_2' and {*Store(url).sizes(newest(url))} == FILES
     later.release()
 
 
-def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(folder, url, monkeypatch):
-    save(folder, 1)
-    upload(folder, 2)
+def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local, url, monkeypatch):
+    save(saves, local, 1)
+    upload(saves, local, 2)
     for number in range(10):
         Store(url).put(f'others/{number}', b'')
     asked, ask = [], Store._ask
@@ -195,7 +178,7 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(folder, url,
         return ask(self, what, key, *args, **more)
 
     monkeypatch.setattr(Store, '_ask', note)
-    later = StoreFolder(url, 1)
+    later = StoredSaves(url, 'hf_model', 1)
     later.claim()
     assert (
         prefixes(url) == {'hf_model_iter_1', 'others'} and not any('others' in key for key in asked) and '' not in asked
@@ -203,22 +186,22 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(folder, url,
     later.release()
 
 
-def test_a_deleted_pointer_does_not_end_publishing(folder, url):
-    save(folder, 1)
+def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
+    save(saves, local, 1)
     Store(url).delete([pointer_key('hf_model')])
-    save(folder, 2)
+    save(saves, local, 2)
     assert newest(url) == 'hf_model_iter_2'
 
 
 @pytest.mark.parametrize('content', [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}])
-def test_a_foreign_pointer_is_refused(folder, url, content):
-    save(folder, 1)
+def test_a_foreign_pointer_is_refused(saves, local, url, content):
+    save(saves, local, 1)
     store = Store(url)
     if isinstance(content, dict):
         content = json.dumps({**json.loads(store.get('hf_model.json')), **content}).encode()
     store.put('hf_model.json', content)
     with pytest.raises(StoreError, match=r'hf_model.json: not written by this package'):
-        StoreFolder(url, 1).claim()
+        StoredSaves(url, 'hf_model', 1).claim()
 
 
 class Hanging(AsyncFileSystem):
@@ -261,20 +244,3 @@ def test_a_store_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
 
 def test_messages_have_no_secrets():
     assert without_secrets('https://key:word@host/a?X-Amz-Signature=abc and more') == 'https://host/a and more'
-
-
-def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, '_NEW_SECS', 0.0)
-    ours = MemoryFolder()
-    pid = os.fork()
-    if not pid:
-        (tmp_path / 'told').write_text(str(MemoryFolder().path))
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    left = Path((tmp_path / 'told').read_text())
-    assert left.exists()
-    another = MemoryFolder()
-    assert not left.exists() and ours.path.exists()
-    for folder in (ours, another):
-        folder.close()
-        assert not folder.path.exists()
