@@ -130,13 +130,17 @@ def failing_after(n_fine: int, function: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-def another_file(self: Any, plan: Any, folder: Path, made: Any) -> None:
+def another_file(opened: Callable[..., None]) -> Callable[..., None]:
     """As a stale cache of names does: the name stands for another file, of the same size."""
-    for name, identity in made.items():
-        (folder / name).rename(folder / f'{name}.real')
-        with (folder / name).open('wb') as file:
-            file.truncate(identity.nbytes)
-    self._folder, self._made = folder, made
+
+    def open_another(self: Any, plan: Any, folder: Path, made: Any, **options: Any) -> None:
+        for name, identity in made.items():
+            (folder / name).rename(folder / f'{name}.real')
+            with (folder / name).open('wb') as file:
+                file.truncate(identity.nbytes)
+        opened(self, plan, folder, made, **options)
+
+    return open_another
 
 
 def save_fail_save(parent: Path, name: str) -> dict[str, Any]:
@@ -164,7 +168,8 @@ def fault_of(name: str) -> tuple[int, str, AbstractContextManager[Any], str]:
         return rank, 'positional', fault(call, path, outcome), 'sizes'
     kind, writer = name.rsplit('_', 1)
     if kind == 'other_file':
-        return LAST, writer, mock.patch('xhf_hooks.writers.writer.Writer.open', another_file), 'sizes'
+        what = 'xhf_hooks.writers.writer.Writer.open'
+        return LAST, writer, mock.patch(what, another_file(resolve_name(what))), 'sizes'
     return LAST, writer, mock.patch('xhf_hooks.writers.output_file.os.pwrite', lambda fd, data, _: len(data)), 'full'
 
 
