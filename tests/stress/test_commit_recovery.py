@@ -11,6 +11,9 @@ import pytest
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.kept_folder import new_name
+
+ITER_4 = {'hf_model_iter_4': 4}
 
 
 def hidden(parent: Path) -> set[str]:
@@ -19,18 +22,17 @@ def hidden(parent: Path) -> set[str]:
 
 # Leftovers
 
-#: Of a killed run: complete folders with numbers, partial ones, how many saves are kept; what the next run makes of it.
+#: Of a killed run: complete folders with numbers, partial ones, how many saves are kept; what the next run makes of it
+#: before it has saved anything.
 LEFT = {
     'a partial first save': ({}, ['staging'], 1, {}),
     'a partial save': ({'hf_model': 1}, ['staging'], 1, {'hf_model': 1}),
-    'killed between the manifest and the rename': ({'.hf_model.staging': 4}, [], 1, {'hf_model': 4}),
-    'killed between two renames, without exchange': ({'.hf_model.previous': 4}, ['staging'], 1, {'hf_model': 4}),
-    'killed before the old one was deleted': ({'hf_model': 5, '.hf_model.staging': 4}, [], 1, {'hf_model': 5}),
-    'or was archived': (
-        *({'hf_model': 5, '.hf_model.previous': 4}, [], 3, {'hf_model': 5, 'hf_model_iter_4': 4}),
-    ),
-    'several deaths': ({'hf_model': 1}, ['staging', 'staging-00bb', 'previous', 'discarded'], 1, {'hf_model': 1}),
-}  # fmt: skip
+    'killed between the manifest and the rename': ({'staging': 4}, [], 1, {'hf_model': 4}),
+    'killed between two renames, without exchange': ({'previous': 4}, ['staging'], 1, {'hf_model': 4}),
+    'killed before the old one was deleted': ({'hf_model': 5, 'staging': 4}, [], 1, {'hf_model': 5, **ITER_4}),
+    'or was archived': ({'hf_model': 5, 'previous': 4}, [], 3, {'hf_model': 5, **ITER_4}),
+    'several deaths': ({'hf_model': 1}, ['staging', 'staging', 'previous', 'discarded'], 1, {'hf_model': 1}),
+}
 
 
 @pytest.mark.parametrize('case', LEFT)
@@ -38,14 +40,17 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     whole, partial, max_keep, expected = LEFT[case]
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep)
     for name, number in whole.items():
-        put_whole(folder, name, number)
+        put_whole(folder, name if name == 'hf_model' else new_name(folder.final, name).name, number)
     for kind in partial:
-        put_partial(folder, f'.hf_model.{kind}')
-    for name in ('shared-00ee', 'probe-00ff', 'mine'):
-        (tmp_path / f'.hf_model.{name}').write_text('')
+        put_partial(folder, new_name(folder.final, kind).name)
+    mine = {f'.hf_model.{name}' for name in ('mine', 'previous', 'staging-1')}
+    for name in ('.hf_model.shared-0000000000ee', '.hf_model.probe-0000000000ff', *mine):
+        (tmp_path / name).write_text('')
     folder.claim()
+    assert (visible(tmp_path), hidden(tmp_path)) == (expected, mine)
+    commit_one(folder, 6)
     folder.release()
-    assert (visible(tmp_path), hidden(tmp_path)) == (expected, {'.hf_model.mine'})
+    assert len(visible(tmp_path)) <= max_keep and hidden(tmp_path) == mine
 
 
 def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
@@ -59,15 +64,15 @@ def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
     os.rename(other.final, folder.final)
     CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
     (tmp_path / 'elsewhere').rmdir()
-    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 3}, set())
+    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 3, 'hf_model_iter_5': 5}, set())
 
 
 def test_others_files_survive_a_death_between_moving_and_deleting(tmp_path):
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
     commit_one(folder, 1)
     (folder.final / 'eval.json').write_text('result')
-    os.rename(folder.final, tmp_path / '.hf_model.previous-00aa')
-    commit_one(CheckpointFolder(tmp_path / 'hf_model', max_keep=1), 2)
+    os.rename(folder.final, new_name(folder.final, 'discarded'))
+    put_whole(folder, 'hf_model', 2)
     CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
     assert (tmp_path / 'hf_model_others_iter_1' / 'eval.json').read_text() == 'result'
     shutil.rmtree(tmp_path / 'hf_model_others_iter_1')
