@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
+from tests.helpers.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.kept_folder import new_name
 
+NOBODY = 65_534
 ITER_4 = {'hf_model_iter_4': 4}
 
 
@@ -100,3 +103,53 @@ def test_what_is_not_ours_is_refused(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     final.rename(tmp_path / 'moved')
     CheckpointFolder(final, 1).claim()
+
+
+# Other users
+
+
+@pytest.fixture
+def nobodys_folder():
+    """Of a user who is not root, as which this process works in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(0)
+
+
+@contextlib.contextmanager
+def as_root():
+    os.seteuid(0)
+    try:
+        yield
+    finally:
+        os.seteuid(NOBODY)
+
+
+@pytest.mark.parametrize('takes_all', [False, True])
+def test_an_evaluation_as_another_user_wrote_into_a_save(nobodys_folder, takes_all):
+    """In a container it is root; its results stay, and saves and runs go on. What cannot be deleted is told once."""
+    folder = CheckpointFolder(nobodys_folder / 'hf_model', 1, warn=(said := []).append)
+    folder.claim()
+    commit_one(folder, 1)
+    with as_root():
+        (folder.final / 'eval').mkdir()
+        (folder.final / 'eval' / 'result.json').write_text('{}')
+        if takes_all:
+            os.chown(folder.final, 0, 0)
+    for number in (2, 3, 4):
+        commit_one(folder, number)
+        folder.end_save()
+    folder.release()
+    again = CheckpointFolder(nobodys_folder / 'hf_model', 1)
+    again.claim()
+    again.release()
+    (result,) = nobodys_folder.glob('*/eval/result.json')
+    assert content(folder.final) == 4 and str(result.parents[1]) in ' '.join(said) and len(said) == 1 + takes_all
+    assert takes_all or result.parents[1].name == 'hf_model_others_iter_1'
+    with as_root():
+        shutil.rmtree(result.parents[1])
+    assert (visible(nobodys_folder), hidden(nobodys_folder)) == ({'hf_model': 4}, set())
