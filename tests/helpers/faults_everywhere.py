@@ -86,7 +86,11 @@ class Faults:
     def _functions_of(self, module: ModuleType) -> Iterator[Callable[..., Any]]:
         for value in vars(module).values():
             # What contextmanager has made is a function of contextlib's around one of ours
-            if isinstance(value, FunctionType) and value.__module__ == module.__name__ and self._is_ours(inspect.unwrap(value)):
+            if (
+                isinstance(value, FunctionType)
+                and value.__module__ == module.__name__
+                and self._is_ours(inspect.unwrap(value))
+            ):
                 yield value
 
     def _classes_of(self, module: ModuleType) -> Iterator[type]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import re
+from unittest import mock
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.helpers.ranks import HANG_SECS, start_process
 from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets, sweep_dead_runs
 
 
 def hold(final, connection) -> None:
@@ -70,12 +71,45 @@ def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypa
         assert len(said) == bool(left) and all(left in each for each in said)
 
 
+def test_a_run_whose_lock_was_removed_leaves_that_of_the_next_one(tmp_path):
+    """It was taken for dead, and its lock file was removed, as the error says."""
+    thought_dead, later = CheckpointFolder(tmp_path / 'hf_model', 1), CheckpointFolder(tmp_path / 'hf_model', 1)
+    thought_dead.claim()
+    thought_dead.lock.path.unlink()
+    later.claim()
+    thought_dead.release()
+    assert not CheckpointFolder(tmp_path / 'hf_model', 1).lock.acquire()
+    later.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_that_cannot_be_reached_are_a_warning(tmp_path, monkeypatch):
+    """Of a colleague, or in a folder that was made read-only to protect it. The others are swept."""
+    for name in ('dead', 'protected'):
+        (tmp_path / name).mkdir()
+        put_partial(CheckpointFolder(tmp_path / name / 'hf_model', 1), '.hf_model.staging-0000000000aa')
+    acquire = lock.RunLock.acquire
+
+    def refuse(self, patience_secs=0.0):
+        if self.path.parent.name == 'protected':
+            raise PermissionError(errno.EACCES, 'Permission denied', str(self.path))
+        return acquire(self, patience_secs)
+
+    monkeypatch.setattr(lock.RunLock, 'acquire', refuse)
+    folder, log = CheckpointFolder(tmp_path / 'now' / 'hf_model', 1, warn=(said := []).append), mock.Mock()
+    claim_targets(log, [folder], 1, [], sweep=tmp_path)
+    folder.release()
+    (warning,) = [*said, *(call.args[0] for call in log.warning.call_args_list)]
+    assert str(tmp_path / 'protected') in warning and 'Permission denied' in warning
+    assert [*(tmp_path / 'dead').iterdir()] == [] and len([*(tmp_path / 'protected').iterdir()]) == 1
+
+
 def test_sweep_leaves_live_runs_alone(tmp_path, holder):
-    staged = put_partial(CheckpointFolder(tmp_path / 'run' / 'hf_model', 1), '.hf_model.staging-00aa')
+    staged = put_partial(CheckpointFolder(tmp_path / 'run' / 'hf_model', 1), '.hf_model.staging-0000000000aa')
     dead = CheckpointFolder(tmp_path / 'dead' / 'hf_model', 1)
     dead.final.parent.mkdir()
-    put_whole(dead, '.hf_model.previous-00aa', 3)
-    put_partial(dead, '.hf_model.staging-00bb')
+    put_whole(dead, '.hf_model.previous-0000000000aa', 3)
+    put_partial(dead, '.hf_model.staging-0000000000bb')
     assert sweep_dead_runs(tmp_path, 'hf_model') == [tmp_path / 'dead']
     assert staged.is_dir() and visible(tmp_path / 'dead') == {'hf_model': 3}
     assert [path.name for path in dead.final.parent.iterdir()] == ['hf_model']

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
+from tests.helpers.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.kept_folder import new_name
+
+NOBODY = 65_534
+ITER_4 = {'hf_model_iter_4': 4}
 
 
 def hidden(parent: Path) -> set[str]:
@@ -19,18 +25,17 @@ def hidden(parent: Path) -> set[str]:
 
 # Leftovers
 
-#: Of a killed run: complete folders with numbers, partial ones, how many saves are kept; what the next run makes of it.
+#: Of a killed run: complete folders with numbers, partial ones, how many saves are kept; what the next run makes of it
+#: before it has saved anything.
 LEFT = {
     'a partial first save': ({}, ['staging'], 1, {}),
     'a partial save': ({'hf_model': 1}, ['staging'], 1, {'hf_model': 1}),
-    'killed between the manifest and the rename': ({'.hf_model.staging': 4}, [], 1, {'hf_model': 4}),
-    'killed between two renames, without exchange': ({'.hf_model.previous': 4}, ['staging'], 1, {'hf_model': 4}),
-    'killed before the old one was deleted': ({'hf_model': 5, '.hf_model.staging': 4}, [], 1, {'hf_model': 5}),
-    'or was archived': (
-        *({'hf_model': 5, '.hf_model.previous': 4}, [], 3, {'hf_model': 5, 'hf_model_iter_4': 4}),
-    ),
-    'several deaths': ({'hf_model': 1}, ['staging', 'staging-00bb', 'previous', 'discarded'], 1, {'hf_model': 1}),
-}  # fmt: skip
+    'killed between the manifest and the rename': ({'staging': 4}, [], 1, {'hf_model': 4}),
+    'killed between two renames, without exchange': ({'previous': 4}, ['staging'], 1, {'hf_model': 4}),
+    'killed before the old one was deleted': ({'hf_model': 5, 'staging': 4}, [], 1, {'hf_model': 5, **ITER_4}),
+    'or was archived': ({'hf_model': 5, 'previous': 4}, [], 3, {'hf_model': 5, **ITER_4}),
+    'several deaths': ({'hf_model': 1}, ['staging', 'staging', 'previous', 'discarded'], 1, {'hf_model': 1}),
+}
 
 
 @pytest.mark.parametrize('case', LEFT)
@@ -38,14 +43,17 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     whole, partial, max_keep, expected = LEFT[case]
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep)
     for name, number in whole.items():
-        put_whole(folder, name, number)
+        put_whole(folder, name if name == 'hf_model' else new_name(folder.final, name).name, number)
     for kind in partial:
-        put_partial(folder, f'.hf_model.{kind}')
-    for name in ('shared-00ee', 'probe-00ff', 'mine'):
-        (tmp_path / f'.hf_model.{name}').write_text('')
+        put_partial(folder, new_name(folder.final, kind).name)
+    mine = {f'.hf_model.{name}' for name in ('mine', 'previous', 'staging-1')}
+    for name in ('.hf_model.shared-0000000000ee', '.hf_model.probe-0000000000ff', *mine):
+        (tmp_path / name).write_text('')
     folder.claim()
+    assert (visible(tmp_path), hidden(tmp_path)) == (expected, mine)
+    commit_one(folder, 6)
     folder.release()
-    assert (visible(tmp_path), hidden(tmp_path)) == (expected, {'.hf_model.mine'})
+    assert len(visible(tmp_path)) <= max_keep and hidden(tmp_path) == mine
 
 
 def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
@@ -59,15 +67,15 @@ def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
     os.rename(other.final, folder.final)
     CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
     (tmp_path / 'elsewhere').rmdir()
-    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 3}, set())
+    assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 3, 'hf_model_iter_5': 5}, set())
 
 
 def test_others_files_survive_a_death_between_moving_and_deleting(tmp_path):
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
     commit_one(folder, 1)
     (folder.final / 'eval.json').write_text('result')
-    os.rename(folder.final, tmp_path / '.hf_model.previous-00aa')
-    commit_one(CheckpointFolder(tmp_path / 'hf_model', max_keep=1), 2)
+    os.rename(folder.final, new_name(folder.final, 'discarded'))
+    put_whole(folder, 'hf_model', 2)
     CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
     assert (tmp_path / 'hf_model_others_iter_1' / 'eval.json').read_text() == 'result'
     shutil.rmtree(tmp_path / 'hf_model_others_iter_1')
@@ -95,3 +103,53 @@ def test_what_is_not_ours_is_refused(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     final.rename(tmp_path / 'moved')
     CheckpointFolder(final, 1).claim()
+
+
+# Other users
+
+
+@pytest.fixture
+def nobodys_folder():
+    """Of a user who is not root, as which this process works in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(0)
+
+
+@contextlib.contextmanager
+def as_root():
+    os.seteuid(0)
+    try:
+        yield
+    finally:
+        os.seteuid(NOBODY)
+
+
+@pytest.mark.parametrize('takes_all', [False, True])
+def test_an_evaluation_as_another_user_wrote_into_a_save(nobodys_folder, takes_all):
+    """In a container it is root; its results stay, and saves and runs go on. What cannot be deleted is told once."""
+    folder = CheckpointFolder(nobodys_folder / 'hf_model', 1, warn=(said := []).append)
+    folder.claim()
+    commit_one(folder, 1)
+    with as_root():
+        (folder.final / 'eval').mkdir()
+        (folder.final / 'eval' / 'result.json').write_text('{}')
+        if takes_all:
+            os.chown(folder.final, 0, 0)
+    for number in (2, 3, 4):
+        commit_one(folder, number)
+        folder.end_save()
+    folder.release()
+    again = CheckpointFolder(nobodys_folder / 'hf_model', 1)
+    again.claim()
+    again.release()
+    (result,) = nobodys_folder.glob('*/eval/result.json')
+    assert content(folder.final) == 4 and str(result.parents[1]) in ' '.join(said) and len(said) == 1 + takes_all
+    assert takes_all or result.parents[1].name == 'hf_model_others_iter_1'
+    with as_root():
+        shutil.rmtree(result.parents[1])
+    assert (visible(nobodys_folder), hidden(nobodys_folder)) == ({'hf_model': 4}, set())

@@ -15,12 +15,17 @@ from tests.helpers.scenarios import check, run_scenarios
 
 WORLD_SIZE = 2
 import os
-WAYS = os.environ['WAYS'].split() if 'WAYS' in os.environ else [
-    f'{writer}{"_async" * in_background}{"_upload" * uploads}'
-    for writer in ('positional', 'parallel', 'stream', 'gather')
-    for in_background in (False, True)
-    for uploads in (False, True)
-]
+
+WAYS = (
+    os.environ['WAYS'].split()
+    if 'WAYS' in os.environ
+    else [
+        f'{writer}{"_async" * in_background}{"_upload" * uploads}'
+        for writer in ('positional', 'parallel', 'stream', 'gather')
+        for in_background in (False, True)
+        for uploads in (False, True)
+    ]
+)
 #: What is not made to fail, and why: these functions themselves ...
 ENTRANCES = {
     'saves.manager.CheckpointManager.save': 'calls what stands in agreed blocks, and nothing before',

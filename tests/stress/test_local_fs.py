@@ -1,7 +1,8 @@
-"""The same saves on ext4, XFS, Btrfs and tmpfs."""
+"""The same saves, and what a command sees of them, on ext4, XFS, Btrfs and tmpfs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from functools import partial
@@ -14,10 +15,17 @@ from tests.helpers import network_saves as saves
 from tests.helpers.kill_runs import NAME
 from tests.helpers.network_saves import Way
 from tests.helpers.processes import environment
+from tests.helpers.ranks import HANG_SECS
 from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.tiny_checkpoint import commit_one, content, iteration
+from xhf_hooks.background.on_saved import OnSaved
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.saves.telemetry import RunLog
 
 #: Kinds and their sizes in MB, the minimum for XFS and Btrfs.
 KINDS = {'ext4': 64, 'xfs': 320, 'btrfs': 128, 'tmpfs': 64}
+#: Kinds where files can share blocks.
+CLONES = {'xfs', 'btrfs'}
 WAYS = [Way('positional', 'call'), Way('parallel', 'run', 2), Way('stream', 'async')]
 
 
@@ -59,3 +67,25 @@ def test_two_saves_in_a_row(disks, finished, kind, way):
         pytest.skip(f'{NOT_TESTED}saves on {kind}: {disks[1][kind]}')
     older = {f'{NAME}_iter_1': 1} if way.max_keep == 2 else {}
     assert check(finished, f'{kind} {way}')[0] == [{NAME: 1}, {NAME: 2, **older}, {NAME: 2, **older}]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_command_of_root_empties_a_file_of_a_save(disks, kind, caplog):
+    """Where files can be cloned, the command has its own. Elsewhere the log names the file."""
+    root, missing = disks
+    if kind in missing:
+        pytest.skip(f'{NOT_TESTED}on_saved on {kind}: {missing[kind]}')
+    name = 'model-00002-of-00003.safetensors'
+    folder = CheckpointFolder(root / kind / 'on_saved' / NAME, 1)
+    folder.claim()
+    after = OnSaved(['truncate', '--size=0', f'{{path}}/{name}'], RunLog(logging.getLogger('test'), 'test'), print)
+    commit_one(folder, 1)
+    after.committed(folder, iteration(1))
+    assert after.wait(HANG_SECS)
+    after.close()
+    folder.release()
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    if kind in CLONES:
+        assert content(folder.final) == 1 and errors == []
+    else:
+        assert len(errors) == 1 and f'changed {name}' in errors[0]

@@ -25,6 +25,7 @@ from xhf_hooks.background.each_save import EachSave, Job
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.kept_folder import unused
 from xhf_hooks.planning.types import Step
 
 LOG_NAME = 'output.log'
@@ -98,9 +99,8 @@ class OnSaved(EachSave[Job]):
         output = place.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
         files = _files(place)
-        for path in files:
-            if path.suffix == '.safetensors':  # the save's own files
-                path.chmod(path.stat().st_mode & ~0o222)
+        for path in job.kept.links:  # the save's own files
+            path.chmod(path.stat().st_mode & ~0o222)
         values = {'path': place, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
         with (output / LOG_NAME).open('ab') as log:
             log_start = log.tell()
@@ -110,7 +110,12 @@ class OnSaved(EachSave[Job]):
                 self.pause(_POLL_SECS)
         finally:
             status = _end(process)
-            self._keep_added(job, files, place, output / ADDED)
+            self._keep_added(job, files, place, unused(output / ADDED))
+            for path in job.kept.changed():
+                self._log.error(
+                    f'{self.what} {job} changed {path.name} in {{path}}, which is a file of the save itself (a hard '
+                    f'link), so this save is damaged; the command must copy what it changes'
+                )
         secs, lines = time.monotonic() - began, _last_lines(output / LOG_NAME, log_start)
         if status:
             ended = f'exit status {status}' if status > 0 else f'killed by signal {-status}'

@@ -20,6 +20,7 @@ from typing import Any
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.hf_assets import base_dirs_of
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
@@ -174,7 +175,7 @@ class Conversion:
             self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
         )
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
-        target.claim()
+        target.claim([*base_dirs_of(self._meta_model.module), *filter(None, [self._options.base])])
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()

@@ -23,6 +23,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 _ROPE = 'rope_parameters'
@@ -128,6 +129,13 @@ def write(
 def base_dir_of(model: PreTrainedModel) -> str:
     """Folder or hub name that the model was loaded from; '' if unknown."""
     return getattr(model.config, '_name_or_path', '') or ''
+
+
+def base_dirs_of(model: nn.Module) -> list[str]:
+    """Folders or hub names that the model and its parts were loaded from."""
+    configs = [getattr(module, 'config', None) for module in model.modules()]
+    names = {getattr(config, '_name_or_path', None) for config in configs}
+    return sorted(name for name in names if isinstance(name, str) and name)
 
 
 def is_remote_code(model: PreTrainedModel) -> bool:

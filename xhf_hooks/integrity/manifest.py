@@ -125,11 +125,16 @@ def read_manifest(folder: Path) -> Manifest | None:
 
     Raises:
         DamagedError: It is malformed.
+        OSError: It cannot be read.
     """
     path = folder / MANIFEST_NAME
-    if not path.exists() and not path.is_symlink():
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):  # no other error means that there is none
+        if path.is_symlink():
+            raise DamagedError(f'{path}: a link to a file that does not exist') from None
         return None
-    return parse_manifest(path.read_bytes(), str(path))
+    return parse_manifest(data, str(path))
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:

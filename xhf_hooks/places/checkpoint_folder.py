@@ -3,6 +3,8 @@
 On Linux, one system call exchanges the old and the new folder, so the final name always holds a complete checkpoint.
 Where that is not possible (NFS, MooseFS), the old folder is first moved aside, and :meth:`CheckpointFolder.recover`
 restores it if the run is killed in between.
+
+A complete save is deleted only after the commit of a newer one. Whatever fails while cleaning up is a warning.
 """
 
 from __future__ import annotations
@@ -11,20 +13,28 @@ import contextlib
 import glob
 import logging
 import os
-import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.safetensors import check_file
-from xhf_hooks.format.text import size_text, some
+from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, describe_folder, parse_manifest, read_commit
-from xhf_hooks.places.kept_folder import KeptSave, exchange, keep_folder, look_up, new_name
+from xhf_hooks.integrity.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    describe_folder,
+    parse_manifest,
+    read_commit,
+    read_manifest,
+)
+from xhf_hooks.places.kept_folder import KeptSave, exchange, fsync, keep_folder, look_up, new_name
 from xhf_hooks.places.lock import RunLock
+from xhf_hooks.places.other_folders import OtherFolders
 from xhf_hooks.planning.types import Step, WrittenSave
 
 
@@ -53,6 +63,7 @@ class CheckpointFolder:
     Attributes:
         staging: The folder that is being filled; None when there is none.
         lock: Held from :meth:`claim` to :meth:`release`.
+        others: The older and temporary folders.
     """
 
     def __init__(
@@ -66,31 +77,38 @@ class CheckpointFolder:
     ) -> None:
         self.final, self.name, self.max_keep, self.fsync = final, final.name, max_keep, fsync
         self.staging: Path | None = None
+        self._staged: os.stat_result | None = None
         self.lock = RunLock(final)
-        self._run = uuid.uuid4().hex
+        self.others = OtherFolders(final, warn)
+        self._run, self._number = uuid.uuid4().hex, -1
         self.elsewhere, self._warn = elsewhere, warn
 
     def beside(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.final.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
-    def claim(self) -> None:
+    def claim(self, bases: Iterable[str | Path] = ()) -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
 
+        Args:
+            bases: Folders of models that the run starts from, which are neither replaced nor deleted.
+
         Raises:
-            TargetError: It is not writable, is in use by another run, or holds foreign files.
+            TargetError: It is not writable, is in use by another run, or holds foreign files or one of the bases.
         """
         parent = self.final.parent
         try:
             try:
                 parent.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
-                probe = new_name(self.final, 'probe')  # as long as names get
+                probe = new_name(self.final, 'discarded')  # as long as names get
                 probe.write_bytes(b'x')
-                probe.unlink()
             except OSError as error:
                 raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
+            with self.others.going_on(f'{probe} could not be deleted'):
+                probe.unlink()
             self._refuse_foreign()
+            self._refuse_bases(bases)
             self.recover()
         except BaseException:
             self.release()
@@ -121,46 +139,71 @@ class CheckpointFolder:
         final, found = self.final, look_up(self.final)
         if found is None:
             return None
-        is_folder = stat.S_ISDIR(found.st_mode)
-        commit = read_commit(final) if is_folder else None
-        if not is_folder or (commit is None and any(final.iterdir())):
-            what = 'holds files that this package did not write' if is_folder else 'is not a folder'
+        commit, what = None, ''
+        try:
+            if not stat.S_ISDIR(found.st_mode):
+                what = 'is not a folder'
+            elif (commit := read_commit(final)) is None and any(final.iterdir()):
+                what = 'holds files that this package did not write'
+        except OSError as error:
+            what = f'cannot be read ({error})'
+        if what:
             raise TargetError(f'{final} {what}, and a save would replace it; move it away, or {self.elsewhere} another')
         return commit
 
+    def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
+        self.others.guard(bases)
+        for folder in (self.final, *self.others.archives(), *self.others.find(*_TEMPORARY)):
+            if self.others.is_base(folder):
+                raise TargetError(
+                    f'{folder} is the base model that this run starts from, or holds it, and saves to {self.final} '
+                    f'would replace or delete it; {self.elsewhere} another folder'
+                )
+
     def recover(self) -> None:
-        """Clean up after a killed run: move a complete folder to its name, delete a partial one."""
+        """Clean up after a killed run: move a complete folder to its name, delete a partial one. Never raises."""
         self._recover_saves()
-        for kept in self._beside('kept'):  # this run has no readers yet
-            shutil.rmtree(kept, ignore_errors=True)
-        for probe in self._beside('probe', 'shared'):
-            probe.unlink(missing_ok=True)
-        _fsync(self.final.parent)
-        self._delete_outdated()
+        with self._cleaning_up():  # this run has no readers yet
+            for left in self.others.find('kept', 'probe', 'shared'):
+                with self.others.going_on(f'{left}, which an earlier run left, could not be deleted'):
+                    self.others.remove(left)
+            fsync(self.final.parent)
 
     def _recover_saves(self) -> None:
-        for leftover in self._beside('previous', 'staging'):
-            if look_up(leftover) is None:
-                continue
-            look_up(self.final)
-            saved, current = read_commit(leftover), read_commit(self.final)
-            if saved is None:  # incomplete, since the manifest is written last
-                self._discard(leftover)
-            elif current is None:
-                os.rename(leftover, self.final)
-            elif saved.is_later(current):
-                self._tidy(self._replace_final(leftover), current, saved.step)
-            else:
-                self._tidy(leftover, saved, current.step)
-        for path in self._beside('discarded'):
-            shutil.rmtree(path, ignore_errors=True)
+        """Give complete saves a name, and delete partial ones and what was left of deleted ones."""
+        with self._cleaning_up():
+            for left in self.others.find('previous', 'staging'):
+                with self.others.going_on(f'{left}, which an earlier save left, could not be cleaned up'):
+                    self._recover_save(left)
+            for left in self.others.find('discarded'):
+                with self.others.going_on(f'{left}, which is no longer needed, could not be deleted'):
+                    self.others.remove(left)
+
+    def _recover_save(self, left: Path) -> None:
+        look_up(left)
+        saved = read_manifest(left)
+        if saved is None:
+            self.others.remove(left)
+            return
+        look_up(self.final)
+        current = read_commit(self.final)
+        if current is None:
+            os.rename(left, self.final)
+        elif saved.is_later(current) and not self.others.is_base(self.final):
+            self.others.archive(self._replace_final(left), current)
+        else:
+            self.others.archive(left, saved)
+
+    def _cleaning_up(self) -> AbstractContextManager[None]:
+        return self.others.going_on(f'{self.final.parent}: leftovers of earlier saves could not be cleaned up')
 
     def open_staging(self) -> Path:
         """Begin a save, or a trial run that ends with :meth:`end_save`; returns an empty folder."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        self._recover_saves()  # of a save that failed after its commit
+        self._recover_saves()  # of a save that failed, or could not clean up
         self.staging = new_name(self.final, 'staging')
         self.staging.mkdir()
+        self._staged = os.lstat(self.staging)
         return self.staging
 
     def room(self, needed_nbytes: int) -> None:
@@ -191,21 +234,26 @@ class CheckpointFolder:
         staging = self.staging
         for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
-        before = self._refuse_foreign()
-        others = [before] if before else self._archives().values()
-        number = 1 + max((commit.number for commit in others), default=0)
-        manifest = describe_folder(staging, save, number, self._run)
+        manifest = describe_folder(staging, save, self._next_number(), self._run)
         if self.fsync:
             for path in staging.rglob('*'):
-                _fsync(path)
+                fsync(path)
         if verify == 'full':
             check_folder(staging, parse_manifest(manifest, str(staging)), workers)
-        (staging / MANIFEST_NAME).write_bytes(manifest)
-        _fsync(staging / MANIFEST_NAME)
-        _fsync(staging)
+        part = staging / f'{MANIFEST_NAME}.part'  # a manifest is whole, or not there
+        part.write_bytes(manifest)
+        fsync(part)
+        os.replace(part, staging / MANIFEST_NAME)
+        fsync(staging)
         self._publish(save.step)
-        with contextlib.suppress(OSError):
-            self._delete_outdated()
+
+    def _next_number(self) -> int:
+        """A number above those of all saves here: somebody may have given the final name to an older one."""
+        if self._number < 0:
+            self._number = max((saved.number for saved in self.others.archives().values()), default=0)
+        newest = self._refuse_foreign()
+        self._number = 1 + max(self._number, newest.number if newest else 0)
+        return self._number
 
     def keep(self) -> KeptSave:
         """Keep the save that was just committed for readers. No save may be committed meanwhile.
@@ -224,122 +272,93 @@ class CheckpointFolder:
         """Remove what was not committed. Runs on: all ranks, after each save. Never raises."""
         staging, self.staging = self.staging, None
         if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.lstat(staging), self._staged):  # an exchange may fail, and have happened
+                    (staging / MANIFEST_NAME).unlink(missing_ok=True)  # a half-deleted folder must not look like a save
+                    shutil.rmtree(staging, ignore_errors=True)
 
     def _publish(self, step: Step) -> None:
-        old = self._refuse_foreign()
+        self._refuse_foreign()
         displaced = None
         if self.final.exists():
             displaced = self._replace_final(self.staging)
         else:
             os.rename(self.staging, self.final)
         self.staging = None  # that name may be the old save's
-        _fsync(self.final.parent)
-        if displaced is not None:
-            with contextlib.suppress(OSError):  # the new save is committed; the next one cleans up the rest
-                self._tidy(displaced, old, step)
+        with self.others.going_on(f'{self.final}: the new save is complete, but not all is cleaned up'):
+            fsync(self.final.parent)  # before anything is deleted
+            if displaced is not None:
+                self.others.tidy(displaced, step, self.max_keep)
+            self.others.delete_outdated(self.max_keep)
 
     def _replace_final(self, new: Path) -> Path:
-        """Give ``new`` the final name; returns the new path of the old folder."""
+        """Give ``new`` the final name; returns the new path of the old folder.
+
+        Raises:
+            OSError, TargetError: It could not be done; the message says if the old folder does not have its name.
+        """
+        self.others.require_no_base(self.final)
         if exchange(new, self.final):
             return new
         aside = new_name(self.final, 'previous')
         os.rename(self.final, aside)
-        os.rename(new, self.final)
+        try:
+            os.rename(new, self.final)
+        except OSError as error:
+            self._put_back(aside, error)
+            raise
         return aside
 
-    def _tidy(self, displaced: Path, old: Manifest | None, newest: Step) -> None:
-        """Archive or delete a folder that is no longer the newest."""
-        if self.max_keep == 1 or old is None or old.step == newest:
-            self._discard(displaced)
-            return
-        name = self.final.with_name(f'{self.name}_{old.step.label}')
-        if look_up(name) is not None:
-            self._discard(name)
-        os.rename(displaced, name)
-        _fsync(self.final.parent)
-
-    def _archives(self) -> dict[Path, Manifest]:
-        """Older saves, from the last commit to the first; foreign folders are left out.
-
-        Not by iteration: a resumed run commits some iterations again.
-        """
-        ours = re.compile(rf'{re.escape(self.name)}_(iter|epoch)_\d+')
-        paths = [path for path in self.final.parent.iterdir() if ours.fullmatch(path.name)]
-        found = [(path, commit) for path in paths if look_up(path) is not None and (commit := read_commit(path))]
-        return dict(sorted(found, key=lambda one: (one[1].number, one[1].step.iteration), reverse=True))
-
-    def _delete_outdated(self) -> None:
-        if self.max_keep != -1:
-            for path in [*self._archives()][self.max_keep - 1 :]:
-                self._discard(path)
-
-    def _discard(self, folder: Path) -> None:
-        """Delete a folder that :func:`look_up` found, but not foreign files in it.
-
-        It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
-        such as a file that a reader holds open on NFS, stays under the new name until the next save or run deletes it.
-        """
-        self._set_apart_others(folder)
-        discarded = new_name(self.final, 'discarded')
-        os.rename(folder, discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
-
-    def _set_apart_others(self, folder: Path) -> None:
-        """Move files and links that its manifest does not name to a new folder."""
-        commit = read_commit(folder)
-        if commit is None:
-            return
-        found = {path.relative_to(folder) for path in folder.rglob('*') if path.is_symlink() or not path.is_dir()}
-        others = sorted(found - {Path(name) for name in (*commit.files, MANIFEST_NAME)})
-        if not others:
-            return
-        place = self.final.with_name(f'{self.name}_others_{commit.step.label}')
-        if look_up(place) is not None:
-            place = place.with_name(f'{place.name}_{uuid.uuid4().hex[:8]}')
-        for name in others:
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(folder / name, place / name)
-        what = f'{some([str(name) for name in others])} in the save of {commit.step.label}'
-        self._warn(f'{what} did not come from this package; moved to {place}')
-
-    def _beside(self, *kinds: str) -> list[Path]:
-        """Hidden files and folders of these kinds beside the final one."""
-        pattern = re.compile(rf'\.{re.escape(self.name)}\.({"|".join(kinds)})(-[0-9a-f]+)?')
-        return sorted(path for path in self.final.parent.iterdir() if pattern.fullmatch(path.name))
+    def _put_back(self, aside: Path, error: OSError) -> None:
+        try:
+            os.rename(aside, self.final)
+        except OSError as second:
+            raise TargetError(
+                f'{self.final} was not replaced ({error}), and is missing, since the save that had this name could not '
+                f'get it back ({second}). That save is complete, as {aside}; the next save or run gives it its name'
+            ) from error
 
 
-def sweep_dead_runs(root: Path, final_name: str) -> list[Path]:
+#: Folders of saves with temporary names.
+_TEMPORARY = ('previous', 'staging', 'kept', 'discarded')
+
+
+def sweep_dead_runs(
+    root: Path,
+    final_name: str,
+    bases: Iterable[str | Path] = (),
+    warn: Callable[[str], object] = lambda said: None,
+) -> list[Path]:
     """Recover or delete what killed runs left under other timestamps of a work_dir. Skips live runs, by their locks.
 
+    Args:
+        bases: As for :meth:`CheckpointFolder.claim`.
+        warn: Called with what could not be cleaned up.
+
     Returns:
-        The folders of those runs.
+        The folders of those runs of which nothing is left.
     """
     swept = []
     for run in sorted({path.parent for path in root.glob(f'*/.{glob.escape(final_name)}.*-*')}):
-        folder = CheckpointFolder(run / final_name, max_keep=-1)
-        if folder.lock.acquire():
+        folder = CheckpointFolder(run / final_name, max_keep=-1, warn=warn)
+        with folder.others.going_on(f'{run}: what a killed run left there could not be cleaned up'):
+            folder.others.guard(bases)
+            if run.is_symlink() or not folder.lock.acquire():
+                continue
             try:
                 folder.recover()
             finally:
                 folder.release()
-            swept.append(run)
+            if not folder.others.find(*_TEMPORARY):
+                swept.append(run)
     return swept
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def claim_targets(
     log: logging.LoggerAdapter,
     folders: Sequence[CheckpointFolder],
     nbytes: int,
-    base_dir: str,
+    bases: Iterable[str],
     *,
     sweep: Path | None = None,
 ) -> None:
@@ -347,17 +366,16 @@ def claim_targets(
 
     Args:
         folders: The target of the newest save, then those of the best.
+        bases: Folders or hub names of the models that the run starts from.
         sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
 
     Raises:
         TargetError: A folder cannot be used, or the disk is too small.
     """
-    newest = folders[0]
-    if base_dir and Path(base_dir).absolute() == newest.final:
-        raise TargetError(f'{newest.final} is the base model that this run starts from; set out_dir elsewhere')
     for folder in folders:
-        folder.claim()
+        folder.claim(bases)
         if sweep is not None and folder.lock.is_seen:
-            for run in sweep_dead_runs(sweep, folder.name):
-                log.info(f'removed what a killed run left in {run}')
-    newest.room(nbytes)
+            with folder.others.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
+                for run in sweep_dead_runs(sweep, folder.name, bases, log.warning):
+                    log.info(f'removed what a killed run left in {run}')
+    folders[0].room(nbytes)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_commit
+from xhf_hooks.format.checksum import crc32
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, read_commit
 from xhf_hooks.system.calls import renameat2
 
 
@@ -41,6 +44,21 @@ def look_up(path: Path) -> os.stat_result | None:
         return None
 
 
+def unused(path: Path) -> Path:
+    """The path if nothing has that name, else with ``_2``, ``_3`` and so on at its end."""
+    others = (path.with_name(f'{path.name}_{number}') for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], others) if look_up(each) is None)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h; renameat2(2)
 
@@ -58,17 +76,66 @@ def exchange(one: Path, other: Path) -> bool:
     return renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE, of=(one, other))
 
 
+#: linux/fs.h, ioctl_ficlone(2); Python 3.12 and newer have it.
+_FICLONE = getattr(fcntl, 'FICLONE', 0x40049409)
+_READ_NBYTES = 2**20
+
+
+def clone(source: Path, to: Path) -> bool:
+    """Make a copy that shares its blocks with the source until one of them is changed (XFS, Btrfs).
+
+    Returns:
+        False if that cannot be done here; then there is no copy.
+    """
+    try:
+        with source.open('rb') as old, to.open('xb') as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        shutil.copymode(source, to)
+    except OSError:
+        to.unlink(missing_ok=True)
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class KeptSave:
     """A committed save that is not deleted before it is released, for readers in any process.
 
     Attributes:
-        place: A folder, with hard links to the weights where the file system has them and copies of all else.
+        place: A folder. Weights in it are clones where the file system has them, else hard links, else copies; all else
+            are copies.
         release: Call it from any thread. Does nothing the second time.
+        links: The hard links, as they were, and their records in the manifest.
     """
 
     place: Path
     release: Callable[[], object]
+    links: Mapping[Path, tuple[os.stat_result, FileRecord]] = field(default_factory=dict, repr=False)
+
+    def changed(self) -> list[Path]:
+        """The hard links through which somebody has changed the save itself.
+
+        One of another size has changed. One of another time is read, since a network file system may tell old times.
+        """
+        changed = []
+        for path, (before, saved) in self.links.items():
+            with contextlib.suppress(FileNotFoundError):  # removed from here only
+                now = os.lstat(path)
+                if now.st_ino != before.st_ino:  # replaced here only
+                    continue
+                has_changed = now.st_size != before.st_size
+                if not has_changed and now.st_mtime_ns != before.st_mtime_ns:
+                    has_changed = _crc32_of(path) != saved.crc32
+                changed += [path] * has_changed
+        return changed
+
+
+def _crc32_of(path: Path) -> int:
+    found = 0
+    with path.open('rb', buffering=0) as file:
+        while data := file.read(_READ_NBYTES):
+            found = crc32(data, found)
+    return found
 
 
 def keep_folder(folder: Path) -> KeptSave:
@@ -84,18 +151,30 @@ def keep_folder(folder: Path) -> KeptSave:
     if commit is None:
         raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
     path = new_name(folder, 'kept')
-    release = partial(shutil.rmtree, path, ignore_errors=True)
+    names = (*commit.files, MANIFEST_NAME)  # in this order: with a manifest it is complete
+    release, links = partial(_release, path, names), {}
     try:
-        for name in (*commit.files, MANIFEST_NAME):
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            is_linked = False
+        for name in names:
+            source, to = folder / name, path / name
+            to.parent.mkdir(parents=True, exist_ok=True)
             if name.endswith('.safetensors'):
+                if clone(source, to):
+                    continue
                 with contextlib.suppress(OSError):
-                    os.link(folder / name, path / name)
-                    is_linked = True
-            if not is_linked:
-                shutil.copy(folder / name, path / name)
+                    os.link(source, to)
+                    links[to] = os.lstat(to), commit.files[name]
+                    continue
+            shutil.copy(source, to)
     except OSError as error:
         release()
         raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
-    return KeptSave(path, release)
+    return KeptSave(path, release, links)
+
+
+def _release(folder: Path, names: Collection[str]) -> None:
+    """Delete a kept folder, unless there are files of others in it: the next run sets these apart."""
+    found = {
+        path.relative_to(folder).as_posix() for path in folder.rglob('*') if path.is_symlink() or not path.is_dir()
+    }
+    if found <= {*names}:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -52,7 +52,8 @@ class RunLock:
         fd, self._fd = self._fd, None
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):  # closing the file releases the lock
-                self.path.unlink()
+                if os.path.samestat(os.lstat(self.path), os.fstat(fd)):  # else somebody removed it: another run's
+                    self.path.unlink()
         os.close(fd)
 
     def _try(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from enum import Enum
 from pathlib import Path
@@ -42,7 +43,8 @@ def is_shared(probe: Path, collective: Collective) -> bool:
     is_missed = collective.any(is_missed)
     with collective.stage('preflight'):
         if collective.rank == 0:
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the next run removes it
+                probe.unlink()
     return not is_missed
 
 

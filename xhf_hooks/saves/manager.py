@@ -19,6 +19,7 @@ from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.base import find_tokenizer
+from xhf_hooks.exporters.hf_assets import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
@@ -87,6 +88,7 @@ class CheckpointManager:
         collective: Collective | None = None,
     ) -> None:
         self._options, self._log, self._on_committed = options, log, on_committed
+        self._bases = base_dirs_of(unwrapped.model)
         self._after: Callable[[], None] | None = None  # for the save in flight
         self._listeners: list[EachSave[Any]] = []
         self._requests: SaveRequests | None = None
@@ -156,7 +158,7 @@ class CheckpointManager:
             plan = saver.prepare()
             with self.collective.stage('preflight'):
                 if self.collective.rank == 0:
-                    claim_targets(self._log, self._targets, plan.nbytes, saver.exporter.base_dir, sweep=sweep)
+                    claim_targets(self._log, self._targets, plan.nbytes, self._bases, sweep=sweep)
                     self._find_tokenizer(tokenizer, finish_tokenizer)
                     for warning in saver.rehearse(self.newest):
                         self._log.warning(warning)
@@ -305,7 +307,7 @@ class CheckpointManager:
         """Raise or log an error that all ranks share, depending on ``on_error``."""
         if self._options.on_error == 'raise':
             raise error
-        self._log.error(f'{what} failed and training goes on: {error}. The previous save is untouched.')
+        self._log.error(f'{what} failed and training goes on: {error}. The previous save is still complete.')
 
     def close(self) -> None:
         """Wait for a save in flight, release the folders, destroy process groups. Needs no other rank.
@@ -319,7 +321,7 @@ class CheckpointManager:
             try:
                 self._report(self._saver.outcome())
             except Exception as error:  # the run is over: log it and go on closing
-                self._log.error(f'the save in the background failed: {error}. The previous save is untouched.')
+                self._log.error(f'the save in the background failed: {error}. The previous save is still complete.')
         CheckpointManager._open.discard(self)
         self._ending.close()
         if self._requests is not None:

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import stat
 import sys
 import time
@@ -20,10 +21,11 @@ import pytest
 
 from tests.helpers import on_saved_family
 from tests.helpers.ranks import HANG_SECS
-from tests.helpers.tiny_checkpoint import commit_one, iteration
+from tests.helpers.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
+from xhf_hooks.places import kept_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.telemetry import RunLog
@@ -226,7 +228,8 @@ def test_nothing_is_left_when_the_run_is_killed(tmp_path):
     until(lambda: alive(members(tmp_path)) == [])
 
 
-def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run_of, tmp_path):
+def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_folder, 'clone', lambda source, to: False)
     script = (
         'import os, sys; from pathlib import Path; path = Path(sys.argv[1]); '
         '(path / "xhf_manifest.json").open("a").write("an edit in place"); '
@@ -242,3 +245,44 @@ def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run
     assert sorted(path.name for path in run.output().iterdir()) == ['added', 'output.log']
     assert {stat.S_IMODE(path.stat().st_mode) & 0o222 for path in saved.glob('*.safetensors')} == {0}
     assert os.access(saved / 'xhf_manifest.json', os.W_OK)
+
+
+#: A command that changes a weight file; and whether the save itself is another one then.
+CHANGES = {
+    'truncated': ('os.truncate(path, 9)', True),
+    'same size': ('file = open(path, "r+b"); file.seek(-1, 2); file.write(b"?"); file.close()', True),
+    'touched': ('os.utime(path, (1, 1))', False),
+    'removed': ('os.unlink(path)', False),
+    'replaced': ('open(path + ".new", "w").close(); os.replace(path + ".new", path)', False),
+}
+
+
+@pytest.mark.parametrize('can_clone', [False, True])
+@pytest.mark.parametrize('change', CHANGES)
+def test_a_command_that_changes_the_weights_of_the_save_is_named_with_the_file(
+    run_of, tmp_path, caplog, monkeypatch, change, can_clone
+):
+    """It runs as root or owns the file, so that a mode does not stop it."""
+    monkeypatch.setattr(kept_folder, 'clone', lambda source, to: can_clone and bool(shutil.copy(source, to)))
+    script, damages = CHANGES[change]
+    name = 'model-00002-of-00003.safetensors'
+    start = f'import os, sys; path = os.path.join(sys.argv[1], "{name}"); os.chmod(path, 0o644); '
+    run = run_of(python(start + script, '{path}'))
+    run.save()
+    before = (tmp_path / 'hf_model' / name).stat().st_mode
+    assert run.after.wait(HANG_SECS) and run.kept == []
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    if damages and not can_clone:
+        (error,) = errors
+        assert f'hf_model, iter_1 changed {name}' in error and 'this save is damaged' in error
+    else:
+        assert errors == [] and content(tmp_path / 'hf_model') == 1
+    assert not can_clone or (tmp_path / 'hf_model' / name).stat().st_mode == before
+
+
+def test_what_two_runs_add_for_one_step_is_all_kept(run_of, tmp_path):
+    run = run_of(python('import sys, pathlib; pathlib.Path(sys.argv[1], "mine").write_text("x")', '{path}'))
+    for _ in range(2):
+        run.save()
+        assert run.after.wait(HANG_SECS)
+    assert [(run.output() / name / 'mine').read_text() for name in ('added', 'added_2')] == ['x', 'x']

@@ -126,3 +126,14 @@ def test_a_folder_that_the_hook_did_not_make_is_not_taken(trained, tmp_path, cap
     (saved / 'xhf_manifest.json').unlink()
     assert main([str(tmp_path), str(tmp_path / 'out')]) == 2
     assert 'has no supported model' in capsys.readouterr().err
+
+
+def test_the_base_is_not_replaced_by_its_conversion(trained, tmp_path, capsys):
+    """It may be one that this package wrote, which OUT may name otherwise."""
+    base = base_model(trained, tmp_path / 'base')
+    assert main([str(trained / 'iter_5.pth'), str(base / 'out'), '--base', str(base)]) == 0
+    (tmp_path / 'link').symlink_to(base / 'out')
+    again = [str(trained / 'iter_5.pth'), str(base / 'out'), '--base', str(tmp_path / 'link'), '--overwrite']
+    capsys.readouterr()
+    assert main(again) == 2
+    assert 'is the base model' in (said := capsys.readouterr().err) and 'give as OUT another' in said

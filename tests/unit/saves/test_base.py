@@ -1,0 +1,62 @@
+"""The model that a run starts from is neither replaced nor deleted by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests.helpers.adapted import adapted
+from tests.helpers.zoo import build
+from xhf_hooks import save_hf
+from xhf_hooks.errors import TargetError, XhfError
+from xhf_hooks.exporters.hf_assets import base_dirs_of
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
+
+
+def saved_at(parent: Path) -> dict[str, int]:
+    manifests = parent.glob('*/xhf_manifest.json')
+    return {path.parent.name: json.loads(path.read_text())['iteration'] for path in manifests}
+
+
+def test_going_back_to_an_older_save_is_refused_where_that_would_be_deleted(tmp_path):
+    model = build('llama')
+    for step in (500, 1000, 1500):
+        save_hf(model, tmp_path / 'hf_model', step=step, max_keep_ckpts=3)
+    before = saved_at(tmp_path)
+    model.config._name_or_path = str(tmp_path / 'hf_model_iter_500')  # as from_pretrained sets it
+    with pytest.raises(XhfError, match=r'hf_model_iter_500 is the base model .* set out_dir to another'):
+        save_hf(model, tmp_path / 'hf_model', step=1)
+    assert saved_at(tmp_path) == before == {'hf_model': 1500, 'hf_model_iter_1000': 1000, 'hf_model_iter_500': 500}
+    save_hf(model, tmp_path / 'again' / 'hf_model', step=1)
+
+
+def test_an_adapter_does_not_replace_its_base_which_is_named_through_a_link(tmp_path):
+    (tmp_path / 'real').mkdir()
+    (tmp_path / 'link').symlink_to('real')
+    save_hf(build('llama'), tmp_path / 'real' / 'hf_model')
+    model = adapted('llama')
+    model.get_base_model().config._name_or_path = str(tmp_path / 'link' / 'hf_model')
+    with pytest.raises(XhfError, match=r'hf_model is the base model .* set out_dir to another'):
+        save_hf(model, tmp_path / 'real' / 'hf_model')
+    assert (tmp_path / 'real' / 'hf_model' / 'model.safetensors').exists()
+
+
+def test_each_part_of_a_model_has_a_base(tmp_path):
+    """As LLaVA's llm and visual encoder in XTuner."""
+    whole = nn.Module()
+    whole.llm, whole.visual_encoder, whole.projector = build('llama'), build('qwen2'), nn.Linear(1, 1)
+    whole.llm.config._name_or_path, whole.visual_encoder.config._name_or_path = '/base/llm', '/base/vision'
+    assert base_dirs_of(whole) == ['/base/llm', '/base/vision']
+
+
+def test_the_folder_of_the_best_may_be_the_base_too(tmp_path):
+    newest = CheckpointFolder(tmp_path / 'hf_model', 1)
+    best = newest.beside('best')
+    best.final.mkdir()
+    with pytest.raises(TargetError, match=r'hf_model_best is the base model .* set out_dir to another'):
+        claim_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.final)])
+    newest.release()

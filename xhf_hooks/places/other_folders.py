@@ -1,0 +1,203 @@
+"""The folders beside that of the newest save: older saves, and temporary ones. Runs on: rank 0.
+
+A save is known as ours by the manifest in it, and a temporary folder by the random digits of :func:`.new_name`; any
+other name proves nothing. Of a save, only the files that its manifest lists are deleted, if they are still the same.
+The models that the run started from are neither deleted nor replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from xhf_hooks.errors import TargetError, XhfError
+from xhf_hooks.format.checksum import crc32
+from xhf_hooks.format.text import some
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest, read_commit, read_manifest
+from xhf_hooks.places.kept_folder import fsync, look_up, new_name, unused
+from xhf_hooks.planning.types import Step
+
+
+class OtherFolders:
+    """What lies beside the folder of the newest save, and how it is deleted.
+
+    Args:
+        final: The folder of the newest save.
+        warn: Called with what could not be cleaned up, and with what was found that is not ours.
+    """
+
+    def __init__(self, final: Path, warn: Callable[[str], object]) -> None:
+        self._final, self._warn = final, warn
+        self._told: set[str] = set()
+        self._guarded: set[Path] = set()
+
+    @contextlib.contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """Clean up in this block: a failure is a warning, given once; the next save or run tries again."""
+        try:
+            yield
+        except (OSError, XhfError) as error:
+            if what not in self._told:
+                self._told.add(what)
+                self._warn(f'{what}: {error}')
+
+    def guard(self, bases: Iterable[str | Path]) -> None:
+        """Never delete or replace these models, nor a folder that holds one of them or files that they link to."""
+        for base in bases:
+            named, files = Path(base).absolute(), list[Path]()
+            with contextlib.suppress(OSError):  # not a folder: a name on the Hub, or a file
+                files = [path for path in named.iterdir() if path.is_file()]
+            for path in (named, *(Path(os.path.realpath(each)) for each in (named, *files))):
+                self._guarded |= {path, *path.parents}
+
+    def is_base(self, folder: Path) -> bool:
+        """Whether this folder is, or holds, a model that the run started from, whatever either is called."""
+        for path in self._guarded:
+            with contextlib.suppress(OSError):  # one of them does not exist
+                if os.path.samefile(path, folder):
+                    return True
+        return False
+
+    def require_no_base(self, folder: Path) -> None:
+        """Check that a folder may be deleted or replaced.
+
+        Raises:
+            TargetError: A model that the run started from is there.
+        """
+        if self.is_base(folder):
+            raise TargetError(f'{folder} is the base model that this run starts from, so it stays')
+
+    def archives(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
+        """Older saves of these steps, from the last commit to the first; what is not ours is left out.
+
+        Not by iteration: a resumed run commits some iterations again.
+        """
+        name = re.escape(self._final.name)
+        found = {}
+        for path in self._final.parent.iterdir():
+            if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and _is_folder(path):
+                with self.going_on(f'{path} cannot be read, so it stays'):
+                    saved = read_commit(path)
+                    if saved and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
+                        found[path] = saved
+        by_commit = sorted(found.items(), key=lambda one: (one[1].number, one[1].step.iteration), reverse=True)
+        return dict(by_commit)
+
+    def archive(self, folder: Path, saved: Manifest) -> None:
+        """Give a complete save the name of an older one. Whatever has that name keeps it."""
+        wanted = self._final.with_name(f'{self._final.name}_{saved.step.label}')
+        path = unused(wanted)
+        os.rename(folder, path)
+        fsync(path.parent)
+        if path != wanted:
+            self._warn(f'{wanted} is not replaced; the older save of {saved.step.label} is {path}')
+
+    def tidy(self, displaced: Path, newest: Step, max_keep: int) -> None:
+        """After a commit, archive or delete the folder that had the final name before."""
+        saved = read_commit(displaced)
+        if saved is None:  # it was empty when it was looked at
+            self._delete_ours(displaced, {}, str(self._final), 'others')
+        elif max_keep == 1 or saved.step == newest:
+            self.discard(displaced)
+        else:
+            for path, older in self.archives(saved.step.label).items():
+                if older.step == saved.step:  # saved again by a run that went back
+                    self.discard(path)
+            self.archive(displaced, saved)
+
+    def delete_outdated(self, max_keep: int) -> None:
+        """After a commit, and at no other time: delete the saves that are too many."""
+        if max_keep != -1:
+            for path in [*self.archives()][max_keep - 1 :]:
+                self.discard(path)
+
+    def discard(self, folder: Path) -> None:
+        """Delete a complete save.
+
+        It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
+        such as a file that a reader holds open on NFS, stays under the new name until the next save or run deletes it.
+        """
+        with self.going_on(f'{folder}, which is no longer needed, could not be deleted'):
+            self.require_no_base(folder)
+            discarded = new_name(self._final, 'discarded')
+            os.rename(folder, discarded)
+            self.remove(discarded)
+
+    def remove(self, path: Path) -> None:
+        """Delete a temporary file or folder of ours.
+
+        Raises:
+            OSError, DamagedError, TargetError: It cannot be deleted, or must not be.
+        """
+        self.require_no_base(path)
+        if not _is_folder(path):
+            path.unlink(missing_ok=True)
+            return
+        saved = read_manifest(path)
+        if saved is None:  # incomplete, since the manifest is written last and deleted last
+            remove_tree(path)
+        else:
+            label = saved.step.label
+            self._delete_ours(path, saved.files, f'the save of {label}', f'others_{label}')
+
+    def find(self, *kinds: str) -> list[Path]:
+        """Temporary files and folders of these kinds, as :func:`.new_name` names them."""
+        pattern = re.compile(rf'\.{re.escape(self._final.name)}\.({"|".join(kinds)})-[0-9a-f]{{12}}')
+        return sorted(path for path in self._final.parent.iterdir() if pattern.fullmatch(path.name))
+
+    def _delete_ours(self, folder: Path, saved: dict[str, FileRecord], what: str, suffix: str) -> None:
+        """Delete the files of a save. If there are others, the folder stays with these, under another name.
+
+        Args:
+            what: The save, for the warning.
+            suffix: Of the other name.
+        """
+        files = [path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir()]
+        names = {path: path.relative_to(folder).as_posix() for path in files}
+        others = [
+            path for path in files if names[path] != MANIFEST_NAME and not _is_saved(path, saved.get(names[path]))
+        ]
+        if not others:
+            remove_tree(folder)
+            return
+        for path in {*files} - {*others, folder / MANIFEST_NAME}:
+            path.unlink()
+        for inner in sorted({inner for name in saved for inner in Path(name).parents}, reverse=True):
+            with contextlib.suppress(OSError):  # others are in it
+                (folder / inner).rmdir()
+        place = unused(self._final.with_name(f'{self._final.name}_{suffix}'))
+        os.rename(folder, place)
+        (place / MANIFEST_NAME).unlink(missing_ok=True)  # last: until then, this can be repeated
+        found = some(sorted(names[path] for path in others))
+        self._warn(f'{found} in {what} did not come from this package, or was changed; now in {place}')
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder, as much of it as possible.
+
+    Raises:
+        OSError: Something could not be deleted.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        shutil.rmtree(folder)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is a folder, and not a link to one, on the server."""
+    found = look_up(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _is_saved(path: Path, saved: FileRecord | None) -> bool:
+    """Whether a file is as it was saved. Weights are not read."""
+    if saved is None or path.is_symlink() or path.stat().st_size != saved.nbytes:
+        return False
+    with contextlib.suppress(OSError):
+        return path.suffix == '.safetensors' or crc32(path.read_bytes()) == saved.crc32
+    return False
