@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     'target_is_a_file': (_make_file, 'is not a folder'),
     'target_in_use': (_hold_lock, 'is in use by process'),
     'nothing_is_ever_due': (dict(hook=dict(interval=500, save_last=False)), 'option interval'),
-    'no_scores': (dict(hook=dict(save_best='auto', interval=-1, save_last=False)), 'option save_best'),
+    'no_scores': (dict(hook=dict(save_best='auto', interval=-1, save_last=False)), 'a validation for save_best'),
     'no_tokenizer_there': (dict(hook=dict(tokenizer='/nowhere')), 'option tokenizer'),
     'vocabulary_too_large': (
         dict(hook=dict(tokenizer='large_tokenizer')),

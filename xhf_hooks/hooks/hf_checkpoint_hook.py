@@ -55,9 +55,10 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._tell_namesakes(runner)
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
-        self._best, self._has_compared = self._best_metric() if validates(runner) else None, False
+        lacks_scores = self.save_best is not None and not validates(runner)
+        self._best, self._has_compared = None if lacks_scores else self._best_metric(), False
         saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
-        check_schedule(runner, self._schedule, self.save_best, log, saves_anyway=saves_anyway)
+        check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         if has_head(unwrapped.model):
             unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))

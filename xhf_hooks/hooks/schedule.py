@@ -48,18 +48,16 @@ def validates(runner: Any) -> bool:
     return runner.val_loop is not None and (not last or getattr(runner.train_loop, 'val_begin', 0) <= last)
 
 
-def check_schedule(
-    runner: Any, schedule: Schedule, save_best: str | list[str] | None, log: RunLog, *, saves_anyway: bool
-) -> None:
-    """Warn before training if the schedule makes no save, or there are no scores for ``save_best``.
+def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway: bool, lacks_scores: bool) -> None:
+    """Warn before training if the schedule makes no save, or ``save_best`` does not.
 
     Args:
         saves_anyway: Whether there are other saves, such as at the end or of the best score.
+        lacks_scores: ``save_best`` is set, and there will be no scores.
 
     Raises:
         OptionError: There are no saves at all.
     """
-    has_no_scores = save_best is not None and not validates(runner)
     last = runner.max_epochs if schedule.by_epoch else runner.max_iters
     is_never = schedule.interval <= 0
     is_late = bool(last) and (schedule.save_begin or schedule.interval) > last
@@ -68,15 +66,13 @@ def check_schedule(
     if is_one_epoch:
         found = f'{schedule}, but this train loop counts iterations: its one epoch is all of training'
     if (is_never or is_late) and not saves_anyway:
-        otherwise = 'otherwise nothing is ever saved'
-        if has_no_scores:
-            expected = f'a validation during training, or interval or save_last: {otherwise}'
-            raise OptionError('save_best', expected, save_best)
-        expected = f'a smaller one, or save_last or save_best: {otherwise}'
+        expected = 'a smaller one, or save_last or save_best: otherwise nothing is ever saved'
+        if lacks_scores:
+            expected = 'a smaller one, or save_last, or a validation for save_best: otherwise nothing is ever saved'
         raise OptionError('interval', expected, None if is_never else found)
     if not is_never and (is_late or is_one_epoch):
         log.warning(f'interval: {found}; set a smaller one, or by_epoch=False')
-    if has_no_scores:
+    if lacks_scores:
         log.warning('save_best: no validation during training gives a score, so no best model is saved')
 
 
