@@ -382,7 +382,8 @@ class HookOptions(RunOptions):
         None,
         'As in CheckpointHook. The best model goes to ``hf_model_best``, or with several metrics to '
         '``hf_model_best_<metric>``. A save there must beat the best so far, including that of the run that this one '
-        'was resumed from.',
+        'was resumed from. Rank 0 compares the scores. Without a validation during training there are none; a metric '
+        'that the first validation lacks is an error.',
         _anything,
     )
     rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything)

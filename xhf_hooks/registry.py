@@ -8,6 +8,7 @@ build objects from a run's config.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from xhf_hooks.errors import OptionError
@@ -45,10 +46,33 @@ def _mmengine_registries() -> Any | None:
 
 
 def register_hook(name: str, build: Callable[..., Any]) -> None:
-    """Let MMEngine's configs find a hook by name, if MMEngine is installed. An existing entry is kept."""
+    """Let MMEngine's configs find a hook by name, if MMEngine is installed. Replaces what this package registered.
+
+    Where something else has that name, in HOOKS or in a child of it such as a project's, a config that means this hook
+    would get the other one, without a word. The name alone is an error there from then on.
+    """
     registries = _mmengine_registries()
-    if registries is not None and name not in registries.HOOKS.module_dict:
-        registries.HOOKS.register_module(name=name, module=build)
+    if registries is None:
+        return
+    for registry in [registries.HOOKS, *_below(registries.HOOKS)]:
+        found = registry.module_dict.get(name)
+        if getattr(found, 'func', None) is _refuse:
+            continue
+        if found is not None and found.__module__.partition('.')[0] != __package__:
+            registry.register_module(name=name, module=partial(_refuse, name, registry, found), force=True)
+        elif registry is registries.HOOKS:
+            registry.register_module(name=name, module=build, force=True)
+
+
+def _below(registry: Any) -> list[Any]:
+    """All children of an MMEngine registry, and theirs."""
+    return [found for child in registry.children.values() for found in (child, *_below(child))]
+
+
+def _refuse(name: str, registry: Any, other: Any, *args: Any, **options: Any) -> None:
+    theirs = f'{other.__module__}.{getattr(other, "__qualname__", name)}'
+    expected = f"'{__package__}.{name}', or {theirs!r}, which has the same name in MMEngine's registry"
+    raise OptionError('type', f'{expected} ({registry.scope}::{registry.name})', name)
 
 
 def build_from_config(config: Mapping[str, Any]) -> Any:

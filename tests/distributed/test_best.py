@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,50 @@ def another_metric(root: Path) -> str:
     return message
 
 
+#: MMEngine's validation loss on each rank, not reduced over them. That of rank 0 improves in the first and the last.
+VAL_LOSSES = ((3.0, 4.0, 1.0), (3.0, 2.0, 5.0))
+
+
+def ranks_disagree(work_dir: Path) -> tuple[str, float]:
+    """Under DDP, by MMEngine's own validation loss; log_dir and best score. Runs on: all ranks."""
+    import torch
+    import torch.distributed as dist
+    from mmengine.model import MMDistributedDataParallel
+    from mmengine.registry import MODELS
+    from mmengine.structures import BaseDataElement
+
+    from tests.helpers.toy_run import ToyLM, run_config, train
+
+    class Scored(ToyLM):
+        n_batches = 0
+
+        def forward(self, input_ids: torch.Tensor, mode: str = 'loss') -> Any:
+            if mode == 'loss':
+                return super().forward(input_ids)
+            score = VAL_LOSSES[dist.get_rank()][self.n_batches // 4]
+            self.n_batches += 1
+            return [BaseDataElement(loss={'loss': torch.tensor(score)})]
+
+    MODELS.register_module(name='ScoredInDdp', module=lambda: MMDistributedDataParallel(Scored()))
+    config = run_config(work_dir, hook=dict(save_best='val_loss'), stage=None, max_iters=6, scores=[{}, {}, {}])
+    runner = train(config | dict(model=dict(type='ScoredInDdp')))
+    return runner.log_dir, runner.message_hub.get_info('hf_checkpoint_best_score_val_loss')
+
+
+def unknown_metric(root: Path) -> tuple[str, str]:
+    """At the first validation; and one that a later validation lacks: that run's log_dir. Runs on: all ranks."""
+    from xhf_hooks.errors import XhfError
+
+    with pytest.raises(XhfError) as caught:
+        scored(root / 'first', [0.8, 0.9], 4, hook=dict(save_best='nonsense', rule='less'))
+    return str(caught.value), scored(root / 'later', [0.8, dict(loss=1.0), 0.9, float('nan')], 8)
+
+
+def no_score_ever(work_dir: Path) -> str:
+    """Runs on: all ranks."""
+    return scored(work_dir, [float('nan'), {}], 4, hook=dict(save_best='acc', interval=-1, save_last=False))
+
+
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('best')
@@ -73,6 +118,9 @@ def finished(tmp_path_factory):
         name: partial(resumed, root / name, options, scores) for name, (options, scores, _) in RESUMED.items()
     }
     scenarios |= {'elsewhere': partial(elsewhere, root), 'another_metric': partial(another_metric, root / 'metric')}
+    scenarios |= {
+        one.__name__: partial(one, root / one.__name__) for one in (ranks_disagree, unknown_metric, no_score_ever)
+    }
     return root, run_scenarios(scenarios, 2, env=READS_OWN_CHECKPOINTS)
 
 
@@ -115,3 +163,25 @@ def test_a_folder_of_another_metric_or_run_is_not_replaced_by_a_worse_model(fini
     (message,) = set(check(finished[1], 'another_metric'))
     assert "hf_model_best holds the best save by 'acc', and a save by 'loss' would replace it" in message
     assert best_in(finished[0] / 'metric' / 'out') == {'best': 4}
+
+
+def test_rank_0_decides_where_ranks_have_different_scores(finished):
+    (log_dir, best), other = check(finished[1], 'ranks_disagree')
+    assert other == (log_dir, best) and best == min(VAL_LOSSES[0])
+    assert best_in(Path(log_dir)) == {'best': 6}
+    assert re.findall(r'saved (\w+) to hf_model_best', log_of(log_dir)) == ['iter_2', 'iter_6']
+
+
+def test_an_unknown_metric_is_an_error_at_the_first_validation(finished):
+    """As in CheckpointHook. In a later one it is a save that failed, which ends no run."""
+    (message, log_dir), *others = check(finished[1], 'unknown_metric')
+    assert others == [(message, log_dir)]
+    assert "option save_best: expected one of the validation results ['acc'], found 'nonsense'" in message
+    assert best_in(Path(log_dir)) == {'best': 6}
+    assert len(re.findall(r'ERROR.*comparing scores failed and training goes on', log_of(log_dir))) == 1
+
+
+def test_a_run_that_has_saved_nothing_says_so(finished):
+    log = log_of(check(finished[1], 'no_score_ever')[0])
+    assert 'WARNING - HFCheckpointHook: save_best: this validation has no results' in log
+    assert 'WARNING - HFCheckpointHook: training has ended, and this run has saved nothing' in log

@@ -67,6 +67,24 @@ def run(options: dict[str, Any], work_dir: Path) -> str:
     return train(run_config(work_dir, **options)).log_dir
 
 
+def beside_others(work_dir: Path) -> str:
+    """Another hook has the same name, as XTuner's does; and the visualizer fails on rank 0. Runs on: all ranks."""
+    from mmengine.hooks import Hook
+    from mmengine.registry import HOOKS
+    from mmengine.visualization import Visualizer
+
+    add_scalars = Visualizer.add_scalars
+
+    def fail(self: Any, numbers: dict[str, Any], **options: Any) -> None:
+        if 'hf_checkpoint/seconds' in numbers:
+            raise OSError('injected')
+        add_scalars(self, numbers, **options)
+
+    HOOKS.register_module(name='Theirs', module=type('HFCheckpointHook', (Hook,), {'__module__': 'theirs.hooks'}))
+    with mock.patch.object(Visualizer, 'add_scalars', fail):
+        return run(dict(hook=dict(save_best='auto'), hooks=[dict(type='Theirs')], max_iters=2, **DDP), work_dir)
+
+
 def with_tokenizer(source: str, work_dir: Path) -> str:
     """The tokenizer comes from the named place. Runs on: all ranks."""
     folder = str(work_dir.parent / 'tokenizer')
@@ -124,6 +142,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     'target_is_a_file': (_make_file, 'is not a folder'),
     'target_in_use': (_hold_lock, 'is in use by process'),
     'nothing_is_ever_due': (dict(hook=dict(interval=500, save_last=False)), 'option interval'),
+    'no_scores': (dict(hook=dict(save_best='auto', interval=-1, save_last=False)), 'a validation for save_best'),
     'no_tokenizer_there': (dict(hook=dict(tokenizer='/nowhere')), 'option tokenizer'),
     'vocabulary_too_large': (
         dict(hook=dict(tokenizer='large_tokenizer')),
@@ -158,6 +177,7 @@ def finished(tmp_path_factory):
     _make_tokenizer(root / 'large_tokenizer', *(f'word{i}' for i in range(137)))
     scenarios: dict[str, Any] = {name: partial(run, options, root / name) for name, options in RUNS.items()}
     scenarios |= {source: partial(with_tokenizer, source, root / source) for source in TOKENIZER_SOURCES}
+    scenarios['beside_others'] = partial(beside_others, root / 'beside_others')
     scenarios |= {name: partial(refused, what, root / name) for name, (what, _) in REFUSED.items()}
     return root, run_scenarios(scenarios, 2)
 
@@ -204,6 +224,23 @@ def test_saves_when_and_where_it_should_and_says_so(finished, name):
     assert re.findall(r'HFCheckpointHook: saved (\w+) to', log_of(log_dir)) == labels
     told = re.findall(r'WARNING - HFCheckpointHook: interval: (.*)', log_of(log_dir))
     assert len(told) == len(warnings) and all(part in text for part, text in zip(warnings, told, strict=True)), told
+
+
+def test_save_best_without_a_validation_promises_nothing(finished):
+    log = log_of(log_dir_of(finished, 'beside_others'))
+    assert log.count('WARNING - HFCheckpointHook: save_best: no validation during training') == 1
+    assert 'ready to save' in log and 'best score' not in log
+
+
+def test_another_hook_of_this_name_is_named(finished):
+    log = log_of(log_dir_of(finished, 'beside_others'))
+    assert log.count('custom_hooks also has theirs.hooks.HFCheckpointHook, and both run: remove it') == 1
+
+
+def test_a_visualizer_that_fails_ends_neither_a_save_nor_a_run(finished):
+    log_dir = log_dir_of(finished, 'beside_others')
+    assert 'the visualizer failed and training goes on: OSError: injected' in log_of(log_dir)
+    assert saves(log_dir) == {'hf_model': 2}
 
 
 @pytest.mark.parametrize('source', TOKENIZER_SOURCES)

@@ -5,12 +5,12 @@ Calls to the file system fail in the call itself (an LD_PRELOAD library), whoeve
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
 import resource
 import shutil
-import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -255,14 +255,18 @@ def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
     return {(path.name, oct(path.stat().st_mode & 0o7777), path.stat().st_gid, path.is_dir()) for path in paths}
 
 
-def refused(finals: list[Path], user: int = 0) -> list[str]:
-    """Errors of saves to these folders by this user. Runs on: all ranks."""
+def refused(finals: list[Path], *, may_write: bool = True) -> list[str]:
+    """Errors of saves to these folders. Runs on: all ranks.
+
+    Args:
+        may_write: Else, not where others alone may, although it is root's process.
+    """
     from tests.helpers.engines import save_folder
     from tests.helpers.zoo.llamas import odd_llama
     from xhf_hooks.errors import XhfError
 
     messages = []
-    with _as_user(user):
+    with nullcontext() if may_write else _held_to_permissions():
         for final in finals:
             try:
                 save_folder(odd_llama(), final)
@@ -273,14 +277,18 @@ def refused(finals: list[Path], user: int = 0) -> list[str]:
 
 
 @contextmanager
-def _as_user(user: int) -> Iterator[None]:
-    os.setegid(user)
-    os.seteuid(user)
+def _held_to_permissions() -> Iterator[None]:
+    """Without CAP_DAC_OVERRIDE, for this thread. Another user could not read a clone below a home of mode 700."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    before = sets[0]  # the effective ones
+    sets[0] = before & ~(1 << 1)
+    assert libc.capset(header, sets) == 0
     try:
         yield
     finally:
-        os.seteuid(0)
-        os.setegid(0)
+        sets[0] = before
+        libc.capset(header, sets)
 
 
 def few_open_files(parent: Path) -> list[str]:
@@ -330,7 +338,7 @@ def scenarios(root: Path) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {name: partial(save_fail_save, odd / name, name) for name in FAULTS}
     for one in (removed, permissions, other_model, late):
         found[one.__name__] = partial(one, root / one.__name__)
-    found['other_user'] = partial(refused, [root / 'other_user' / 'run' / 'hf_model'], 65_534)
+    found['of_another_user'] = partial(refused, [root / 'of_another_user' / 'run' / 'hf_model'], may_write=False)
     found['long_names'] = partial(refused, [root / name for name in ('n' * 240, 'ü' * 120, 'n' * 231)])
     for can_reserve in (False, True):
         found[f'full_disk_{can_reserve}'] = partial(full_disk, root / 'disk' / str(can_reserve), can_reserve)
@@ -341,9 +349,8 @@ def scenarios(root: Path) -> dict[str, Callable[[], Any]]:
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('faults')
-    for folder in (root, *root.parents[:2]):  # pytest's own, which nobody else may enter
-        folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
-    (root / 'other_user').mkdir(mode=0o755)
+    (root / 'of_another_user').mkdir()
+    os.chown(root / 'of_another_user', 65_534, -1)
     (root / 'disk').mkdir()
     (root / 'real').mkdir()
     (root / 'link').symlink_to('real')
@@ -405,7 +412,7 @@ def test_files_get_the_modes_and_the_group_that_the_user_wants(results):
 
 
 def test_a_user_who_may_not_write_is_told_before_training(results):
-    (message,) = of_all_ranks(results, 'other_user')
+    (message,) = of_all_ranks(results, 'of_another_user')
     assert message.startswith('AgreedError') and 'Permission denied' in message and 'set out_dir' in message
 
 

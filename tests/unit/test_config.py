@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from mmengine.registry import HOOKS
+from mmengine.registry import HOOKS, Registry
 
-from xhf_hooks import HFCheckpointHook, save_hf
+from xhf_hooks import HFCheckpointHook, _build_hook, save_hf
 from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 from xhf_hooks.options import CallOptions
+from xhf_hooks.registry import register_hook
 
 BAD = {
     'out_dir': ['', 5, b'folder', 's3://', 's3://bucket/run', 'hf://org/name', '/', ['folder']],
@@ -115,6 +117,25 @@ def test_every_option_but_the_trivial_is_tried():
 def test_a_misspelt_option_in_a_config():
     with pytest.raises(TypeError, match="unexpected keyword argument 'safe_best'"):
         HOOKS.build(dict(type='HFCheckpointHook', safe_best='auto'))
+
+
+@pytest.mark.parametrize('scope', ['mmengine', 'theirs'])
+def test_a_name_that_something_else_has_is_refused(monkeypatch, scope):
+    """In MMEngine's registry, or in that of a project, where names are looked up first."""
+    monkeypatch.setattr(HOOKS, '_module_dict', {**HOOKS.module_dict})
+    monkeypatch.setattr(HOOKS, '_children', {**HOOKS.children})
+    registry = HOOKS if scope == 'mmengine' else Registry('hook', parent=HOOKS, scope=scope)
+    theirs = type('HFCheckpointHook', (), {'__module__': 'theirs.hooks'})
+    registry.register_module(module=theirs, force=True)
+    register_hook('HFCheckpointHook', _build_hook)  # as when the package is imported
+    register_hook('HFCheckpointHook', HFCheckpointHook)
+    both = re.escape("expected 'xhf_hooks.HFCheckpointHook', or 'theirs.hooks.HFCheckpointHook'")
+    with pytest.raises(OptionError, match=both):
+        registry.build(dict(type='HFCheckpointHook', interval=5))
+    assert isinstance(registry.build(dict(type='xhf_hooks.HFCheckpointHook')), HFCheckpointHook)
+    assert isinstance(registry.build(dict(type=theirs)), theirs)
+    if registry is not HOOKS:
+        assert isinstance(HOOKS.build(dict(type='HFCheckpointHook')), HFCheckpointHook)
 
 
 def test_save_hf_has_the_options_that_are_described_for_it():

@@ -74,7 +74,7 @@ class BestMetric(CheckpointHook):
         self._earlier: Sequence[BestSave] = ()
 
     def begin(self, newest: Path | str, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
-        """Take over the scores of earlier saves, and return log messages. Runs on: all ranks, with the same result.
+        """Take over the scores of earlier saves, and return log messages. Runs on: rank 0.
 
         Args:
             newest: The folder of the newest save, for the runs that are resumed from this one.
@@ -94,7 +94,7 @@ class BestMetric(CheckpointHook):
         return [f'best {metric} so far: {float(self._best(metric, hub)):.4f}' for metric in known]
 
     def improved(self, metrics: Mapping[str, Any], hub: MessageHub) -> dict[str, float]:
-        """The metrics that have improved, with their scores.
+        """The metrics that have improved, with their scores. Runs on: rank 0; those of other ranks may differ.
 
         Raises:
             OptionError: A metric of ``save_best`` is not among the results.
@@ -112,7 +112,7 @@ class BestMetric(CheckpointHook):
                 raise OptionError('save_best', f'one of the validation results {sorted(metrics)}', metric)
             self._take_over(metric, hub)
             if metrics[metric] is not None and self.is_better_than[metric](metrics[metric], self._best(metric, hub)):
-                better[metric] = metrics[metric]
+                better[metric] = float(metrics[metric])
         return better
 
     def remember(self, metric: str, score: float, hub: MessageHub) -> None:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS, MODEL_WRAPPERS
+from mmengine.logging import MessageHub
+from mmengine.registry import MODEL_WRAPPERS
 
-from xhf_hooks.errors import XhfError
+from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
-from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule
+from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule, validates
 from xhf_hooks.options import HookOptions
-from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.planning.types import Step
+from xhf_hooks.registry import register_hook
 from xhf_hooks.saves.manager import CheckpointManager, RunFrontend
 from xhf_hooks.saves.telemetry import RunLog, scalars
 from xhf_hooks.saves.unwrap import unwrap
 
 
-@HOOKS.register_module(force=True)  # replaces the function of the package that imports this module on demand
 class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
@@ -39,7 +41,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._best = None if self.save_best is None else BestMetric(self.save_best, self.rule)
+        self._best = self._best_metric()
 
     def before_train(self, runner: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
@@ -49,11 +51,14 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         """
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
-        log = RunLog(runner.logger, 'HFCheckpointHook')
+        self._log = log = RunLog(runner.logger, 'HFCheckpointHook')
+        self._tell_namesakes(runner)
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
         self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
+        lacks_scores = self.save_best is not None and not validates(runner)
+        self._best, self._has_compared = None if lacks_scores else self._best_metric(), False
         saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
-        check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway)
+        check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         if has_head(unwrapped.model):
             unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
@@ -64,8 +69,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             log,
             run=runner,
             suffixes=[] if self._best is None else self._best.suffixes(),
-            on_committed=partial(self._visualize, runner),
-            on_result=lambda step, numbers: runner.visualizer.add_scalars(numbers, step=step.iteration),
+            on_committed=lambda committed: self._visualize(runner, committed.step, scalars(committed)),
+            on_result=partial(self._visualize, runner),
         )
         self._saves.prepare(
             runner.cfg.get('tokenizer'),
@@ -73,9 +78,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
             finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
         )
-        self._log = log
         if self._best is not None:
-            self._learn_of_best(runner)
+            self._learn_of_best(runner.message_hub)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
@@ -95,8 +99,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         if self._saves is None:
             return
-        if self._best is not None and metrics:
-            self._save_if_best(runner, metrics)
+        if self._best is not None:
+            self._save_if_best(runner, metrics or {})
         self._saves.save_if_asked(Step('iter', runner.iter, runner.iter), at_once=True)
 
     def after_train(self, runner: Any) -> None:
@@ -109,30 +113,61 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         finally:
             self.close()
 
-    def _save_if_best(self, runner: Any, metrics: dict[str, float]) -> None:
+    def _best_metric(self) -> BestMetric | None:
+        return None if self.save_best is None else BestMetric(self.save_best, self.rule)
+
+    def _tell_namesakes(self, runner: Any) -> None:
+        """Warn of other hooks with this name, such as XTuner's, which would run beside this one."""
+        for kind in map(type, runner.hooks):
+            if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):
+                name = f'{kind.__module__}.{kind.__name__}'
+                self._log.warning(f'custom_hooks also has {name}, and both run: remove it, this hook replaces it')
+
+    def _save_if_best(self, runner: Any, metrics: Mapping[str, Any]) -> None:
+        """Save what has improved. Runs on: all ranks.
+
+        Raises:
+            AgreedError: As in CheckpointHook, the first results can't be compared, whatever ``on_error`` is.
+        """
         if self._saves.must_tell_after:
             self._saves.collect()  # whether the last best save succeeded decides what the best score is
         try:
-            improved = self._best.improved(metrics, runner.message_hub)
+            improved = self._improved(metrics, runner.message_hub)
         except XhfError as error:
+            if isinstance(error, AgreedError) and not self._has_compared:
+                raise
             self._saves.handle(error, 'comparing scores')
             return
-        for metric, score in improved.items():
-            target = self._saves.others[self._best.suffix(metric)]
+        self._has_compared = True
+        for metric, score, suffix, facts in improved:
             remember = partial(self._remember, runner, metric, score)
-            facts = self._best.facts(metric, score)
-            self._saves.save(Step('iter', runner.iter, runner.iter), target, after=remember, facts=facts)
+            step = Step('iter', runner.iter, runner.iter)
+            self._saves.save(step, self._saves.others[suffix], after=remember, facts=facts)
 
-    def _learn_of_best(self, runner: Any) -> None:
+    def _improved(self, metrics: Mapping[str, Any], hub: MessageHub) -> list[tuple[str, float, str, dict[str, Any]]]:
+        """The metrics that have improved, each with its score, the suffix of its folder and its facts.
+
+        Rank 0 decides: the validation loss, for one, is not reduced over ranks (mmengine ``runner/loops.py``).
+        """
+        collective, best, found = self._saves.collective, self._best, []
+        with collective.stage('comparing scores'):
+            if collective.rank == 0 and metrics:
+                better = best.improved(metrics, hub).items()
+                found = [(metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in better]
+            elif collective.rank == 0:
+                self._log.warning('save_best: this validation has no results to compare')
+        return collective.broadcast(found)
+
+    def _learn_of_best(self, hub: MessageHub) -> None:
         """Read the scores of earlier best saves, since the resumed checkpoint may be older. Runs on: all ranks."""
-        collective, hub, earlier = self._saves.collective, runner.message_hub, list[BestSave]()
+        collective = self._saves.collective
         try:
             with collective.stage('preflight'):
                 if collective.rank == 0:
                     earlier = [BestSave.described_by(*found) for found in self._saves.manifests_of_others()]
                     earlier += best_of_earlier_runs(hub)
-            for line in self._best.begin(self._saves.newest.final, collective.broadcast(earlier), hub):
-                self._log.info(line)
+                    for line in self._best.begin(self._saves.newest.final, earlier, hub):
+                        self._log.info(line)
         except XhfError:
             self.close()
             raise
@@ -142,13 +177,19 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._best.remember(metric, score, runner.message_hub)
         self._log.info(f'best {metric} so far, {score:.4f}')
 
-    def _visualize(self, runner: Any, committed: CommittedCheckpoint) -> None:
+    def _visualize(self, runner: Any, step: Step, numbers: Mapping[str, float]) -> None:
         if self._saves.collective.rank == 0:
-            runner.visualizer.add_scalars(scalars(committed), step=committed.step.iteration)
+            try:
+                runner.visualizer.add_scalars(dict(numbers), step=step.iteration)
+            except Exception as error:  # of any backend; only this rank would end
+                self._log.error(f'the visualizer failed and training goes on: {type(error).__name__}: {error}')
 
     def _step(self, runner: Any, epochs: int) -> Step:
         """The step of a save, in epochs if both the schedule and the train loop count epochs."""
         return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
+
+
+register_hook('HFCheckpointHook', HFCheckpointHook)  # in place of the function that imports this module when called
 
 
 def _wrappers() -> tuple[type, ...]:

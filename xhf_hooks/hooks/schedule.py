@@ -42,14 +42,21 @@ def resolve_schedule(runner: Any, interval: int | None, by_epoch: bool | None) -
     return Schedule(interval or -1, counts_epochs(runner) if by_epoch is None else by_epoch)
 
 
-def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway: bool) -> None:
-    """Warn before training if the schedule makes no save.
+def validates(runner: Any) -> bool:
+    """Whether the run validates while it trains; only then are there scores."""
+    last = runner.max_epochs if counts_epochs(runner) else runner.max_iters
+    return runner.val_loop is not None and (not last or getattr(runner.train_loop, 'val_begin', 0) <= last)
+
+
+def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway: bool, lacks_scores: bool) -> None:
+    """Warn before training if the schedule makes no save, or ``save_best`` does not.
 
     Args:
         saves_anyway: Whether there are other saves, such as at the end or of the best score.
+        lacks_scores: ``save_best`` is set, and there will be no scores.
 
     Raises:
-        OptionError: The schedule makes no save, and there are no other saves.
+        OptionError: There are no saves at all.
     """
     last = runner.max_epochs if schedule.by_epoch else runner.max_iters
     is_never = schedule.interval <= 0
@@ -60,9 +67,13 @@ def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway
         found = f'{schedule}, but this train loop counts iterations: its one epoch is all of training'
     if (is_never or is_late) and not saves_anyway:
         expected = 'a smaller one, or save_last or save_best: otherwise nothing is ever saved'
+        if lacks_scores:
+            expected = 'a smaller one, or save_last, or a validation for save_best: otherwise nothing is ever saved'
         raise OptionError('interval', expected, None if is_never else found)
     if not is_never and (is_late or is_one_epoch):
         log.warning(f'interval: {found}; set a smaller one, or by_epoch=False')
+    if lacks_scores:
+        log.warning('save_best: no validation during training gives a score, so no best model is saved')
 
 
 def _checkpoint_hook(runner: Any) -> CheckpointHook | None:

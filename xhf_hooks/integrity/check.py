@@ -169,8 +169,8 @@ class FolderCheck:
                     self.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
         if known is not None:
             self._compare_sums(sums, known)
-        tensors = {name: tensor for file in sums.values() for name, tensor in file.tensors.items()}
-        self._tell_values({name: tensor.non_finite for name, tensor in tensors.items() if tensor.non_finite})
+        tensors = [named for file in sums.values() for named in file.tensors.items()]
+        self._tell_values(len(tensors), {name: tensor.non_finite for name, tensor in tensors if tensor.non_finite})
         self.seconds = time.perf_counter() - self._started
 
     def _compare_files(self, manifest: Manifest) -> None:
@@ -246,29 +246,40 @@ class FolderCheck:
             text = f'{where}: total_size is {str(total)[:40]}, but the tensors have {nbytes} bytes'
             self.add(PROBLEM, 'index', text)
         if len(self.problems()) == n_before:
-            self.add(OK, 'index', f'{name}: {len(weight_map)} tensors, all in their files')
+            self.add(OK, 'index', f'{name}: {len(listed)} tensors, all in their files')
         return named
 
     def _compare_sums(self, sums: Mapping[str, FileRecord], known: Mapping[str, FileRecord]) -> None:
-        n_tensors = 0
+        n_files, n_tensors, not_compared = 0, 0, sorted(known.keys() - sums.keys())
         for name, found in sums.items():
             tensors = known[name].tensors
-            changed = [n for n, tensor in found.tensors.items() if n in tensors and tensors[n].crc32 != tensor.crc32]
+            compared = [n for n in found.tensors if n in tensors]
+            changed = [n for n in compared if tensors[n].crc32 != found.tensors[n].crc32]
             if changed:
                 self.add(PROBLEM, 'checksums', f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}')
-            elif found.crc32 != known[name].crc32 and found.nbytes == known[name].nbytes:
+            elif found.nbytes != known[name].nbytes:
+                not_compared.append(name)
+            elif found.crc32 != known[name].crc32:
                 where = ' outside of its tensors' if found.tensors else ''
                 crcs = f'expected CRC-32 {checksum.to_hex(known[name].crc32)}, found {checksum.to_hex(found.crc32)}'
                 self.add(PROBLEM, 'checksums', f'{name}: has changed{where}: {crcs}')
-            n_tensors += len(tensors)
+            else:
+                n_files += 1
+            n_tensors += len(compared)
+        if not_compared:
+            self.add(
+                UNCHECKED,
+                'checksums',
+                f'not compared, since missing, unreadable or of another size: {some(not_compared)}',
+            )
         if not self.problems('checksums'):
-            counts = f'{counted(len(sums), "file")} and {counted(n_tensors, "tensor")}'
+            counts = f'{counted(n_files, "file")} and {counted(n_tensors, "tensor")}'
             self.add(OK, 'checksums', f'{counts}, all unchanged')
 
-    def _tell_values(self, non_finite: Mapping[str, int]) -> None:
+    def _tell_values(self, n_tensors: int, non_finite: Mapping[str, int]) -> None:
         worst = sorted(non_finite, key=non_finite.__getitem__, reverse=True)
         if not worst:
-            self.add(OK, 'values', 'no infinite or NaN values')
+            self.add(OK, 'values', f'no infinite or NaN values in {counted(n_tensors, "tensor")}')
             return
         shown = some([f'{name} ({non_finite[name]})' for name in worst])
         text = f'{counted(len(worst), "tensor")} with infinite or NaN values: {shown}'

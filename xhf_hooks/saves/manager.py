@@ -94,6 +94,7 @@ class CheckpointManager:
         self._requests: SaveRequests | None = None
         self._deadline: float | None = None  # of exit_wait_secs
         self.saved_at: int | None = None
+        self._has_saved = False
         self._process, self._run = os.getpid(), None if run is None else weakref.ref(run)
         if unwrapped.engine is not None:
             require_usable('deepspeed')
@@ -279,6 +280,8 @@ class CheckpointManager:
         Ranks wait for each other on gloo, a short time at a time, since an NCCL collective may follow training.
         """
         self.save_if_asked(step, at_once=True)
+        if not self._has_saved:
+            self._log.warning('training has ended, and this run has saved nothing')
         if self._options.upload_to is None and self._options.on_saved is None:
             return
         try:
@@ -354,6 +357,7 @@ class CheckpointManager:
             listener.committed(target, step, collective)
 
     def _report(self, committed: CommittedCheckpoint) -> None:
+        self._has_saved = True
         after, self._after = self._after, None
         if after is not None:
             after()

@@ -122,6 +122,20 @@ def test_what_changed_is_named(folder, case):
     assert_problem(verify_folder(folder), check, *words)
 
 
+@pytest.mark.parametrize('case', ['a shard that is gone', 'a file that is cut off'])
+def test_only_what_was_read_counts_as_unchanged(folder, case):
+    other = read_header(folder / SHARDS[1])
+    n_files = len(list(folder.iterdir())) - 2  # neither the manifest nor the shard
+    CHANGED[case][0](folder)
+    report = verify_folder(folder)
+    said = {(finding.kind, finding.check): finding.text for finding in report.findings}
+    n_tensors = len(other.entries)
+    assert said['ok', 'checksums'] == f'{n_files} files and {n_tensors} tensors, all unchanged'
+    assert SHARDS[0] in said['unchecked', 'checksums']
+    assert f'in {n_tensors} tensors' in said['ok', 'values']
+    assert f'{n_tensors} tensors' in said.get(('ok', 'index'), f'{n_tensors} tensors')
+
+
 def test_a_note_is_no_problem(folder):
     (folder / 'README.md').write_text('mine')
     report = verify_folder(folder)
