@@ -34,7 +34,9 @@ ENTRANCES = {
     'saves.save.Saver.start': 'calls what stands in agreed blocks, and nothing before',
     'saves.save.Saver.outcome': 'raises or returns what all ranks have',
     'saves.save.Save.finish': 'calls what stands in agreed blocks, and nothing before',
-    'system.threads.Background': 'calls Save.finish, and keeps what comes of it',
+    'system.threads.Background.run': 'calls Save.finish, and keeps what comes of it',
+    'system.threads.Background.wait': 'waits for the background thread alone',
+    'system.threads.Background.outcome': 'raises or returns what all ranks have',
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {
