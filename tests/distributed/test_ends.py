@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -66,17 +67,12 @@ class Run:
         for waited in (Background, EachSave):
             wait = waited.wait
 
-            def at_end(awaited: Any, secs: float, wait: Callable[..., bool] = wait) -> bool:
+            def at_end(awaited: Any, secs: float = math.inf, wait: Callable[..., bool] = wait) -> bool:
                 if secs > 0:
                     self.ends.set()
                 return wait(awaited, secs)
 
             waited.wait = at_end
-
-
-def signalled(run: Run, number: int) -> None:
-    os.kill(os.getpid(), number)
-    signal.pause()
 
 
 def requested(run: Run) -> None:
@@ -88,7 +84,7 @@ def requested(run: Run) -> None:
 
 def handled(run: Run) -> None:
     """The user's handler lets training go on: later saves are waited for, too."""
-    signalled(run, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
     run.ends.clear()
     run.saves.look()
     run.save(STEP + 1)
@@ -127,17 +123,17 @@ WAYS: dict[str, tuple[Callable[[Run], None], int]] = {
     'nothing': (lambda run: None, 0),
     'exception': (lambda run: raised(run, RuntimeError('training failed')), 1),
     'sys_exit': (lambda run: sys.exit(3), 3),
-    'ctrl_c': (lambda run: signalled(run, signal.SIGINT), 1),
-    'sigterm': (lambda run: signalled(run, signal.SIGTERM), -signal.SIGTERM),
-    'sighup': (lambda run: signalled(run, signal.SIGHUP), -signal.SIGHUP),
-    'sigxcpu': (lambda run: signalled(run, signal.SIGXCPU), -signal.SIGXCPU),
+    'ctrl_c': (lambda run: os.kill(os.getpid(), signal.SIGINT), 1),
+    'sigterm': (lambda run: os.kill(os.getpid(), signal.SIGTERM), -signal.SIGTERM),
+    'sighup': (lambda run: os.kill(os.getpid(), signal.SIGHUP), -signal.SIGHUP),
+    'sigxcpu': (lambda run: os.kill(os.getpid(), signal.SIGXCPU), -signal.SIGXCPU),
     'requested': (requested, -signal.SIGHUP),
     'handled': (handled, 1),
     'forgotten': (forgotten, 0),
     'in_a_thread': (in_a_thread, 0),
     'close': (lambda run: run.saves.close(), 0),
 }
-SAVED = {'requested': [STEP, STEP + 1], 'handled': [STEP, STEP + 1]}
+SAVED = {'requested': [STEP, STEP + 2], 'handled': [STEP, STEP + 1]}
 FAILING = ('exception', 'sigterm', 'close')
 
 
