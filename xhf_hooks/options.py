@@ -327,8 +327,8 @@ class RunOptions(SaveOptions):
     )
     exit_wait_secs: float = _option(
         600,
-        'How long a process that is ending (after an exception or SIGTERM) waits for a save in progress, and how long '
-        'the end of training waits for uploads and for ``on_saved``. '
+        'How long a process that is ending (after an exception, SIGTERM, SIGHUP or SIGXCPU) waits for a save in '
+        'progress and for uploads, and how long the end of training waits for uploads and for ``on_saved``. '
         'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         _seconds,
     )

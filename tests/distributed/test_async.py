@@ -185,3 +185,15 @@ def test_a_process_that_ends_finishes_its_save(how, tmp_path):
     outputs = folder.parent / 'hf_model_on_saved'
     assert not (outputs / f'iter_{ending_run.ENDS_AT - 1}').exists(), 'no command starts while the save is awaited'
     assert [path.name for path in folder.parent.iterdir() if 'kept' in path.name] == []
+
+
+def test_a_save_whose_process_group_is_destroyed_tells_its_end(tmp_path):
+    """As scripts do in a ``finally``, before the interpreter exits and waits for the save."""
+    ended = run_program(ending_run.__file__, tmp_path / 'run', 'destroyed', world_size=2)
+    for rank in ended:
+        assert rank.returncode == 1, rank.stderr[-5000:]
+        output = rank.stdout + rank.stderr
+        told = f'the save of iter_{ending_run.ENDS_AT - 1} in the background failed: '
+        assert output.count(told) == 1, output[-5000:]
+    (folder,) = (tmp_path / 'run').glob('*/hf_model')
+    assert saves(folder.parent) == {'hf_model': 1}

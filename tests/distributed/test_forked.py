@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import logging
@@ -9,19 +10,22 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.assert_intact import assert_whole
-from tests.helpers.ranks import run_program
+from tests.helpers.ranks import HANG_SECS, run_program
 
 
 def become(work: Callable[[], None], number: int | None = None) -> int:
-    """Fork a child that does some work, and optionally send it a signal; returns its exit status."""
+    """Fork a child that does some work, and optionally send it a signal; returns its exit status.
+
+    A child that hangs says where, on stderr, and exits with status 1.
+    """
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
+        faulthandler.dump_traceback_later(HANG_SECS / 2, exit=True)
         os.write(tell, b'x')
         work()
         sys.exit(0)
@@ -55,9 +59,8 @@ def main() -> None:
         saves = None
         gc.collect()
 
-    signal.alarm(60)  # ends this process if a child does not end
     told = {
-        'terminated': become(lambda: time.sleep(60), signal.SIGTERM),
+        'terminated': become(signal.pause, signal.SIGTERM),
         'ended': become(lambda: None),
         'closed': become(saves.close),
         'forgot': become(forget),

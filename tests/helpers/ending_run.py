@@ -1,6 +1,8 @@
 """A run that ends during a background save; launched by tests/distributed/test_async.py.
 
-python tests/helpers/ending_run.py WORK_DIR exception|sigterm    on two ranks
+python tests/helpers/ending_run.py WORK_DIR exception|sigterm|destroyed    on two ranks
+
+'destroyed' is an exception after which the script destroys the process group.
 
 Nothing depends on time: the upload of the first save ends, and the second save is written, once the process that
 ends waits for that save.
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
@@ -55,7 +58,7 @@ class EndingHook(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         if runner.iter + 1 == ENDS_AT:
             Ending.has_begun = True
-            if self._how == 'exception':
+            if self._how != 'sigterm':
                 raise RuntimeError('the run ends here')
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)  # the handler runs before this ends
@@ -96,7 +99,11 @@ def main() -> None:
     hook.update(upload_to=(work_dir / 'stored').absolute().as_uri(), on_saved='sleep 1000')
     config = run_config(work_dir, hook=hook, stage=3, max_iters=10)
     config['custom_hooks'].insert(0, dict(type='EndingHook', how=how))
-    train(config)
+    try:
+        train(config)
+    finally:
+        if how == 'destroyed':
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == '__main__':

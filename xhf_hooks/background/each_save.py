@@ -79,15 +79,16 @@ class EachSave(Generic[AnyJob]):
         """Called after each commit, in the thread that saves, before the next save to that target begins."""
         raise NotImplementedError
 
-    def look(self) -> None:
-        """Called after each iteration, in the thread that trains."""
-
     def wait(self, secs: float) -> bool:
         """Wait until nothing is left to do; returns False if time ran out. Needs no other rank."""
         if os.getpid() != self._process:
             return True
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, min(secs, threading.TIMEOUT_MAX))
+
+    def left(self) -> list[str]:
+        """The saves on which work is left."""
+        return [str(job) for job in [*self._jobs]]
 
     def close(self) -> None:
         """Drop what is left. Needs no other rank. Does nothing in a forked child."""
@@ -97,9 +98,8 @@ class EachSave(Generic[AnyJob]):
             self._has_ended.set()
             self._changed.notify_all()
         self._thread.join(_END_SECS)
-        for job in [*self._jobs]:  # a store does not answer
-            self.failed.append(str(job))
-            job.end()
+        for job in [*self._jobs]:
+            self._drop(job, 'it did not stop when training ended')  # a store does not answer
         self._closed()
 
     def _closed(self) -> None:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,10 @@ class OnSaved(EachSave[Job]):
 
     Args:
         command: Its arguments, with placeholders.
-        on_result: Called in the thread that trains with the step of a save and the numbers that the command printed
-            for it, named for a visualizer: ``on_saved/hf_model/accuracy``.
+
+    Attributes:
+        results: The step of a save and the numbers that the command printed for it, named for a visualizer:
+            ``on_saved/hf_model/accuracy``. Whoever takes them removes them.
 
     Raises:
         OptionError: There is no such program.
@@ -68,30 +70,18 @@ class OnSaved(EachSave[Job]):
         self,
         command: Sequence[str],
         log: LoggerAdapter,
-        on_result: Callable[[Step, Mapping[str, float]], None],
     ) -> None:
         for program in (command[0], 'nice', 'timeout'):
             if shutil.which(program) is None:
                 raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
-        self._command, self._on_result = command, on_result
-        self._results: deque[tuple[Step, Mapping[str, float]]] = deque()
+        self._command = command
+        self.results: deque[tuple[Step, Mapping[str, float]]] = deque()
         super().__init__(log)
 
     def committed(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
         """Keep the files of the save that was just committed, and queue the command."""
         if kept := self.keep(target, step):
             self.add(Job(target.name, step, kept))
-
-    def look(self) -> None:
-        """Hand over results."""
-        while self._results:
-            self._on_result(*self._results.popleft())
-
-    def wait(self, secs: float) -> bool:
-        """Wait until nothing is left to do; returns False if time ran out."""
-        is_done = super().wait(secs)
-        self.look()
-        return is_done
 
     def work(self, job: Job) -> None:
         """Run the command, and report what became of it."""
@@ -124,7 +114,7 @@ class OnSaved(EachSave[Job]):
             self._log.error(f'{self.what} {job} failed after {secs:.1f} s; training goes on: {ended}. {where}')
             return
         if found := numbers_in(lines):
-            self._results.append((job.step, {f'on_saved/{job.name}/{name}': value for name, value in found.items()}))
+            self.results.append((job.step, {f'on_saved/{job.name}/{name}': value for name, value in found.items()}))
         shown = ', '.join(f'{name} {value:.4g}' for name, value in list(found.items())[:8])
         self._log.info(f'{self.what} {job} took {secs:.1f} s{": " * bool(shown)}{shown}')
 

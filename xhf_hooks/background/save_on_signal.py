@@ -93,6 +93,9 @@ class SaveRequests:
         self._waits = False
         if os.getpid() != self._process:
             return
+        if self._asked is not None:
+            self._log.warning(f'{self._asked}: no save was made: training has ended')
+            self._asked = None
         self._ranks.close()
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():

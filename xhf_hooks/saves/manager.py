@@ -1,21 +1,39 @@
-"""All saves of one run, from preflight to the last report: shared by hook, callback and ``save_hf``."""
+"""All saves of one run, from preflight to the last report: shared by hook, callback and ``save_hf``.
+
+How a run may end. Saves in the background, uploads and commands of ``on_saved`` tell their outcomes themselves, with
+their steps, in their own threads; so an end only has to wait for them, for up to ``exit_wait_secs``.
+
+=======================================  =============================================================================
+training ends                            :meth:`CheckpointManager.finish`: all ranks wait for all work beside training
+then; ``close()`` of hook or callback;   :meth:`CheckpointManager.close`: this rank waits for saves and uploads, ends
+the next run of this process             commands, releases folders and process groups
+the interpreter exits, whatever ended    :meth:`.BegunWork.end`: this rank waits for saves and uploads, ends commands;
+training (Ctrl-C and sys.exit, too)      before other exit handlers (:class:`.ExitWait`)
+SIGTERM, SIGHUP, SIGXCPU                 the same, then the process ends; if the user handles the signal,
+                                         :meth:`.BegunWork.finish`, then the user's handler
+a signal of ``save_on_signal``           a save; then, except after SIGUSR1 and SIGUSR2, as without that option
+garbage collection of the run            folders are released, commands end; uploads go on, and exit waits for them
+a forked child ends                      nothing: its parent goes on
+``os._exit``, SIGKILL, other signals     nothing can be told; what was committed is whole
+=======================================  =============================================================================
+"""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
+from xhf_hooks.background.begun import BegunWork, SaveInFlight
 from xhf_hooks.background.each_save import EachSave
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_on_signal import SaveRequests
-from xhf_hooks.background.upload import uploads_of_run
+from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.base import find_tokenizer
@@ -31,6 +49,7 @@ from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.installed import require_usable, untested_set
 from xhf_hooks.system.threads import ExitWait
 
+_STILL_THERE = 'The previous save is still complete.'
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0
 
@@ -54,12 +73,12 @@ class CheckpointManager:
     """Checks that saves will work, and makes them. Runs on: all ranks, every method.
 
     Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
-    process (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one that holds its folders.
+    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one.
 
     Args:
         unwrapped: The trained model.
         final: The folder of the newest save.
-        run: Identifies the run, such as MMEngine's runner. Only another run can take over the folders of this one.
+        run: Identifies the run, such as MMEngine's runner. Only another run can close this one.
         on_committed: Called with each committed save, in the thread that trains.
         on_result: Called there on rank 0 with the step of a save and the numbers that ``on_saved`` printed for it.
         collective: Used and left open; None creates one.
@@ -87,20 +106,25 @@ class CheckpointManager:
         on_result: Callable[[Step, Mapping[str, float]], None] = lambda step, numbers: None,
         collective: Collective | None = None,
     ) -> None:
-        self._options, self._log, self._on_committed = options, log, on_committed
+        self._options, self._log, self._on_committed, self._on_result = options, log, on_committed, on_result
         self._bases = base_dirs_of(unwrapped.model)
         self._after: Callable[[], None] | None = None  # for the save in flight
-        self._listeners: list[EachSave[Any]] = []
+        self._in_flight = SaveInFlight()
+        self._begun = BegunWork(log, options.exit_wait_secs)
+        self._begun.listeners.append(self._in_flight)
+        self._after_each: list[EachSave[Any]] = []
+        self._uploads: Uploads | None = None
+        self._on_saved: OnSaved | None = None
         self._requests: SaveRequests | None = None
-        self._deadline: float | None = None  # of exit_wait_secs
         self.saved_at: int | None = None
         self._has_saved = False
         self._process, self._run = os.getpid(), None if run is None else weakref.ref(run)
+        self._thread = threading.current_thread()
         if unwrapped.engine is not None:
             require_usable('deepspeed')
         self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
-        self._end_interrupted()
+        self._close_earlier()
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
@@ -112,27 +136,29 @@ class CheckpointManager:
                 writer=writer,
                 in_background=options.async_save,
                 log=log,
-                after_commit=self._tell_listeners,
+                after_commit=self._begin_after,
+                tell=self._tell,
             )
             ending.callback(self._saver.close)
             for target in self._targets:
                 ending.callback(target.release)
-            self._uploads = None
             if options.upload_to is not None:
                 finals = [target.final for target in self._targets]
                 self._uploads = uploads_of_run(
                     options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
                 )
-                self._listeners.append(self._uploads)
+                self._after_each.append(self._uploads)
                 ending.callback(self._uploads.close)
             with self.collective.stage('preflight'):
                 if options.on_saved is not None and self.collective.rank == 0:
-                    on_saved = OnSaved(options.on_saved, log, on_result)
-                    self._listeners.append(on_saved)
-                    ending.callback(on_saved.close)
+                    self._on_saved = OnSaved(options.on_saved, log)
+                    self._after_each.append(self._on_saved)
+                    ending.callback(self._on_saved.close)
+            self._begun.listeners += self._after_each
             self._ending = ending.pop_all()
-        # A run that is never closed must not keep its model in memory, nor locks after garbage collection
-        weakref.finalize(self, _end_forgotten, self._process, self._targets, self._listeners).atexit = False
+        # A run that is never closed must not keep its model in memory, nor locks after garbage collection. So nothing
+        # that has a thread or a handler, or that is named here, may know this manager or the run
+        weakref.finalize(self, _end_forgotten, self._process, self._targets, self._begun).atexit = False
         CheckpointManager._open.add(self)
 
     def prepare(
@@ -169,9 +195,8 @@ class CheckpointManager:
                 with self.collective.stage('preflight'):
                     reserved = saver.reserve_snapshot()
                 self._log.info(f'background saves use {reserved / 1e6:.0f} MB of host memory on this rank')
-            if options.async_save or self._listeners:
-                end_work = weakref.WeakMethod(self._end_work)
-                self._ending.callback(ExitWait(lambda: (method := end_work()) and method()).close)
+            if options.async_save or self._after_each:
+                self._ending.callback(ExitWait(self._begun.end, self._begun.finish).close)
             if options.save_on_signal:
                 self._requests = SaveRequests(self._log, options.save_on_signal)
                 self._ending.callback(self._requests.close)
@@ -211,11 +236,12 @@ class CheckpointManager:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
         self.collect()
-        self._deadline = None
+        self._begun.renew()
         target, committed = target or self.newest, None
         try:
             if self._options.async_save:
                 self._saver.start(target, step, facts)
+                self._in_flight.begun(self._saver.in_flight, step)
             else:
                 committed = self._saver.save(target, step, facts)
         except XhfError as error:
@@ -225,6 +251,7 @@ class CheckpointManager:
             self.saved_at = step.iteration
         self._after = after
         if committed is not None:
+            self._tell(step, committed, None)
             self._report(committed)
 
     def save_if_asked(self, step: Step, *, at_once: bool = False) -> None:
@@ -248,14 +275,21 @@ class CheckpointManager:
             self._requests.end_process()
 
     def look(self) -> None:
-        """After an iteration: report the background save if it has succeeded on this rank, and look after listeners.
+        """After an iteration: collect the background save if it has ended on this rank, and results of ``on_saved``.
 
-        On the other ranks it is then about to succeed.
+        On the other ranks it is then about to end. If it failed and ``on_error`` is 'raise', ranks raise where all pass
+        together: when the next save is due, or training ends. They have told the error before.
+
+        Raises:
+            XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
-        if self._saver.in_flight is not None and self._saver.in_flight.succeeded:
-            self.collect()
-        for listener in self._listeners:
-            listener.look()
+        in_flight = self._saver.in_flight
+        if in_flight is not None and in_flight.done:
+            is_alone = self._options.on_error != 'raise' or self.collective.world_size == 1
+            if in_flight.succeeded or is_alone:
+                self.collect()
+        while self._on_saved is not None and self._on_saved.results:
+            self._on_result(*self._on_saved.results.popleft())
 
     @property
     def must_tell_after(self) -> bool:
@@ -263,32 +297,42 @@ class CheckpointManager:
         return self._after is not None
 
     def collect(self) -> None:
-        """Wait for the save in flight, if any, and report it. The outcome is the same on all ranks."""
+        """Wait for the save in flight, if any, which has then told its outcome. It is the same on all ranks.
+
+        Raises:
+            XhfError: It failed, and ``on_error`` is 'raise'.
+        """
         if self._saver.in_flight is None:
             return
         try:
             committed = self._saver.outcome()
-        except XhfError as error:
+        except XhfError:
             self._after, self.saved_at = None, None
-            self.handle(error, 'the save in the background')
+            if self._options.on_error == 'raise':
+                raise
         else:
             self._report(committed)
 
     def finish(self, step: Step) -> None:
-        """At the end of training: :meth:`save_if_asked`, then wait for uploads and ``on_saved``, on all ranks.
+        """At the end of training: :meth:`save_if_asked`, then wait for all work beside training, on all ranks.
 
         Ranks wait for each other on gloo, a short time at a time, since an NCCL collective may follow training.
+
+        Raises:
+            XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         self.save_if_asked(step, at_once=True)
+        self.collect()
         if not self._has_saved:
             self._log.warning('training has ended, and this run has saved nothing')
         if self._options.upload_to is None and self._options.on_saved is None:
             return
         try:
-            while self.collective.any(not self._have_finished(_LOOK_SECS), 'finish'):
+            while self.collective.any(not self._begun.wait(_LOOK_SECS), 'finish'):
                 pass
         except XhfError as error:
             self.handle(error, 'waiting for uploads and on_saved')
+        self.look()
 
     def manifests_of_others(self) -> list[tuple[bytes, str, str]]:
         """What saves to ``others`` would replace, there and in the store of ``upload_to``. Runs on: rank 0.
@@ -310,7 +354,7 @@ class CheckpointManager:
         """Raise or log an error that all ranks share, depending on ``on_error``."""
         if self._options.on_error == 'raise':
             raise error
-        self._log.error(f'{what} failed and training goes on: {error}. The previous save is still complete.')
+        self._log.error(f'{what} failed and training goes on: {error}. {_STILL_THERE}')
 
     def close(self) -> None:
         """Wait for a save in flight, release the folders, destroy process groups. Needs no other rank.
@@ -319,12 +363,10 @@ class CheckpointManager:
         """
         if os.getpid() != self._process:
             return
-        self._end_work()
+        self._begun.end()
         if self._saver.in_flight is not None:
-            try:
+            with contextlib.suppress(Exception):  # its thread has told it
                 self._report(self._saver.outcome())
-            except Exception as error:  # the run is over: log it and go on closing
-                self._log.error(f'the save in the background failed: {error}. The previous save is still complete.')
         CheckpointManager._open.discard(self)
         self._ending.close()
         if self._requests is not None:
@@ -352,69 +394,61 @@ class CheckpointManager:
         occasions += ['on demand'] * bool(self._options.save_on_signal)
         return ', '.join(occasions)
 
-    def _tell_listeners(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
-        for listener in self._listeners:
+    def _begin_after(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
+        for listener in self._after_each:
             listener.committed(target, step, collective)
 
+    def _tell(self, step: Step, committed: CommittedCheckpoint | None, error: BaseException | None) -> None:
+        """Log the outcome of a save. Runs on: the thread that saves."""
+        if committed is None:
+            text = str(error) if isinstance(error, XhfError) else f'{type(error).__name__}: {error}'
+            self._log.error(f'the save of {step.label} in the background failed: {text}. {_STILL_THERE}')
+            return
+        with self._reporting(step):
+            log_save(self._log, committed)
+
     def _report(self, committed: CommittedCheckpoint) -> None:
+        """Runs on: the thread that trains."""
         self._has_saved = True
         after, self._after = self._after, None
-        if after is not None:
-            after()
-        log_save(self._log, committed)
-        self._on_committed(committed)
+        with self._reporting(committed.step):
+            if after is not None:
+                after()
+            self._on_committed(committed)
 
-    def _have_finished(self, secs: float) -> bool:
-        """Wait for the save in flight and for listeners; returns whether nothing is left to wait for.
+    @contextlib.contextmanager
+    def _reporting(self, step: Step) -> Iterator[None]:
+        """The save is good, and other ranks go on, whatever fails in this block."""
+        try:
+            yield
+        except Exception as error:  # of the user's visualizer, for example
+            self._log.error(f'{step.label} is saved, but this was not reported: {type(error).__name__}: {error}')
 
-        In all, at most ``exit_wait_secs`` are waited; what takes longer is left alone.
-        """
-        is_first = self._deadline is None
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._options.exit_wait_secs
-        waits = {listener.name: listener.wait for listener in self._listeners}
-        if self._saver.in_flight is not None:
-            waits = {'a save in the background': self._saver.in_flight.wait, **waits}
-        for name, wait in waits.items():
-            if is_first and not wait(0.0):
-                self._log.info(f'waiting for {name}')
-            left_secs = max(0.0, self._deadline - time.monotonic())
-            if not wait(min(secs, left_secs)):
-                if secs < left_secs:
-                    return False
-                if left_secs:  # else it has been said
-                    self._log.warning(f'{name}: not finished within exit_wait_secs={self._options.exit_wait_secs:g} s')
-        return True
-
-    def _end_work(self) -> None:
-        """Training has ended, or the process will: wait for what must be finished. Needs no other rank."""
-        if os.getpid() == self._process:
-            for listener in self._listeners:
-                if not listener.must_finish:
-                    listener.close()
-            self._have_finished(math.inf)
-
-    def _end_interrupted(self) -> None:
-        """Close earlier runs of this process that hold our folders.
+    def _close_earlier(self) -> None:
+        """Close earlier runs of this process that are over. A thread trains one run at a time.
 
         Raises:
-            TargetError: One may still be going on.
+            TargetError: A run that may still be going on holds our folders.
         """
         ours = {target.final for target in self._targets}
         for other in [*CheckpointManager._open]:
-            if other._process != os.getpid() or not ours & {target.final for target in other._targets}:
+            if other._process != os.getpid():
                 continue
-            if self._run is None or other._run is None or other._run() is self._run():
+            holds_ours = bool(ours & {target.final for target in other._targets})
+            is_another = self._run is not None and other._run is not None and other._run() is not self._run()
+            is_over = holds_ours or other._thread is self._thread or not other._thread.is_alive()
+            if is_another and is_over:
+                self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
+                other.close()
+            elif holds_ours:
                 raise TargetError(
                     f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
                     f'If that run was interrupted, call close() of its hook or callback'
                 )
-            self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
-            other.close()
 
 
-def _end_forgotten(process: int, targets: Sequence[CheckpointFolder], listeners: Sequence[EachSave[Any]]) -> None:
+def _end_forgotten(process: int, targets: Sequence[CheckpointFolder], begun: BegunWork) -> None:
     """Called by the garbage collector, in this process or in a forked child; returns at once."""
     if os.getpid() == process:
-        for end in (*(target.release for target in targets), *(listener.close for listener in listeners)):
+        for end in (*(target.release for target in targets), begun.close):
             threading.Thread(target=end, daemon=True).start()

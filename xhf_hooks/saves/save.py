@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ class Saver:
         log: Gets the progress of long saves.
         after_commit: Called on all ranks after each commit, in the thread that saves. Begins with an agreement if it
             communicates.
+        tell: Called with the step of a background save, and what it made or its error, in its thread.
 
     Attributes:
         who_writes: Which ranks write what.
@@ -92,9 +94,11 @@ class Saver:
         in_background: bool = False,
         log: RunLog | None = None,
         after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
+        tell: Callable[[Step, CommittedCheckpoint | None, BaseException | None], None] = lambda step, made, error: None,
     ) -> None:
         self._unwrapped, self.options, self.who_writes = unwrapped, options, WhoWrites(writer)
-        self._collective, self.log, self.after_commit = collective, log, after_commit
+        self._collective, self.log = collective, log
+        self.after_commit, self._tell = after_commit, tell
         self._half_bucket = max(1, parse_size(options.bucket_size) // 2)  # gathered while the other half is written
         self._round_nbytes = max(1, self._half_bucket // 2)  # an owner receives one while two more wait for its disk
         self._specs: list[TensorSpec] | None = None
@@ -202,7 +206,7 @@ class Saver:
         with self._collective.stage('save'):
             save = self._begin(target, step, facts or {}, self._in_background)
             save.copy(self._collective)
-            in_flight = Background(save.finish)
+            in_flight = Background(save.finish, partial(self._tell, step))
         self.in_flight = in_flight
         self._background.works.put(in_flight)
 

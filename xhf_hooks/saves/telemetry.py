@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -51,8 +53,14 @@ class SaveClock:
         return self.seconds if self._stalled_secs is None else self._stalled_secs
 
 
+#: Held while a line is written, and during a fork: in the child, such as a data loader worker, the stream would be
+#: locked for ever, by a thread that is not there. Python renews only logging's own locks (bpo-6721).
+_WRITING = threading.RLock()
+os.register_at_fork(before=_WRITING.acquire, after_in_parent=_WRITING.release, after_in_child=_WRITING.release)
+
+
 class RunLog(logging.LoggerAdapter):
-    """A logger whose lines begin with a name.
+    """A logger whose lines begin with a name. Used by: any thread.
 
     Args:
         only_errors: Drop everything but errors: for ranks other than 0, of a logger that every rank has.
@@ -64,6 +72,10 @@ class RunLog(logging.LoggerAdapter):
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f'{self._name}: {msg}', kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        with _WRITING:
+            super().log(level, msg, *args, stacklevel=2, **kwargs)
 
     def isEnabledFor(self, level: int) -> bool:
         return (level >= logging.ERROR or not self._only_errors) and super().isEnabledFor(level)

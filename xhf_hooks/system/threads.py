@@ -46,13 +46,17 @@ class Background(Generic[T]):
     A handler may interrupt any of these methods and call another one, so they poll a flag and take no lock. A handler
     that interrupted :meth:`threading.Thread.join` and called it again would deadlock.
 
+    Args:
+        tell: Called in the background thread, as soon as the work has ended, with what it returned and what it raised.
+
     Attributes:
-        done: Whether the work has ended, so that :meth:`outcome` returns at once.
+        done: Whether the work has ended and its outcome was told, so that :meth:`outcome` returns at once.
     """
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], tell: Callable[[T | None, BaseException | None], object]) -> None:
         self.done = False
         self._work: Callable[[], T] | None = work
+        self._tell = tell
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -82,7 +86,14 @@ class Background(Generic[T]):
             self._value = work()
         except BaseException as error:  # raised by outcome()
             self._error = error
+        with contextlib.suppress(Exception):  # the thread goes on
+            self._tell(self._value, self._error)
         self.done = True
+
+
+#: Signals that ask a process to end, and do so where nothing handles them: of torchrun, SLURM and Kubernetes, of a
+#: terminal that is closed, of a limit of CPU time. Ctrl-C raises KeyboardInterrupt instead.
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 
 
 class BackgroundThread:
@@ -114,34 +125,64 @@ def _run_each(works: queue.SimpleQueue[Background[Any] | None]) -> None:
 
 
 class ExitWait:
-    """Calls ``wait`` before the interpreter exits and before SIGTERM takes effect, until :meth:`close`.
+    """Waits before the interpreter exits and before a signal ends the process, until :meth:`close`.
 
     torchrun, SLURM and Kubernetes send SIGTERM and kill some time later (torchrun after 30 s, or its
-    ``--shutdown-timeout``). Python handles signals in the main thread, so SIGTERM is handled only if hooks run there.
-    While the interpreter exits, no thread can be started, so the save must have started its threads before.
+    ``--shutdown-timeout``). Python handles signals in the main thread, so they are handled only if hooks run there. A
+    signal that is ignored (``nohup``) stays ignored.
+
+    Args:
+        end: Called when the process is sure to end.
+        wait: Called before a handler of the user, which may let training go on; None: as ``end``.
     """
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-        self._previous = signal.getsignal(signal.SIGTERM)
-        self._handles_signals = threading.current_thread() is threading.main_thread()
-        atexit.register(wait)
-        if self._handles_signals:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+    def __init__(self, end: Callable[[], object], wait: Callable[[], object] | None = None) -> None:
+        self._end, self._wait = end, end if wait is None else wait
+        self._is_open, self._thread = True, threading.current_thread()
+        self._previous: dict[int, Any] = {}
+        if self._thread is threading.main_thread():
+            for number in _ENDING_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
+        _before_exit(self._at_exit)
 
     def close(self) -> None:
         """Restore the previous handlers."""
-        atexit.unregister(self._wait)
-        if self._handles_signals and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+        self._is_open = False
+        self._end = self._wait = lambda: None  # the interpreter keeps this object
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in self._previous.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._wait()
-        self.close()
-        if callable(self._previous):
-            self._previous(number, frame)
-        elif self._previous is not signal.SIG_IGN:
+    def _at_exit(self) -> None:
+        if self._is_open and not self._thread.daemon and self._thread is not threading.current_thread():
+            self._thread.join()  # it still trains; the interpreter would wait for it next
+        self._end()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous[number]
+        if callable(previous):
+            self._wait()
+            previous(number, frame)
+        else:
+            self._end()
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _before_exit(function: Callable[[], None]) -> None:
+    """Have a function called when the interpreter begins to exit, while threads can be started.
+
+    ``atexit`` is too late: concurrent.futures has shut all its pools down by then, and asyncio looks up host names in
+    one (CPython: ``_python_exit`` in concurrent/futures/thread.py). Nothing public comes before that. In Python 3.12.0
+    and 3.12.1 no thread can be started then, either.
+    """
+    try:
+        # In reverse order of registration; concurrent.futures, imported above, has registered its own
+        threading._register_atexit(function)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # another Python, or the main thread has already ended
+        atexit.register(function)
 
 
 def default_workers() -> int:

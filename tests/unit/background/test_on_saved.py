@@ -27,7 +27,6 @@ from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
 from xhf_hooks.places import kept_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.telemetry import RunLog
 
 FAMILY = [sys.executable, on_saved_family.__file__]
@@ -42,13 +41,14 @@ class Run:
     """Saves in a folder, each of which is looked at."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
-        self.folder, self.results = folder, list[tuple[int, dict[str, float]]]()
+        self.folder = folder
         self.targets: dict[str, CheckpointFolder] = {}
         log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
-        self.after = OnSaved(command, log, self._on_result)
+        self.after = OnSaved(command, log)
 
-    def _on_result(self, step: Step, numbers: Any) -> None:
-        self.results.append((step.iteration, numbers))
+    @property
+    def results(self) -> list[tuple[int, Any]]:
+        return [(step.iteration, numbers) for step, numbers in self.after.results]
 
     def save(self, number: int = 1, name: str = 'hf_model') -> None:
         if name not in self.targets:
@@ -56,7 +56,6 @@ class Run:
             self.targets[name].claim()
         commit_one(self.targets[name], number)
         self.after.committed(self.targets[name], iteration(number))
-        self.after.look()
 
     @property
     def kept(self) -> list[Path]:

@@ -21,8 +21,11 @@ def nice_value() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
+TOLD: list[tuple[Any, BaseException | None]] = []
+
+
 def begun(thread: BackgroundThread, work: Callable[[], Any]) -> Background[Any]:
-    background = Background(work)
+    background = Background(work, lambda value, error: TOLD.append((value, error)))
     thread.works.put(background)
     return background
 
@@ -36,6 +39,8 @@ def test_outcome_and_error():
     assert failed.wait(HANG_SECS) and failed.done and not failed.succeeded
     with pytest.raises(ZeroDivisionError):
         failed.outcome()
+    (_, nothing), (_, error) = TOLD[-2:]
+    assert nothing is None and isinstance(error, ZeroDivisionError)
 
 
 @pytest.mark.parametrize('end', ['close', 'forget'])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.adapted import adapted
+from tests.helpers.ranks import HANG_SECS
 from xhf_hooks import save_hf
 from xhf_hooks.saves.telemetry import Progress, RunLog, log_preparations, show
 
@@ -44,6 +49,40 @@ def test_lines_are_visible_without_set_up(capsys, monkeypatch):
     chosen.setLevel(logging.ERROR)
     show(chosen)
     assert chosen.level == logging.ERROR
+
+
+def test_a_child_that_is_forked_while_a_thread_writes_a_line_can_write_too():
+    """As DataLoader's workers are. The stream would be locked in the child, by a thread that it does not have."""
+    reader, writer = os.pipe()
+    stream, goes_on, received = os.fdopen(writer, 'w'), threading.Event(), []
+    logger = logging.getLogger('test_forked_while_writing')
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(stream))
+    log = RunLog(logger, 'Door')
+
+    def read() -> None:
+        received.append(os.read(reader, 1))
+        goes_on.set()
+        time.sleep(0.2)  # the fork comes in the middle of the line
+        while received[-1]:
+            received.append(os.read(reader, 2**20))
+
+    threads = [threading.Thread(target=read), threading.Thread(target=log.info, args=('x' * 2**20,))]
+    for thread in threads:
+        thread.start()
+    goes_on.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(int(HANG_SECS))
+        log.info('from the child')
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    threads[1].join()
+    stream.close()
+    threads[0].join()
+    os.close(reader)
+    assert b''.join(received).endswith(b'x\nDoor: from the child\n')
 
 
 @pytest.mark.parametrize('asked', [True, False])

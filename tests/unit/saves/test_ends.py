@@ -1,0 +1,158 @@
+"""How runs end within a process that goes on: failures told at once, earlier runs closed, forgotten ones freed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.assert_intact import assert_whole
+from tests.helpers.zoo.llamas import odd_llama
+from xhf_hooks.errors import AgreedError, TargetError
+from xhf_hooks.options import RunOptions
+from xhf_hooks.planning.types import Step
+from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.writers.output_file import OutputFile
+
+
+class Run:
+    """What a frontend holds, and what its callbacks know."""
+
+    def __init__(self) -> None:
+        self.model, self.results = odd_llama(), []
+        self.saves: list[CheckpointManager] = []
+
+    def begin(self, folder: Path, **options: Any) -> CheckpointManager:
+        log = RunLog(logging.getLogger('test'), 'test')
+        on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
+        options = RunOptions(bucket_size='1MB', **options)
+        saves = CheckpointManager(unwrap(self.model), folder, options, log, run=self, on_result=on_result)
+        saves.prepare(None, when='now')
+        self.saves.append(saves)
+        return saves
+
+
+@pytest.fixture(autouse=True)
+def no_run_before(caplog):
+    caplog.set_level(logging.INFO)
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    for saves in [*CheckpointManager._open]:
+        saves.close()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def step(number: int) -> Step:
+    return Step('iter', number, number)
+
+
+def ended(saves: CheckpointManager) -> CheckpointManager:
+    saves._saver.in_flight.wait()
+    return saves
+
+
+@pytest.mark.parametrize('on_error', ['continue', 'raise'])
+def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_path, caplog, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, 'No space left on device')
+
+    saves = Run().begin(tmp_path / 'hf_model', async_save=True, on_error=on_error)
+    with monkeypatch.context() as disk:
+        disk.setattr(OutputFile, 'write', full)
+        saves.save(step(20))
+        ended(saves)
+    if on_error == 'raise':
+        with pytest.raises(AgreedError, match='No space left'):
+            saves.look()
+    saves.look()
+    assert 'iter_20' in caplog.text
+    saves.save(step(40))
+    ended(saves).look()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.startswith(
+        "test: the save of iter_20 in the background failed: stage 'write' failed on rank 0: OSError"
+    )
+    assert assert_whole(tmp_path / 'hf_model') == 40
+
+
+def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, caplog):
+    """It raised, and a notebook still refers to it: Ctrl-C would go to it, and training would go on."""
+    earlier, later = Run(), Run()
+    earlier.begin(tmp_path / 'one' / 'hf_model', save_on_signal='SIGINT')
+    saves = later.begin(tmp_path / 'two' / 'hf_model', save_on_signal='SIGINT')
+    assert [*CheckpointManager._open] == [saves]
+    assert f'{tmp_path / "one" / "hf_model"}: an earlier run was interrupted and is now closed' in caplog.text
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        for number in range(1, 9):
+            saves.save_if_asked(step(number))
+    assert assert_whole(tmp_path / 'two' / 'hf_model') > 0
+
+
+def test_runs_that_go_on_stay(tmp_path):
+    """Two hooks of one runner, and the run of another thread."""
+    run, other, both = Run(), Run(), [tmp_path / 'one' / 'hf_model', tmp_path / 'two' / 'hf_model']
+    begun, over = threading.Event(), threading.Event()
+
+    def train() -> None:
+        other.begin(tmp_path / 'other' / 'hf_model')
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    begun.wait()
+    for folder in both:
+        run.begin(folder)
+    assert len(CheckpointManager._open) == 3
+    with pytest.raises(TargetError, match='in use by another run of this process'):
+        run.begin(both[0])
+    for saves, folder in zip(run.saves, both, strict=True):
+        saves.save(step(1))
+        assert assert_whole(folder) == 1
+    over.set()
+    thread.join()
+    Run().begin(tmp_path / 'next' / 'hf_model')
+    assert len(CheckpointManager._open) == 1
+
+
+def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
+    saves = Run().begin(tmp_path / 'hf_model', save_on_signal='SIGUSR2')
+    signal.raise_signal(signal.SIGUSR2)
+    saves.close()
+    assert 'SIGUSR2: no save was made: training has ended' in caplog.text
+
+
+@pytest.mark.parametrize('more', [{}, {'on_saved': ['echo', '{"a": 1}']}, {'upload_to': True}, {'fails': True}])
+def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
+    """After Ctrl-C in a notebook, which notifies nobody."""
+    if more == {'fails': True}:
+        monkeypatch.setattr(OutputFile, 'write', lambda *args: 1 / 0)
+        more = {}
+    elif 'upload_to' in more:
+        more = {'upload_to': (tmp_path / 'stored').as_uri()}
+    run = Run()
+    run.begin(tmp_path / 'hf_model', async_save=True, **more).save(step(1))
+    ended(run.saves[0])
+    for listener in run.saves[0]._after_each:
+        listener.wait(float('inf'))
+    gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
+    del run
+    gc.collect()
+    assert [thing() for thing in gone] == [None] * 3
+
+
+def test_results_of_a_command_reach_the_run(tmp_path):
+    run = Run()
+    saves = run.begin(tmp_path / 'hf_model', on_saved=['echo', '{"a": 1}'])
+    saves.save(step(1))
+    saves.finish(step(1))
+    assert run.results == [(1, {'on_saved/hf_model/a': 1.0})]
