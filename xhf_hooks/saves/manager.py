@@ -329,6 +329,12 @@ class CheckpointManager:
     def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.others.values()]
 
+    @property
+    def _places(self) -> set[str]:
+        """The folders and URLs of saves: no two managers of a process have one in common."""
+        url, folders = self._options.upload_to, [target.final for target in self._targets]
+        return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
+
     def _find_tokenizer(self, tokenizer: Any | None, finish: Callable[..., Any] | None) -> None:
         tokenizer, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
         for warning in warnings:
@@ -394,14 +400,14 @@ class CheckpointManager:
         Raises:
             TargetError: One may still be going on.
         """
-        ours = {target.final for target in self._targets}
         for other in [*CheckpointManager._open]:
-            if other._process != os.getpid() or not ours & {target.final for target in other._targets}:
+            both = self._places & other._places
+            if other._process != os.getpid() or not both:
                 continue
             if self._run is None or other._run is None or other._run() is self._run():
                 raise TargetError(
-                    f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
-                    f'If that run was interrupted, call close() of its hook or callback'
+                    f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '
+                    f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
                 )
             self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
             other.close()
