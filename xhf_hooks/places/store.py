@@ -41,6 +41,7 @@ from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
+from xhf_hooks.system.calls import naming
 
 _FORMAT_VERSION = 2
 _READ_NBYTES = 2**20
@@ -360,7 +361,7 @@ def send_file(store: Store, prefix: str, name: str, path: Path, record: FileReco
         StoreError: It was not stored.
     """
     found = nbytes = 0
-    with path.open('rb', buffering=0) as file:
+    with naming(path), path.open('rb', buffering=0) as file:
         while data := file.read(_READ_NBYTES):
             found, nbytes = crc32(memoryview(data), found), nbytes + len(data)
     if (nbytes, found) != (record.nbytes, record.crc32):

@@ -44,7 +44,7 @@ from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import checksums_of, require_same
 from xhf_hooks.sources.send import Snapshot, live_chunks
-from xhf_hooks.system.calls import allow_open_files
+from xhf_hooks.system.calls import allow_open_files, naming
 from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.system.threads import Background
 from xhf_hooks.writers.output_file import FileIdentity
@@ -161,7 +161,8 @@ class Saver:
             Warnings for the log.
         """
         try:
-            return self.exporter.write_hf_assets(target.open_staging(), self.tokenizer, self.eos_token_ids)
+            with naming(target.final):
+                return self.exporter.write_hf_assets(target.open_staging(), self.tokenizer, self.eos_token_ids)
         finally:
             target.end_save()
 
@@ -305,7 +306,7 @@ class Saver:
         try:
             copies = {} if collective is self._in_background else self._copies()  # compared before training went on
             with clock.stage('staging'):
-                with collective.stage('staging'):
+                with collective.stage('staging'), naming(target.final):
                     if is_rank0:
                         staging = target.open_staging()
                         target.room(plan.nbytes)
@@ -332,7 +333,7 @@ class Saver:
             }
             tensors = tally.written() if is_rank0 else []
             save = WrittenSave(plan, tensors, step, facts)
-            with clock.stage('commit'), collective.stage('commit'):
+            with clock.stage('commit'), collective.stage('commit'), naming(target.final):
                 if is_rank0:
                     # Beside training, bytes are read back in this thread: none can be started while the process exits
                     workers = 1 if collective is self._in_background else None
