@@ -72,4 +72,5 @@ def test_nobody_listens():
 def test_an_older_botocore_gets_only_options_that_it_has(monkeypatch, server):
     """1.34 lacks the validation of checksums, and refuses it with a TypeError; every version refuses this one."""
     monkeypatch.setitem(objects._S3_CONFIG, 'an_option_of_later_versions', 'when_required')
+    get_filesystem_class('s3').clear_instance_cache()
     Store(f's3://{BUCKET}/older', server.backend_args).require_usable()

@@ -146,7 +146,7 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec='seconds')
 
 
-class _ReplacedError(StoreError):
+class ReplacedError(StoreError):
     """Another run has taken the place."""
 
 
@@ -251,7 +251,7 @@ class StoredSaves:
                 )
             self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
             pointer = self._read()
-        except _ReplacedError:  # the other run may have deleted this save before its last files were sent
+        except ReplacedError:  # the other run may have deleted this save before its last files were sent
             with contextlib.suppress(StoreError):
                 self.store.delete([f'{prefix}/{name}' for name in (*content.files, MANIFEST_NAME)])
             raise
@@ -290,7 +290,7 @@ class StoredSaves:
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
     def release(self) -> None:
-        """At the end of the run, delete what was not published. Never raises: the next run deletes the rest."""
+        """At the end of the run, :meth:`clean`. Never raises: the next run deletes the rest."""
         if self._pointer is not None:
             with contextlib.suppress(StoreError):
                 self.clean()
@@ -317,7 +317,7 @@ class StoredSaves:
         """
         claim = read_claim(self.store, self.name)
         if claim is not None and claim.run != self.run:  # somebody may have deleted it
-            raise _ReplacedError(
+            raise ReplacedError(
                 f'{self.url}/{claim_key(self.name)}: another run saves here since {claim.time}, so this run '
                 f'does not any more; set upload_to to another place'
             )
