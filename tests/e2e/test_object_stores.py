@@ -9,6 +9,7 @@ from fsspec import get_filesystem_class
 
 from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, s3_server
 from xhf_hooks.errors import StoreError
+from xhf_hooks.places import objects
 from xhf_hooks.places.objects import Store
 
 PART = 16 * 2**20
@@ -66,3 +67,10 @@ def test_nobody_listens():
     store = Store(f's3://{BUCKET}/run', {'endpoint_url': 'http://127.0.0.1:9'})
     with pytest.raises(StoreError, match=r'127\.0\.0\.1:9'):
         store.require_usable()
+
+
+def test_an_older_botocore_gets_only_options_that_it_has(monkeypatch, server):
+    """1.34 lacks the validation of checksums, and refuses it with a TypeError; every version refuses this one."""
+    monkeypatch.setitem(objects._S3_CONFIG, 'an_option_of_later_versions', 'when_required')
+    get_filesystem_class('s3').clear_instance_cache()
+    Store(f's3://{BUCKET}/older', server.backend_args).require_usable()

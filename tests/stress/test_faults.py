@@ -9,6 +9,7 @@ import ctypes
 import errno
 import itertools
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -396,6 +397,7 @@ def test_folders_removed_under_a_save(results):
 def test_a_full_disk_keeps_the_previous_save(results):
     report = of_all_ranks(results, 'full_disk_False')
     assert "stage 'write'" in report['message'] and 'No space left on device' in report['message']
+    assert re.search(r"/\.hf_model\.staging-\w+/model-.*\.safetensors'", report['message'])
     assert report['found'] == {'hf_model': 1}
 
 

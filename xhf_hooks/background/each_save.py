@@ -84,7 +84,10 @@ class EachSave(Generic[AnyJob]):
         if os.getpid() != self._process:
             return True
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, min(secs, threading.TIMEOUT_MAX))
+            return self._changed.wait_for(self._is_idle, min(secs, threading.TIMEOUT_MAX))
+
+    def _is_idle(self) -> bool:
+        return not self._jobs
 
     def left(self) -> list[str]:
         """The saves on which work is left."""

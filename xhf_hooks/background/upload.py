@@ -17,7 +17,7 @@ from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.kept_folder import new_name
-from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
+from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
 from xhf_hooks.places.who_writes import is_shared
 from xhf_hooks.planning.types import Step
 
@@ -44,14 +44,15 @@ class Uploads(EachSave[UploadJob]):
     """The uploads of a run. Every method runs on all ranks.
 
     Rank 0 waits for no other rank: it looks in the store for what others have uploaded, and uploads what does not
-    arrive itself, as that rank may have died or may not reach the store.
+    arrive itself, as that rank may have died or may not reach the store. The others wait until rank 0 begins a save, or
+    a later one. What they cannot do is no error: rank 0 does it, or tells why it cannot.
 
     Args:
         destinations: By name of the saves.
         n_ranks: Number of ranks that share the files.
 
     Attributes:
-        patience_secs: How long ranks wait for each other, or as long as their own files took if that is longer.
+        patience_secs: How long rank 0 waits for other ranks, or as long as its own files took if that is longer.
     """
 
     name, what, must_finish = 'uploads', 'the upload of', True
@@ -61,6 +62,7 @@ class Uploads(EachSave[UploadJob]):
         self, destinations: Mapping[str, StoredSaves], log: LoggerAdapter, rank: int = 0, n_ranks: int = 1
     ) -> None:
         self._destinations, self._rank, self._n_ranks, self._number = destinations, rank, n_ranks, 0
+        self._is_sending = False  # on other ranks than rank 0
         super().__init__(log)
 
     def claim(self) -> None:
@@ -108,15 +110,13 @@ class Uploads(EachSave[UploadJob]):
 
     def work(self, job: UploadJob) -> None:
         """Upload this rank's share of a save; rank 0 then makes the save visible."""
-        began, destination = time.monotonic(), self._destinations[job.name]
-        data = (job.folder / MANIFEST_NAME).read_bytes()
-        manifest = parse_manifest(data, str(job.folder))
-        if self._rank == 0:
-            prefix = self._publish(destination, job, manifest, data)
-        else:
-            with contextlib.suppress(XhfError):  # rank 0 uploads what is missing, or tells why it cannot
-                self._help(destination, job, manifest)
+        if self._rank != 0:
+            with contextlib.suppress(XhfError, OSError):  # such as the files of a save that rank 0 has skipped
+                self._help(job)
             return
+        began, destination = time.monotonic(), self._destinations[job.name]
+        manifest, data = _manifest_of(job)
+        prefix = self._publish(destination, job, manifest, data)
         size = size_text(sum(file.nbytes for file in manifest.files.values()))
         took = f'{size} in {time.monotonic() - began:.1f} s'
         self._log.info(f'uploaded {job.step.label} to {destination.url}/{prefix}: {took}')
@@ -148,16 +148,38 @@ class Uploads(EachSave[UploadJob]):
             self._log.warning(f'uploaded {counted(n_taken_over, "file")} in place of other ranks')
         return prefix
 
-    def _help(self, saves: StoredSaves, job: UploadJob, manifest: Manifest) -> None:
+    def _help(self, job: UploadJob) -> None:
         """Upload this rank's files once rank 0 has begun the save, unless that is over."""
-        deadline = time.monotonic() + self.patience_secs
-        while time.monotonic() < deadline:
-            pointer = read_pointer(saves.store, saves.name)
-            if pointer is not None and pointer.run == job.run and pointer.number >= job.number:
-                if pointer.number == job.number and pointer.writing is not None:
-                    self._send(saves, job, pointer.writing, manifest, self._share(manifest))
-                return
-            self.pause(5 * _LEAST_POLL_SECS)
+        pause_secs = _LEAST_POLL_SECS
+        while (pointer := self._begun_since(job)) is None:
+            self.pause(pause_secs)
+            pause_secs = min(2 * pause_secs, _MOST_POLL_SECS)
+        if pointer.number != job.number or pointer.writing is None:
+            return
+        self._is_sending = True
+        try:
+            manifest, _ = _manifest_of(job)
+            self._send(self._destinations[job.name], job, pointer.writing, manifest, self._share(manifest))
+        finally:
+            self._is_sending = False
+
+    def _begun_since(self, job: UploadJob) -> Pointer | None:
+        """What rank 0 has last begun, if that is this save or a later one: it takes them by number, and skips some."""
+        with self._changed:
+            waiting = {each.name: each for each in self._jobs}
+        for name, each in waiting.items():
+            pointer = read_pointer(self._destinations[name].store, name)
+            if pointer is not None and pointer.run == each.run and pointer.number >= job.number:
+                return pointer
+        return None
+
+    def _is_idle(self) -> bool:
+        # Rank 0 may never begin what other ranks wait for
+        return super()._is_idle() or (self._rank != 0 and not self._is_sending)
+
+    def _drop(self, job: Job, why: str) -> None:
+        if self._rank == 0:  # which tells it for all
+            super()._drop(job, why)
 
     def _share(self, manifest: Manifest) -> list[str]:
         largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
@@ -167,6 +189,11 @@ class Uploads(EachSave[UploadJob]):
         for name in names:
             self.pause()
             send_file(saves.store, prefix, name, job.folder / name, manifest.files[name])
+
+
+def _manifest_of(job: UploadJob) -> tuple[Manifest, bytes]:
+    data = (job.folder / MANIFEST_NAME).read_bytes()
+    return parse_manifest(data, str(job.folder)), data
 
 
 def uploads_of_run(

@@ -29,6 +29,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.system.calls import naming
 from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.writers.tally import warn_of_non_finite
 
@@ -180,7 +181,8 @@ class Conversion:
         try:
             staging = target.open_staging()
             target.room(self.plan.nbytes)
-            notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
+            with naming(target.final):
+                notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
             tally = write_weights(
                 staging,
                 self.plan,
@@ -192,7 +194,8 @@ class Conversion:
             )
             tensors = tally.written()
             save = WrittenSave(self.plan, tensors, self.step, self._facts())
-            target.commit(save, 'full' if self._options.verify else 'sizes')
+            with naming(target.final):
+                target.commit(save, 'full' if self._options.verify else 'sizes')
         finally:  # including signals
             target.end_save()
             target.release()

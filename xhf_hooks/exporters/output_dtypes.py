@@ -8,7 +8,6 @@ each tensor the dtype that it has in the base model's own files.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import ExportEntry
-from xhf_hooks.system.calls import memory_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +118,6 @@ def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) 
     }
     if code == 'F32' or not any(listed.values()):
         return set()
-    from safetensors.torch import save_file
     from transformers import PretrainedConfig, PreTrainedModel
 
     buffers = {name for name, _ in reference.named_buffers(remove_duplicate=False)}
@@ -141,11 +138,10 @@ def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) 
         def _init_weights(self, module: nn.Module) -> None:
             """Nothing to initialize."""
 
-    with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as folder, quiet():
-        PretrainedConfig(tie_word_embeddings=False).save_pretrained(folder)
-        numbers = {name: torch.zeros(1, device='cpu') for name in names}
-        save_file(numbers, Path(folder) / _WHOLE, metadata={'format': 'pt'})
-        loaded = Stub.from_pretrained(folder, torch_dtype=TORCH_DTYPES[code])
+    numbers = {name: torch.zeros(1, device='cpu') for name in names}
+    with quiet():
+        config = PretrainedConfig(tie_word_embeddings=False)
+        loaded = Stub.from_pretrained(None, config=config, state_dict=numbers, torch_dtype=TORCH_DTYPES[code])
     return {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
 
 

@@ -9,14 +9,16 @@ it: one that saves the same files, byte for byte but for how it was loaded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xhf_hooks.system.calls import memory_place
+from xhf_hooks.system.calls import naming
 
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
 
@@ -62,6 +64,9 @@ _OF_PROCESSOR = (*PROCESSOR_FILES, 'chat_template.json', JINJA)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
 
+#: A full disk or quota, a disk that fails, no more open files.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
+
 #: Content by name.
 _Files = dict[str, bytes]
 #: What was last written of each tokenizer and processor, and warnings, by what itself saves and where its base is:
@@ -81,14 +86,14 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     if not isinstance(own, PreTrainedTokenizerBase) or _is_custom(tokenizer) or _is_custom(own):
         tokenizer.save_pretrained(folder)  # an image processor, or custom code
         return []
-    key = base_dir, _saved(tokenizer)
+    key = base_dir, _saved(tokenizer, folder)
     known, written = _WRITTEN.get(tokenizer, (None, ({}, [])))
     if known != key:
-        saved = _saved(own)
+        saved = _saved(own, folder)
         beside = {path.name: path.read_bytes() for path in folder.glob('config.json')}
-        files, warnings = _chosen(own, saved, base_dir, beside)
+        files, warnings = _chosen(own, saved, base_dir, beside, folder)
         if own is not tokenizer:
-            files = {**files, **_of_processor(own, _besides(key[1], saved), base_dir)}
+            files = {**files, **_of_processor(own, _besides(key[1], saved), base_dir, folder)}
         written = files, warnings
         _WRITTEN[tokenizer] = key, written
     files, warnings = written
@@ -96,23 +101,24 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     return warnings
 
 
-def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files) -> tuple[_Files, list[str]]:
+def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder: Path) -> tuple[_Files, list[str]]:
     """The first form from which the same tokenizer is loaded, and warnings.
 
     Args:
         saved: What the tokenizer itself saves.
         beside: The config.json of the model: AutoTokenizer also reads the model's type.
+        folder: For temporary files.
     """
     import transformers
 
     def is_proven(form: _Files) -> bool:
-        with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as temporary:
-            _put({**form, **beside}, Path(temporary))
-            return _same(_saved_again(temporary), saved)
+        with _temporary(folder) as temporary:
+            _put({**form, **beside}, temporary)
+            return _same(_saved_again(str(temporary), folder), saved)
 
     own = getattr(tokenizer, 'name_or_path', None)
     base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
-    base = _saved_again(base_dir)
+    base = _saved_again(base_dir, folder)
     if base is not None and _same(base, saved):
         copied = _base_files(base_dir, (*base, *_OTHERS, *_vocabularies(tokenizer)))
         if is_proven(copied):
@@ -127,16 +133,20 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files) -> tup
     return saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
 
 
-def _of_processor(tokenizer: Any, others: _Files, base_dir: str) -> _Files:
+def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -> _Files:
     """A processor's files besides its tokenizer's: those of its base, if it was not changed."""
     from transformers import AutoProcessor
 
     own = tokenizer.name_or_path
     base_dir = own if any(base_file(own, name) for name in _OF_PROCESSOR) else base_dir
+    base = None
     with contextlib.suppress(Exception):  # any failure counts as another processor
         base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
-        if not _is_custom(base) and _besides(_saved(base), _saved(base.tokenizer)) == others:
-            return _base_files(base_dir, _OF_PROCESSOR)
+    if base is None or _is_custom(base):
+        return others
+    saved, own = (_saved_if_it_can(one, folder) for one in (base, getattr(base, 'tokenizer', None)))
+    if saved is not None and own is not None and _besides(saved, own) == others:
+        return _base_files(base_dir, _OF_PROCESSOR)
     return others
 
 
@@ -217,21 +227,42 @@ def _is_custom(tokenizer: Any) -> bool:
     return type(tokenizer).__module__.startswith('transformers_modules.')
 
 
-def _saved(tokenizer: Any) -> _Files:
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A temporary folder where the save goes, which needs room there anyway: other places may be full."""
+    with tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as name, naming(Path(name)):
+        yield Path(name)
+
+
+def _saved(tokenizer: Any, folder: Path) -> _Files:
     """What it saves."""
-    with tempfile.TemporaryDirectory(prefix='xhf_hooks_', dir=memory_place()) as temporary:
+    with _temporary(folder) as temporary:
         tokenizer.save_pretrained(temporary)
-        paths = sorted(path for path in Path(temporary).rglob('*') if path.is_file())
+        paths = sorted(path for path in temporary.rglob('*') if path.is_file())
         return {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
 
 
-def _saved_again(base_dir: str) -> _Files | None:
-    """What the tokenizer in a folder saves. It is only compared: any failure counts as another tokenizer."""
+def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:
+    """What it saves; None if there is nothing, or if that fails for any reason but the disk."""
+    if other is None:
+        return None
+    try:
+        return _saved(other, folder)
+    except OSError as error:
+        if error.errno in _OF_THE_DISK:  # which says nothing about the tokenizer
+            raise
+    except Exception:  # files of others fail with any error
+        pass
+    return None
+
+
+def _saved_again(base_dir: str, folder: Path) -> _Files | None:
+    """What the tokenizer in a folder saves. It is only compared: failures count as another tokenizer."""
     try:
         loaded = load_tokenizer(base_dir, trust_remote_code=False)
-        return None if loaded is None or _is_custom(loaded) else _saved(loaded)
     except Exception:  # files of others fail with any error
         return None
+    return None if loaded is None or _is_custom(loaded) else _saved_if_it_can(loaded, folder)
 
 
 def _same(found: _Files | None, saved: _Files) -> bool:

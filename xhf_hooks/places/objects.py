@@ -23,9 +23,10 @@ from xhf_hooks.system.threads import lower_priority
 
 T = TypeVar('T')
 _S3 = ('s3', 's3a')
-#: s3fs repeats requests by itself; so many times, and boto not at all. Some servers answer a range request with the
-#: checksum of the whole object.
+#: s3fs repeats requests by itself; so many times, and boto not at all.
 _S3_RETRIES = 2
+#: Options of botocore's Config; those that the installed one lacks are left out. Some servers send checksums of
+#: something else.
 _S3_CONFIG = {
     'connect_timeout': 5,
     'read_timeout': 60,
@@ -59,6 +60,12 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 
     threading.Thread(target=run, name='store-io', daemon=True).start()
     return loop
+
+
+def _s3_config() -> dict[str, Any]:
+    from botocore.config import Config
+
+    return {name: value for name, value in _S3_CONFIG.items() if name in Config.OPTION_DEFAULTS}
 
 
 class Store:
@@ -103,10 +110,10 @@ class Store:
         protocol = self.url.partition('://')[0].lower()
         given = dict(backend_args or {})
         own: dict[str, Any] = {'use_listings_cache': False}
-        if protocol in _S3:
-            own['config_kwargs'] = {**_S3_CONFIG, **given.get('config_kwargs', {})}
-            own['max_concurrency'] = _S3_PARTS
         try:
+            if protocol in _S3:
+                own['config_kwargs'] = {**_s3_config(), **given.get('config_kwargs', {})}
+                own['max_concurrency'] = _S3_PARTS
             if fsspec.get_filesystem_class(protocol).async_impl:
                 own['loop'] = _loop(os.getpid())
             # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop

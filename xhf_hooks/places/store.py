@@ -1,11 +1,25 @@
 """Saves in a store: each has its own prefix, and a pointer that moves last names the newest.
 
-    hf_model.json                    the pointer, the only object that is ever replaced
+    hf_model.json                    the pointer
+    hf_model.run                     the claim: the run that saves here; each run writes it once, before training
     hf_model_iter_500/...            a save; xhf_manifest.json is its last object
 
-The pointer also says which run wrote it last. A run that finds another run there publishes nothing more, so of two runs
-the one that began later goes on. And it lists the files of saves that are being written or deleted: after a kill, the
-next run deletes those. Nothing else is listed, and nothing is deleted that the pointer or a manifest does not name.
+The pointer lists the files of saves that are being written or deleted: after a kill, the next run deletes those.
+Nothing else is listed, and nothing is deleted that the pointer or a manifest does not name.
+
+Of two runs with one URL, the one that claimed last goes on, whatever the earlier one does meanwhile. The earlier one
+fails with an error from its next save on. Few stores have conditional requests, so it may overwrite the pointer of the
+later run, but only once: after each write of the pointer, before it sends or deletes a file, a run looks whether the
+claim is still its own. From this and the order of requests follows:
+
+- The later run reads the pointer after it has claimed. So it either reads what the earlier run has written, or the
+  earlier run sees the claim and deletes nothing.
+- The later run deletes nothing, not even what a killed run left, before it has published a save of its own. So the
+  write that may still arrive names a save whose files are all there, and the later run builds on it.
+- If that write arrives after the later run has published a save, the pointer names the save of the earlier run, which
+  may be deleted, until the later run puts that right: with its next save, or at its end. Requests have deadlines, so
+  this can happen only to a run that publishes within about a minute of its claim.
+- Of runs that claim at the same time, the one whose claim the store keeps goes on.
 """
 
 from __future__ import annotations
@@ -27,6 +41,7 @@ from xhf_hooks.format.checksum import crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
+from xhf_hooks.system.calls import naming
 
 _FORMAT_VERSION = 2
 _READ_NBYTES = 2**20
@@ -58,9 +73,27 @@ class Pointer:
     unfinished: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Claim:
+    """Which run saves here.
+
+    Attributes:
+        run: Random id of the run.
+        time: When it began, in UTC.
+    """
+
+    run: str
+    time: str
+
+
 def pointer_key(name: str) -> str:
     """The key of the pointer for saves of this name, such as ``hf_model``."""
     return f'{name}.json'
+
+
+def claim_key(name: str) -> str:
+    """The key of the claim for saves of this name."""
+    return f'{name}.run'
 
 
 def read_pointer(store: Store, name: str) -> Pointer | None:
@@ -81,10 +114,40 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
         is_ours = all(map(ours.fullmatch, named)) and not any('..' in file for file in files)
         if is_ours and pointer.format_version == _FORMAT_VERSION:
             return pointer
-    raise StoreError(
-        f'{store.url}/{pointer_key(name)}: not written by this package, or by a newer version; move it away, or set '
-        f'upload_to to another place'
+    raise _foreign(store, pointer_key(name))
+
+
+def read_claim(store: Store, name: str) -> Claim | None:
+    """Read the claim; None if there is none.
+
+    Raises:
+        StoreError: The store cannot be read, or the object is not a claim.
+    """
+    data = store.get(claim_key(name))
+    if data is None:
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return Claim(**json.loads(data))
+    raise _foreign(store, claim_key(name))
+
+
+def _foreign(store: Store, key: str) -> StoreError:
+    return StoreError(
+        f'{store.url}/{key}: not written by this package, or by a newer version; move it away, or set upload_to to '
+        f'another place'
     )
+
+
+def _as_json(record: Pointer | Claim) -> bytes:
+    return (json.dumps(asdict(record), indent=1) + '\n').encode()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec='seconds')
+
+
+class ReplacedError(StoreError):
+    """Another run has taken the place."""
 
 
 class StoredSaves:
@@ -112,7 +175,8 @@ class StoredSaves:
         self.url, self.name, self.max_keep = url, name, max_keep
         self.run = uuid.uuid4().hex
         self._options, self._warn = options, warn
-        self._pointer: Pointer | None = None  # None: not claimed
+        self._pointer: Pointer | None = None  # as last read or written; None: not claimed
+        self._has_published = False
         self._taken: set[str] = set()  # not used again: an earlier run may still be writing there
         self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
 
@@ -126,15 +190,15 @@ class StoredSaves:
         self.store.require_usable()
 
     def claim(self) -> None:
-        """Before training, take over the place, and clean up after killed runs.
+        """Before training, take over the place.
 
         Raises:
             StoreError: It cannot be used.
         """
-        found = read_pointer(self.store, self.name) or Pointer()
-        self._taken = {*found.saves, *found.unfinished}
-        self._write(replace(found, writing=None, number=0))
-        self.clean()
+        read_pointer(self.store, self.name)  # refuses what is foreign
+        read_claim(self.store, self.name)
+        self.store.put(claim_key(self.name), _as_json(Claim(self.run, _now())))
+        self._pointer = read_pointer(self.store, self.name) or Pointer()
 
     def newest_manifest(self) -> bytes | None:
         """The manifest of the newest save, whoever made it; None if there is none.
@@ -158,6 +222,7 @@ class StoredSaves:
         """
         pointer, name = self._read(), f'{self.name}_{label}'
         names = itertools.chain([name], (f'{name}_{count}' for count in itertools.count(2)))
+        self._taken |= {*pointer.saves, *pointer.unfinished}
         prefix = next(each for each in names if each not in self._taken and not self.store.sizes(each))
         self._taken.add(prefix)
         unfinished = {**pointer.unfinished, prefix: [*files, MANIFEST_NAME]}
@@ -176,20 +241,27 @@ class StoredSaves:
             IncompleteError: A file is not there.
             StoreError: A request failed, or another run has taken the place.
         """
-        pointer, content = self._read(), parse_manifest(manifest, prefix)
-        if missing := self.missing(prefix, content.files):
-            raise IncompleteError(
-                f'{self.url}/{prefix}: the store does not have {counted(len(missing), "file")} with the right '
-                f'size, although it acknowledged them: {some(missing)}'
-            )
-        self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
+        content = parse_manifest(manifest, prefix)
+        try:
+            if missing := self.missing(prefix, content.files):
+                self._require_claim()
+                raise IncompleteError(
+                    f'{self.url}/{prefix}: the store does not have {counted(len(missing), "file")} with the right '
+                    f'size, although it acknowledged them: {some(missing)}'
+                )
+            self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
+            pointer = self._read()
+        except ReplacedError:  # the other run may have deleted this save before its last files were sent
+            with contextlib.suppress(StoreError):
+                self.store.delete([f'{prefix}/{name}' for name in (*content.files, MANIFEST_NAME)])
+            raise
         step = {'unit': content.step.unit, 'number': content.step.number}
         others = {key: names for key, names in pointer.unfinished.items() if key != prefix}
         saves = (*pointer.saves, prefix)
         pointer = replace(pointer, newest=prefix, saves=saves, step=step, writing=None, unfinished=others)
         self._in_doubt = prefix
         self._write(self._without_outdated(pointer))
-        self._in_doubt = None
+        self._in_doubt, self._has_published = None, True
         try:
             self.clean()
         except StoreError as error:
@@ -198,12 +270,16 @@ class StoredSaves:
     def clean(self) -> None:
         """Delete the files of older saves, and of those that were begun and not published.
 
+        Does nothing before this run has published a save.
+
         Raises:
-            StoreError: A request failed; the next save or run deletes them.
+            StoreError: A request failed, or another run has taken the place; the next save or run deletes them.
         """
-        due = [prefix for prefix in self._pointer.unfinished if prefix != self._in_doubt]
-        for prefix in due:
-            self.store.delete([f'{prefix}/{name}' for name in self._pointer.unfinished[prefix]])
+        if not self._has_published:
+            return
+        due = {prefix: names for prefix, names in self._read().unfinished.items() if prefix != self._in_doubt}
+        for prefix, files in due.items():
+            self.store.delete([f'{prefix}/{name}' for name in files])
             if left := self.store.sizes(prefix):
                 self._warn(
                     f'{self.url}/{prefix}: {counted(len(left), "object")} there did not come from this package '
@@ -214,7 +290,7 @@ class StoredSaves:
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
     def release(self) -> None:
-        """At the end of the run, delete what was not published. Never raises: the next run deletes the rest."""
+        """At the end of the run, :meth:`clean`. Never raises: the next run deletes the rest."""
         if self._pointer is not None:
             with contextlib.suppress(StoreError):
                 self.clean()
@@ -233,25 +309,48 @@ class StoredSaves:
             return [*parse_manifest(manifest or b'', prefix).files, MANIFEST_NAME]
         return []
 
-    def _read(self) -> Pointer:
-        """The pointer as it is in the store.
+    def _require_claim(self) -> None:
+        """Look whether another run has taken the place.
 
         Raises:
-            StoreError: Another run has written it since.
+            StoreError: It has, or the request failed.
         """
-        found = read_pointer(self.store, self.name) or self._pointer  # somebody may have deleted it
-        if found.run != self.run:
-            raise StoreError(
-                f'{self.url}/{pointer_key(self.name)}: another run saves here since {found.time}, so this run '
+        claim = read_claim(self.store, self.name)
+        if claim is not None and claim.run != self.run:  # somebody may have deleted it
+            raise ReplacedError(
+                f'{self.url}/{claim_key(self.name)}: another run saves here since {claim.time}, so this run '
                 f'does not any more; set upload_to to another place'
             )
-        return found
+
+    def _read(self) -> Pointer:
+        """The pointer, with what this run has recorded in it even if an earlier run has overwritten that.
+
+        Raises:
+            StoreError: A request failed, or another run has taken the place.
+        """
+        self._require_claim()
+        found, known = read_pointer(self.store, self.name), self._pointer
+        if found is None or found.run == self.run:  # somebody may have deleted it
+            return found or known
+        base = known if self._has_published else found
+        others = {save: self._files_of(save) for save in found.saves if save not in base.saves}
+        unfinished = {**others, **found.unfinished, **known.unfinished}
+        unfinished = {prefix: files for prefix, files in unfinished.items() if prefix not in base.saves}
+        pointer = replace(base, unfinished=unfinished)
+        if self._has_published:
+            self._write(pointer)
+        return pointer
 
     def _write(self, pointer: Pointer) -> None:
-        now = datetime.now(timezone.utc).isoformat(timespec='seconds')
-        pointer = replace(pointer, run=self.run, time=now)
-        self.store.put(pointer_key(self.name), (json.dumps(asdict(pointer), indent=1) + '\n').encode())
+        """Replace the pointer, then look whether another run has taken the place.
+
+        Raises:
+            StoreError: A request failed, or it has; it may have overwritten this, or built on it.
+        """
+        pointer = replace(pointer, run=self.run, time=_now())
+        self.store.put(pointer_key(self.name), _as_json(pointer))
         self._pointer = pointer
+        self._require_claim()
 
 
 def send_file(store: Store, prefix: str, name: str, path: Path, record: FileRecord) -> None:
@@ -262,7 +361,7 @@ def send_file(store: Store, prefix: str, name: str, path: Path, record: FileReco
         StoreError: It was not stored.
     """
     found = nbytes = 0
-    with path.open('rb', buffering=0) as file:
+    with naming(path), path.open('rb', buffering=0) as file:
         while data := file.read(_READ_NBYTES):
             found, nbytes = crc32(memoryview(data), found), nbytes + len(data)
     if (nbytes, found) != (record.nbytes, record.crc32):

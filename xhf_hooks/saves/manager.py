@@ -42,7 +42,7 @@ from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.who_writes import WhoWrites, choose_writer
-from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_preparations, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
@@ -201,19 +201,8 @@ class CheckpointManager:
                 self._requests = SaveRequests(self._log, options.save_on_signal)
                 self._ending.callback(self._requests.close)
                 weakref.finalize(self, self._requests.close).atexit = False
-            if (untested := untested_set()) is not None:
-                self._log.info(untested)
-            how = f'{saver.who_writes.value} writer{", in the background" * options.async_save}; about '
-            how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
-            log_preparations(
-                self._log,
-                plan,
-                saver.exporter,
-                where=self.newest.final,
-                when=self._occasions(when),
-                how=how,
-                expects_slices=saver.who_writes is not WhoWrites.GATHER and self.collective.world_size > 1,
-            )
+            with self.collective.stage('preflight'):
+                self._tell_preparations(plan, when)
         except BaseException:
             self.close()
             raise
@@ -376,6 +365,12 @@ class CheckpointManager:
     def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.others.values()]
 
+    @property
+    def _places(self) -> set[str]:
+        """The folders and URLs of saves: no two managers of a process have one in common."""
+        url, folders = self._options.upload_to, [target.final for target in self._targets]
+        return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
+
     def _find_tokenizer(self, tokenizer: Any | None, finish: Callable[..., Any] | None) -> None:
         tokenizer, warnings = find_tokenizer(self._options.tokenizer, tokenizer, self._saver.exporter)
         for warning in warnings:
@@ -385,6 +380,22 @@ class CheckpointManager:
             for message in messages:
                 self._log.info(message)
         self._saver.tokenizer = tokenizer
+
+    def _tell_preparations(self, plan: SavePlan, when: str | None) -> None:
+        options, saver = self._options, self._saver
+        if (untested := untested_set()) is not None:
+            self._log.info(untested)
+        how = f'{saver.who_writes.value} writer{", in the background" * options.async_save}; about '
+        how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
+        log_preparations(
+            self._log,
+            plan,
+            saver.exporter,
+            where=self.newest.final,
+            when=self._occasions(when),
+            how=how,
+            expects_slices=saver.who_writes is not WhoWrites.GATHER and self.collective.world_size > 1,
+        )
 
     def _occasions(self, when: str | None) -> str:
         """Everything that triggers a save, for the log."""
@@ -430,20 +441,19 @@ class CheckpointManager:
         Raises:
             TargetError: A run that may still be going on holds our folders.
         """
-        ours = {target.final for target in self._targets}
         for other in [*CheckpointManager._open]:
             if other._process != os.getpid():
                 continue
-            holds_ours = bool(ours & {target.final for target in other._targets})
+            both = self._places & other._places
             is_another = self._run is not None and other._run is not None and other._run() is not self._run()
-            is_over = holds_ours or other._thread is self._thread or not other._thread.is_alive()
+            is_over = bool(both) or other._thread is self._thread or not other._thread.is_alive()
             if is_another and is_over:
                 self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
                 other.close()
-            elif holds_ours:
+            elif both:
                 raise TargetError(
-                    f'{other.newest.final} is in use by another run of this process; set out_dir to another folder. '
-                    f'If that run was interrupted, call close() of its hook or callback'
+                    f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '
+                    f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
                 )
 
 

@@ -49,7 +49,7 @@ from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import Copies, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
-from xhf_hooks.system.calls import allow_open_files
+from xhf_hooks.system.calls import allow_open_files, naming
 from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.system.threads import Background, BackgroundThread
 from xhf_hooks.writers.output_file import FileIdentity
@@ -158,7 +158,8 @@ class Saver:
             Warnings for the log.
         """
         try:
-            return self.exporter.write_hf_assets(target.open_staging(), self.tokenizer, self.eos_token_ids)
+            with naming(target.final):
+                return self.exporter.write_hf_assets(target.open_staging(), self.tokenizer, self.eos_token_ids)
         finally:
             target.end_save()
 
@@ -366,7 +367,7 @@ class Save:
     def _stage(self) -> tuple[str, dict[str, FileIdentity]]:
         """Prepare the staging folder; returns its name, and the files that ranks write into."""
         saver, made, copies = self._saver, None, None
-        with self._collective.stage('staging'):
+        with self._collective.stage('staging'), naming(self._target.final):
             if self._is_rank0:
                 staging = self._target.open_staging()
                 self._target.room(saver.plan.nbytes)
@@ -416,7 +417,7 @@ class Save:
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.facts, **self._facts})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.final, self._step, self._cost(), warnings)
-        with collective.stage('commit'):
+        with collective.stage('commit'), naming(target.final):
             if self._is_rank0:
                 # Beside training, bytes are read back in this thread: none can be started while the process exits
                 target.commit(written, saver.options.verify, None if self._copied is None else 1)

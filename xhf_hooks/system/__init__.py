@@ -1,1 +1,1 @@
-"""What the machine gives: calls, limits, temporary folders, memory, threads and installed packages."""
+"""What the machine gives: calls, limits, errors that name a file, memory, threads and installed packages."""

@@ -1,12 +1,14 @@
-"""What the operating system gives: calls that Python lacks, limits, and temporary folders."""
+"""What the operating system gives: calls that Python lacks, limits, and errors that name a file."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
 import resource
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,28 @@ def allow_open_files(n_files: int, what: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-#: Linux's in-memory file system.
-_MEMORY = Path('/dev/shm')
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside the block, errors of the operating system that name no file get this path.
+
+    A full disk or quota and I/O errors come from calls that know only a descriptor: write(2), fsync(2). Libraries in
+    Rust (safetensors, tokenizers) raise them as errors of their own that end with the number.
+
+    Raises:
+        OSError: With its number and a path.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        found = _RUST_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
-def memory_place() -> Path:
-    """Where small temporary files are in memory; the system's folder for temporary files if there is none."""
-    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+#: How Rust writes an error of the operating system.
+_RUST_ERROR = re.compile(r'\(os error (\d+)\)$')

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.system.calls import fallocate, sync_file_range
+from xhf_hooks.system.calls import fallocate, naming, sync_file_range
 from xhf_hooks.writers.direct import DirectWrites
 
 #: Most bytes of one write through the page cache.
@@ -57,7 +57,7 @@ def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
     Raises:
         OSError: The file exists or cannot be created, or the disk is too full (if the file system can reserve space).
     """
-    with path.open('xb', buffering=0) as file:
+    with naming(path), path.open('xb', buffering=0) as file:
         os.ftruncate(file.fileno(), nbytes)
         _reserve(file.fileno(), path, nbytes)
         _write_all(file.fileno(), memoryview(header), 0)
@@ -95,7 +95,7 @@ class OutputFile:
         write_behind: bool = True,
         direct: bool = False,
     ) -> None:
-        self._fd = os.open(path, os.O_WRONLY)
+        self._path, self._fd = path, os.open(path, os.O_WRONLY)
         try:
             identity.require(self._fd, path)
         except BaseException:
@@ -106,21 +106,24 @@ class OutputFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
-        start, end = (0, 0) if self._direct is None else self._direct.write(data, offset)
-        for first, stop in ((0, start), (end, data.nbytes)):
-            for at in range(first, stop, _PART_NBYTES):
-                part = data[at : min(at + _PART_NBYTES, stop)]
-                _write_all(self._fd, part, offset + at)
-                if self._behind is not None:
-                    self._behind.wrote(offset + at, part.nbytes)
+        with naming(self._path):
+            start, end = (0, 0) if self._direct is None else self._direct.write(data, offset)
+            for first, stop in ((0, start), (end, data.nbytes)):
+                for at in range(first, stop, _PART_NBYTES):
+                    part = data[at : min(at + _PART_NBYTES, stop)]
+                    _write_all(self._fd, part, offset + at)
+                    if self._behind is not None:
+                        self._behind.wrote(offset + at, part.nbytes)
 
     def fsync(self) -> None:
         """Wait until everything is on the disk."""
-        os.fsync(self._fd)
+        with naming(self._path):
+            os.fsync(self._fd)
 
     def close(self) -> None:
         """Close the file, in any state."""
-        os.close(self._fd)
+        with naming(self._path):
+            os.close(self._fd)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -134,8 +134,6 @@ class Writer:
                     self._write(chunk)
                 except Exception as caught:  # the thread must go on, or write() would wait forever
                     error = caught
-                    if isinstance(error, OSError) and error.errno is not None:  # else it would hide the text
-                        error.filename = chunk.placement.file
             nbytes = chunk.data.nbytes
             del chunk  # frees its memory before write() learns that there is room
             with self._room:

@@ -126,7 +126,7 @@ def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_pat
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
         send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
-    assert keys(url) == {'hf_model.json'}
+    assert keys(url) == {'hf_model.run'}
 
 
 @pytest.mark.parametrize('arrives', [True, False])
@@ -178,11 +178,14 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local
         return ask(self, what, key, *args, **more)
 
     monkeypatch.setattr(Store, '_ask', note)
-    later = StoredSaves(url, 'hf_model', 1)
+    later = StoredSaves(url, 'hf_model', 2)
     later.claim()
-    assert (
-        prefixes(url) == {'hf_model_iter_1', 'others'} and not any('others' in key for key in asked) and '' not in asked
-    )
+    later.release()
+    assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
+    later.claim()
+    save(later, local, 3)
+    assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
+    assert not any('others' in key for key in asked) and '' not in asked
     later.release()
 
 
@@ -202,6 +205,14 @@ def test_a_foreign_pointer_is_refused(saves, local, url, content):
     store.put('hf_model.json', content)
     with pytest.raises(StoreError, match=r'hf_model.json: not written by this package'):
         StoredSaves(url, 'hf_model', 1).claim()
+
+
+@pytest.mark.parametrize('content', [b'echo a script', b'{}', b'5'])
+def test_a_foreign_claim_is_refused_and_stays(url, content):
+    Store(url).put('hf_model.run', content)
+    with pytest.raises(StoreError, match=r'hf_model.run: not written by this package'):
+        StoredSaves(url, 'hf_model', 1).claim()
+    assert Store(url).get('hf_model.run') == content
 
 
 class Hanging(AsyncFileSystem):
