@@ -101,6 +101,8 @@ class Writer:
         self._error = self._error or OSError('the save was abandoned')
         self._wait()
         self._close_files()
+        # The thread keeps this writer, and an error's traceback would keep the model
+        self._error, self._tally = OSError('no save is open'), None
 
     def close(self) -> None:
         """End the thread. Never raises."""
@@ -140,6 +142,7 @@ class Writer:
                 self._error = self._error or error
                 self._pending -= nbytes
                 self._room.notify()
+            del error  # or its traceback would keep the model in memory
 
     def _write(self, chunk: Chunk) -> None:
         place = chunk.placement
